@@ -1,0 +1,1 @@
+"""In-flight batching for large language models behind Triton Inference Server."""

@@ -1,0 +1,65 @@
+"""What the core and the loop ask of the outside, as Protocols; nothing here is implemented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.core.description import EngineDescription
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.stop import StopReason, StopSignal
+
+GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
+"""Takes the most requests that fit now (negative: any number), returns new ones. Never blocks."""
+
+SendResponseCallback = Callable[[Response], None]
+"""Takes one response: id, outputs, final flag and error in one frozen value. Never blocks."""
+
+PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
+"""Returns the requests to stop. Called at the end of every iteration."""
+
+ReturnBatchManagerStatsCallback = Callable[[str], None]
+"""Takes the statistics of an iteration as a JSON string. Not called without active requests."""
+
+
+class Engine(Protocol):
+    """The device side. One thread calls it, the loop's."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Fixed once the engine is loaded."""
+
+    def forward(self, batch: ScheduledBatch) -> Any:
+        """Apply the batch's deltas and run the forward pass.
+
+        Returns the logits of the sampled rows (`ScheduledBatch.sampled_slots`), opaque to the loop: for the
+        torch engine a [num_sampled_rows, vocab_size] float32 tensor on the device.
+        """
+
+    def decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput:
+        """Choose the next token of every sampled row and remember it as the slot's last token."""
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+
+
+class EngineClient(Protocol):
+    """How a front end reaches the batcher: in this process or through the engine endpoint, the same calls.
+
+    `submit` never blocks. Responses arrive by `on_response` on a thread of the client's, which also may call
+    back into `submit` and `stop`. Exactly one final response arrives for every submit that returned.
+    """
+
+    def describe(self) -> EngineDescription:
+        """Limits and names; raises Unavailable while no engine can be reached."""
+
+    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+        """Queue `request` and return the id it runs under (the given `request_id` is replaced)."""
+
+    def stop(self, request_id: int, reason: StopReason) -> None:
+        """End a request early, by the id that `submit` returned; unknown ids are ignored."""
+
+    def close(self) -> None:
+        """Release threads and connections. Requests in flight are answered first. Idempotent."""

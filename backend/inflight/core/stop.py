@@ -1,0 +1,40 @@
+"""Why generation ended, and the signals that end it from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class FinishReason(IntEnum):
+    """TensorRT-LLM's `FinishReason`, same names and numbers."""
+
+    NOT_FINISHED = 0
+    END_ID = 1
+    STOP_WORDS = 2
+    LENGTH = 3
+    TIMED_OUT = 4
+    CANCELLED = 5
+
+
+class StopReason(Enum):
+    """Why a front end asks for a request to end early."""
+
+    CANCELLED = "cancelled"
+    STOP_WORDS = "stop_words"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, slots=True)
+class StopSignal:
+    """End request `request_id` in the next iteration; unknown ids are ignored."""
+
+    request_id: int
+    reason: StopReason = StopReason.CANCELLED
+
+
+FINISH_REASON_OF_STOP: dict[StopReason, FinishReason] = {
+    StopReason.CANCELLED: FinishReason.CANCELLED,
+    StopReason.STOP_WORDS: FinishReason.STOP_WORDS,
+    StopReason.TIMED_OUT: FinishReason.TIMED_OUT,
+}

@@ -1,0 +1,83 @@
+"""Every error this package raises on purpose, and the Triton code each one travels with.
+
+    InflightError                     INTERNAL
+    ├── RequestError                  one request is at fault; nothing else is touched
+    │   ├── InvalidArgument           INVALID_ARG
+    │   ├── Unsupported               UNSUPPORTED
+    │   ├── AlreadyExists             ALREADY_EXISTS
+    │   ├── NotFound                  NOT_FOUND
+    │   ├── Unavailable               UNAVAILABLE
+    │   ├── Cancelled                 CANCELLED
+    │   └── StepFailed                INTERNAL: the iteration that carried the request raised
+    └── ConfigError                   INTERNAL: the model does not load
+
+The code is the name of a `TritonError` constant, so that no layer below `inflight.triton` needs Triton to
+choose one. `error_from_code` rebuilds an error that crossed a process boundary.
+"""
+
+from __future__ import annotations
+
+
+class InflightError(Exception):
+    """Base of the tree. `code` is the name of the Triton error code."""
+
+    code = "INTERNAL"
+
+
+class RequestError(InflightError):
+    """One request failed; every other request goes on untouched."""
+
+
+class InvalidArgument(RequestError):
+    """The request can never work as it was sent."""
+
+    code = "INVALID_ARG"
+
+
+class Unsupported(RequestError):
+    """The request asks for something this server declares and does not do."""
+
+    code = "UNSUPPORTED"
+
+
+class AlreadyExists(RequestError):
+    """Another request with this id is in flight."""
+
+    code = "ALREADY_EXISTS"
+
+
+class NotFound(RequestError):
+    """Something the request names does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class Unavailable(RequestError):
+    """The server cannot take the request now; a later try may work."""
+
+    code = "UNAVAILABLE"
+
+
+class Cancelled(RequestError):
+    """The client cancelled the request or went away."""
+
+    code = "CANCELLED"
+
+
+class StepFailed(RequestError):
+    """The iteration that carried the request raised an exception."""
+
+
+class ConfigError(InflightError):
+    """A parameter, checkpoint or environment the model cannot load with."""
+
+
+_BY_CODE: dict[str, type[RequestError]] = {
+    cls.code: cls
+    for cls in (InvalidArgument, Unsupported, AlreadyExists, NotFound, Unavailable, Cancelled, StepFailed)
+}
+
+
+def error_from_code(code: str, message: str) -> RequestError:
+    """The error that `code` and `message` describe; an unknown code becomes `StepFailed`."""
+    return _BY_CODE.get(code, StepFailed)(message)
