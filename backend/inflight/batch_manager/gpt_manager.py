@@ -1,0 +1,148 @@
+"""GptManager: the loop that turns requests into responses, one iteration after another.
+
+Owns one worker thread, from construction to shutdown, and calls the engine, the scheduler and the callbacks on it.
+Knows neither Triton nor a device. Callbacks must not block: while the loop waits for one, nobody gets tokens.
+Specification: The Batch Manager in TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from inflight.core.batch import ScheduledBatch
+from inflight.core.ports import (
+    Engine,
+    GetInferenceRequestsCallback,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
+from inflight.core.request import IterationInput
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import StopSignal
+from inflight.errors import InflightError, StepFailed, Unavailable
+
+_log = logging.getLogger(__name__)
+
+
+class GptManager:
+    """In-flight batching over one engine.
+
+    Args:
+        engine: The device; this object closes it.
+        scheduler: Requests, slots and KV blocks.
+        get_inference_requests: Called at the start of every iteration with the most requests that can be
+            accepted, negative for any number.
+        send_response: Called with each response, exactly one of which is final for each request.
+        poll_stop_signal: Called at the end of every iteration.
+        return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
+            JSON string.
+        on_death: Called once if the loop itself fails, after every active request was answered; whoever
+            queues requests in front of this object answers those.
+        clock_ns: Monotonic time; injected by tests.
+        start: Whether to start the worker thread; without it, call `step`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        get_inference_requests: GetInferenceRequestsCallback,
+        send_response: SendResponseCallback,
+        poll_stop_signal: PollStopSignalCallback | None = None,
+        return_batch_manager_stats: ReturnBatchManagerStatsCallback | None = None,
+        on_death: Callable[[InflightError], None] | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        start: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._get_inference_requests = get_inference_requests
+        self._send_response = send_response
+        self._poll_stop_signal = poll_stop_signal
+        self._return_stats = return_batch_manager_stats
+        self._on_death = on_death
+        self._clock_ns = clock_ns
+        self._iteration = 0
+        self._stops: tuple[StopSignal, ...] = ()
+        self._work = threading.Event()
+        self._shutting_down = False
+        self._thread = threading.Thread(target=self._loop, name="gpt-manager", daemon=True)
+        if start:
+            self._thread.start()
+
+    def notify(self) -> None:
+        """Say that there may be new requests or stop signals; wakes an idle loop. Any thread."""
+        self._work.set()
+
+    def shutdown(self) -> None:
+        """Finish the active requests, end the worker thread, close the engine. Idempotent.
+
+        Specification: the worker thread terminates when there are no more active requests.
+        """
+        self._shutting_down = True
+        self.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._engine.close()
+
+    # ---------------------------------------------------------------- the loop
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                self._work.clear()
+                self.step()
+                if self._scheduler.num_active == 0 and not self._work.is_set():
+                    if self._shutting_down:
+                        return
+                    self._work.wait()
+        except BaseException:
+            _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
+            self._send(
+                self._scheduler.fail_all(Unavailable("the generation loop died; see the server's log"))
+            )
+            raise
+
+    def step(self) -> None:
+        """One iteration: get, schedule, run, decode, update, send, stop, report."""
+        responses = self._scheduler.accept(self._get())
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            responses += self._run(batch)
+        had_work = batch is not None or self._scheduler.num_active > 0
+        self._send(responses)
+        self._stops = tuple(self._poll_stop_signal()) if self._poll_stop_signal else ()
+        if self._stops:
+            self.notify()
+        if had_work and self._return_stats:
+            self._return_stats(self._scheduler.stats(batch).to_json(time.time()))
+
+    def _get(self) -> IterationInput:
+        requests = self._get_inference_requests(self._scheduler.room)
+        inputs = IterationInput(self._iteration, self._clock_ns(), tuple(requests), self._stops)
+        self._iteration += 1
+        return inputs
+
+    def _run(self, batch: ScheduledBatch) -> list[Response]:
+        try:
+            logits = self._engine.forward(batch)
+            output = self._engine.decode(batch, logits)
+        except Exception as error:
+            _log.exception("iteration %d failed with %d requests in it", batch.iteration, batch.num_rows)
+            return self._scheduler.fail(batch, _as_step_failure(error))
+        return self._scheduler.update(batch, output)
+
+    def _send(self, responses: list[Response]) -> None:
+        for response in responses:
+            self._send_response(response)
+
+
+def _as_step_failure(error: Exception) -> InflightError:
+    if isinstance(error, InflightError):
+        return error
+    return StepFailed(f"the iteration that carried this request failed: {type(error).__name__}: {error}")

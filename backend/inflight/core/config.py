@@ -1,0 +1,63 @@
+"""How the batcher schedules: one frozen value, complete before anything is built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from inflight.core.batch import EngineLimits
+from inflight.core.request import ModelLimits
+from inflight.errors import ConfigError
+
+
+class CapacitySchedulerPolicy(Enum):
+    """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
+
+    GUARANTEED_NO_EVICT admits a request only when its KV blocks are certain to suffice to the end.
+    MAX_UTILIZATION admits it when its context fits, and pauses the last-started one when blocks run out.
+    """
+
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+    MAX_UTILIZATION = "max_utilization"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Scheduling parameters, by TensorRT-LLM's names where it has them.
+
+    Attributes:
+        policy: Who may hold KV blocks.
+        max_num_tokens: Most rows of one packed forward pass, context and generation tokens together.
+        enable_chunked_context: Split contexts over iterations; then a prompt may exceed max_num_tokens.
+        enable_kv_cache_reuse: Share full blocks of equal prefixes between requests.
+        max_num_requests: Most requests active at once, waiting ones included; negative for no bound.
+    """
+
+    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    max_num_tokens: int = 8192
+    enable_chunked_context: bool = False
+    enable_kv_cache_reuse: bool = True
+    max_num_requests: int = -1
+
+    def validate(self, limits: EngineLimits) -> None:
+        """Raise ConfigError when this configuration cannot work on an engine of such limits."""
+        if self.max_num_tokens < limits.max_num_sequences:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}; it must be at least max_batch_size "
+                f"({limits.max_num_sequences}), so that every running request gets a token in an iteration"
+            )
+        if self.max_num_tokens < limits.tokens_per_block:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}; it must hold at least one KV block of "
+                f"{limits.tokens_per_block} tokens, because long contexts are computed in chunks of blocks"
+            )
+
+    def model_limits(self, limits: EngineLimits) -> ModelLimits:
+        """What one request may ask for under this configuration on an engine of such limits."""
+        longest = limits.max_sequence_length - 1
+        return ModelLimits(
+            vocab_size=limits.vocab_size,
+            max_sequence_length=limits.max_sequence_length,
+            max_input_length=longest if self.enable_chunked_context else min(longest, self.max_num_tokens),
+            max_kv_tokens=limits.num_blocks * limits.tokens_per_block,
+        )
