@@ -92,7 +92,9 @@ def _draw_requests(rng: random.Random) -> list[Request]:
                 rng.randint(1, 20),
                 streaming=rng.random() < 0.6,
                 end_ids=(rng.randrange(VOCABULARY),) if rng.random() < 0.5 else (),
-                sampling=SamplingConfig(top_k=3, random_seed=rng.randrange(5)) if sampled else SamplingConfig(),
+                sampling=SamplingConfig(top_k=3, random_seed=rng.randrange(5))
+                if sampled
+                else SamplingConfig(),
                 output=OutputConfig(exclude_input_from_output=rng.random() < 0.5),
             )
         )

@@ -52,7 +52,11 @@ def test_max_utilization_admits_at_least_as_early():
         scenario = draw(seed)
         roomy = dataclasses.replace(scenario.limits, num_blocks=1000)
         runs = [
-            run(dataclasses.replace(scenario, limits=roomy, config=dataclasses.replace(scenario.config, policy=policy)))
+            run(
+                dataclasses.replace(
+                    scenario, limits=roomy, config=dataclasses.replace(scenario.config, policy=policy)
+                )
+            )
             for policy in CapacitySchedulerPolicy
         ]
         assert runs[0].num_iterations == runs[1].num_iterations
@@ -99,7 +103,9 @@ def _wrong_block_boundary(patch: pytest.MonkeyPatch) -> None:
 
     def confirm_and_publish(scheduler: Scheduler, llm_request, num_tokens: int) -> None:
         confirm(scheduler, llm_request, num_tokens)
-        scheduler.kv_cache.publish(llm_request.request_id, llm_request.tokens, llm_request.num_computed_tokens)
+        scheduler.kv_cache.publish(
+            llm_request.request_id, llm_request.tokens, llm_request.num_computed_tokens
+        )
 
     patch.setattr(Scheduler, "_confirm", confirm_and_publish)
 

@@ -101,12 +101,12 @@ class GptManager:
                     if self._shutting_down:
                         return
                     self._work.wait()
-        except BaseException:
+        except Exception:
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
-            self._send(
-                self._scheduler.fail_all(Unavailable("the generation loop died; see the server's log"))
-            )
-            raise
+            error = Unavailable("the generation loop died; see the server's log")
+            self._send(self._scheduler.fail_all(error))
+            if self._on_death:
+                self._on_death(error)
 
     def step(self) -> None:
         """One iteration: get, schedule, run, decode, update, send, stop, report."""

@@ -1,0 +1,194 @@
+"""The loop: callbacks at their documented points, one final response on every path, nothing burnt when idle."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+from inflight.batch_manager import GptManager
+from inflight.core.batch import EngineLimits
+from inflight.core.config import SchedulerConfig
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import FinishReason, StopSignal
+from inflight.errors import Unavailable
+from inflight.testing.fake_engine import FakeEngine, expected_tokens
+
+LIMITS = EngineLimits(
+    vocab_size=50, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4
+)
+
+
+class Harness:
+    """A manager whose callbacks are lists, stepped by hand unless `start`."""
+
+    def __init__(self, engine=None, config=None, start: bool = False) -> None:
+        self.pending: list[Request] = []
+        self.stops: list[StopSignal] = []
+        self.calls: list[str] = []
+        self.asked_for: list[int] = []
+        self.stats: list[dict] = []
+        self.responses: list[Response] = []
+        self.finals = threading.Semaphore(0)
+        self.engine = engine or FakeEngine(LIMITS)
+        self.deaths: list[Exception] = []
+        self.manager = GptManager(
+            self.engine,
+            Scheduler(config or SchedulerConfig(), LIMITS),
+            self._get,
+            self._send,
+            self._poll,
+            self._stats,
+            on_death=self.deaths.append,
+            clock_ns=lambda: 0,
+            start=start,
+        )
+
+    def _get(self, max_num_requests: int) -> list[Request]:
+        self.calls.append("get")
+        self.asked_for.append(max_num_requests)
+        count = len(self.pending) if max_num_requests < 0 else max_num_requests
+        taken, self.pending = self.pending[:count], self.pending[count:]
+        return taken
+
+    def _send(self, response: Response) -> None:
+        self.calls.append("send")
+        self.responses.append(response)
+        if response.is_final:
+            self.finals.release()
+
+    def _poll(self) -> list[StopSignal]:
+        self.calls.append("poll")
+        stops, self.stops = self.stops, []
+        return stops
+
+    def _stats(self, text: str) -> None:
+        self.calls.append("stats")
+        self.stats.append(json.loads(text))
+
+
+def test_callbacks_come_in_the_documented_order():
+    harness = Harness()
+    harness.pending.append(Request(1, (1, 2), 1))
+    harness.manager.step()
+    assert harness.calls == ["get", "send", "poll", "stats"]
+
+
+def test_statistics_are_the_documented_keys_and_silent_when_idle():
+    harness = Harness()
+    harness.manager.step()
+    assert harness.stats == []
+    harness.pending += [Request(1, (1, 2, 3, 4, 5), 3), Request(2, (1, 2), 3)]
+    harness.manager.step()
+    harness.manager.step()
+    assert list(harness.stats[0]) == [
+        "Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count", "Max KV cache blocks",
+        "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block", "Scheduled Requests",
+        "Context Requests", "Generation Requests", "Total Context Tokens", "MicroBatch ID",
+    ]  # fmt: skip
+    first, second = harness.stats
+    assert (first["Context Requests"], first["Generation Requests"], first["Total Context Tokens"]) == (
+        2,
+        0,
+        7,
+    )
+    assert (second["Context Requests"], second["Generation Requests"], second["Scheduled Requests"]) == (
+        0,
+        2,
+        2,
+    )
+    assert first["Used KV cache blocks"] + first["Free KV cache blocks"] == first["Max KV cache blocks"] == 64
+    assert second["Iteration Counter"] == first["Iteration Counter"] + 1
+
+
+def test_the_get_callback_is_told_how_many_fit():
+    harness = Harness(config=SchedulerConfig(max_num_requests=2))
+    harness.pending += [Request(number, (1,), 5) for number in range(3)]
+    harness.manager.step()
+    harness.manager.step()
+    assert harness.asked_for == [2, 0] and len(harness.pending) == 1
+    unbounded = Harness()
+    unbounded.manager.step()
+    assert unbounded.asked_for == [-1]
+
+
+def test_a_stop_signal_ends_the_request_in_the_next_iteration():
+    harness = Harness()
+    harness.pending.append(Request(1, (1, 2), 50, streaming=True))
+    harness.manager.step()
+    harness.stops.append(StopSignal(1))
+    harness.manager.step()
+    harness.manager.step()
+    assert harness.responses[-1].is_final
+    assert harness.responses[-1].result.finish_reason is FinishReason.CANCELLED
+
+
+def test_an_id_can_be_used_again_after_its_final_response():
+    harness = Harness()
+    for _ in range(2):
+        harness.pending.append(Request(1, (1, 2), 1))
+        harness.manager.step()
+    assert [response.error for response in harness.responses] == [None, None]
+
+
+class FailingEngine(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__(LIMITS)
+        self.failures = 1
+
+    def forward(self, batch):
+        digests = super().forward(batch)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("device on fire")
+        return digests
+
+
+def test_a_failed_iteration_answers_its_requests_and_the_next_ones_are_right():
+    harness = Harness(engine=FailingEngine())
+    harness.pending.append(Request(1, (1, 2), 4))
+    harness.manager.step()
+    (failed,) = harness.responses
+    assert failed.is_final and failed.error.code == "INTERNAL"
+    assert "device on fire" in str(failed.error)
+    harness.pending.append(Request(2, (1, 2), 4))
+    for _ in range(4):
+        harness.manager.step()
+    assert list(harness.responses[-1].result.output_token_ids[2:]) == expected_tokens((1, 2), 4, 50)
+
+
+def test_the_thread_serves_idles_and_finishes_what_is_active_before_it_ends():
+    harness = Harness(start=True)
+    for round_ in range(3):
+        harness.pending.append(Request(round_, (1, 2, 3), 5))
+        harness.manager.notify()
+        assert harness.finals.acquire(timeout=10)
+    iterations = len(harness.asked_for)
+    harness.pending.append(Request(9, (1, 2, 3), 20))
+    harness.manager.shutdown()
+    assert harness.responses[-1].request_id == 9 and harness.responses[-1].is_final
+    assert len(harness.asked_for) < iterations + 30
+    harness.manager.shutdown()
+
+
+def test_an_idle_loop_does_not_iterate():
+    harness = Harness(start=True)
+    harness.pending.append(Request(1, (1,), 1))
+    harness.manager.notify()
+    assert harness.finals.acquire(timeout=10)
+    idle = threading.Event()
+    seen = len(harness.asked_for)
+    idle.wait(0.2)
+    assert len(harness.asked_for) <= seen + 1
+    harness.manager.shutdown()
+
+
+def test_when_the_loop_itself_dies_everyone_is_answered():
+    harness = Harness()
+    harness.pending.append(Request(1, (1, 2), 9))
+    harness.manager.step()
+    harness.manager._scheduler.schedule = lambda: 1 / 0
+    harness.manager._loop()
+    assert isinstance(harness.responses[-1].error, Unavailable) and harness.responses[-1].is_final
+    assert len(harness.deaths) == 1

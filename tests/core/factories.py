@@ -1,0 +1,61 @@
+"""Short ways to make core objects, with defaults that fit together."""
+
+from __future__ import annotations
+
+from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.request import IterationInput, Request
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import StopSignal
+
+
+def make_request(request_id: int = 1, prompt: int | tuple[int, ...] = 4, new: int = 4, **fields) -> Request:
+    """A request of `prompt` tokens (a count, or the ids)."""
+    ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
+    return Request(request_id, ids, new, **fields)
+
+
+def make_limits(
+    num_blocks: int = 16,
+    tokens_per_block: int = 4,
+    max_num_sequences: int = 4,
+    max_sequence_length: int = 256,
+) -> EngineLimits:
+    return EngineLimits(1000, max_sequence_length, max_num_sequences, num_blocks, tokens_per_block)
+
+
+def make_scheduler(
+    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    max_num_tokens: int = 64,
+    chunked: bool = False,
+    reuse: bool = False,
+    max_num_requests: int = -1,
+    **limits: int,
+) -> Scheduler:
+    config = SchedulerConfig(policy, max_num_tokens, chunked, reuse, max_num_requests)
+    return Scheduler(config, make_limits(**limits))
+
+
+class Driver:
+    """Feeds a scheduler with hand-made model outputs: token 500 + iteration for every row."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.iteration = 0
+
+    def accept(self, *requests: Request, stop: tuple[int, ...] = ()) -> list[Response]:
+        signals = tuple(StopSignal(request_id) for request_id in stop)
+        responses = self.scheduler.accept(IterationInput(self.iteration, 0, requests, signals))
+        self.iteration += 1
+        return responses
+
+    def step(self, token: int | None = None) -> tuple[ScheduledBatch | None, list[Response]]:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None, []
+        tokens = [(500 + self.iteration if token is None else token,) for _ in batch.sampled_slots()]
+        self.iteration += 1
+        responses = self.scheduler.update(batch, ModelOutput(batch.iteration, tokens))
+        self.scheduler.check_integrity()
+        return batch, responses
