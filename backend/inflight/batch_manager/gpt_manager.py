@@ -41,6 +41,7 @@ class GptManager:
         poll_stop_signal: Called at the end of every iteration.
         return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
             JSON string.
+        stats_period_ns: Leave out statistics that come sooner than this after the last ones; 0 for none.
         on_death: Called once if the loop itself fails, after every active request was answered; whoever
             queues requests in front of this object answers those.
         clock_ns: Monotonic time; injected by tests.
@@ -55,6 +56,7 @@ class GptManager:
         send_response: SendResponseCallback,
         poll_stop_signal: PollStopSignalCallback | None = None,
         return_batch_manager_stats: ReturnBatchManagerStatsCallback | None = None,
+        stats_period_ns: int = 0,
         on_death: Callable[[InflightError], None] | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         start: bool = True,
@@ -65,6 +67,8 @@ class GptManager:
         self._send_response = send_response
         self._poll_stop_signal = poll_stop_signal
         self._return_stats = return_batch_manager_stats
+        self._stats_period_ns = stats_period_ns
+        self._next_stats_ns = 0
         self._on_death = on_death
         self._clock_ns = clock_ns
         self._iteration = 0
@@ -119,8 +123,8 @@ class GptManager:
         self._stops = tuple(self._poll_stop_signal()) if self._poll_stop_signal else ()
         if self._stops:
             self.notify()
-        if had_work and self._return_stats:
-            self._return_stats(self._scheduler.stats(batch).to_json(time.time()))
+        if had_work:
+            self._report(batch)
 
     def _get(self) -> IterationInput:
         requests = self._get_inference_requests(self._scheduler.room)
@@ -140,6 +144,12 @@ class GptManager:
     def _send(self, responses: list[Response]) -> None:
         for response in responses:
             self._send_response(response)
+
+    def _report(self, batch: ScheduledBatch | None) -> None:
+        if self._return_stats is None or (now_ns := self._clock_ns()) < self._next_stats_ns:
+            return
+        self._next_stats_ns = now_ns + self._stats_period_ns
+        self._return_stats(self._scheduler.stats(batch).to_json(time.time()))
 
 
 def _as_step_failure(error: Exception) -> InflightError:

@@ -1,0 +1,25 @@
+# The server inside NVIDIA's tritonserver image (Python 3.10 or 3.12 of it, releases 24.08 and later).
+#
+#   docker build --build-arg TRITON_IMAGE=<NVIDIA's tritonserver image, -py3> -t inflight .
+#   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -v /path/to/checkpoint:/model \
+#       inflight --model /model
+#
+# --shm-size: every response crosses /dev/shm between Triton and its Python backend; a container has 64 MB.
+# The flags after the image's name are those of scripts/serve.
+ARG TRITON_IMAGE
+FROM ${TRITON_IMAGE}
+
+# Newer images mark their Python as externally managed; here the image is the environment.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
+
+WORKDIR /opt/inflight
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY backend backend
+COPY client client
+COPY model_repository model_repository
+RUN python3 -m pip install -c constraints.txt . ./client
+
+EXPOSE 8000 8001 8002
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python3", "-m", "inflight.server", "--tritonserver", "/opt/tritonserver/bin/tritonserver", \
+            "--model-repository", "/opt/inflight/model_repository", "--host", "0.0.0.0"]

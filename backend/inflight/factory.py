@@ -1,0 +1,171 @@
+"""Composition root: parameters → engine, scheduler, GptManager, client and endpoint, wired together.
+
+The only module that knows every part. Imports the parts lazily, inside functions, so that a front end that never
+builds an engine never imports torch. Called once, on the thread that loads the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inflight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from inflight.batch_manager import GptManager
+    from inflight.core.config import SchedulerConfig
+    from inflight.core.description import EngineDescription
+    from inflight.core.ports import Engine
+    from inflight.endpoint.local import LocalEngineClient
+    from inflight.endpoint.server import EndpointServer
+    from inflight.triton.parameters import Parameters
+
+DEMO_MODEL = "demo_model"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """A loaded model that takes requests.
+
+    Attributes:
+        client: For front ends in this process.
+    """
+
+    client: LocalEngineClient
+    _manager: GptManager
+    _endpoint: EndpointServer
+
+    def close(self) -> None:
+        """Take no more requests, answer those in flight, end every thread, free the device. Idempotent."""
+        self._endpoint.close()
+        self.client.close()
+        self._manager.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine, and what its checkpoint says to front ends."""
+
+    engine: Engine
+    model_path: str
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+def build_engine(
+    parameters: Parameters,
+    version_dir: str,
+    endpoint_path: str,
+    report_stats: Callable[[str], None] | None = None,
+) -> RunningEngine:
+    """Load the model and start serving it.
+
+    Args:
+        parameters: What config.pbtxt says.
+        version_dir: The Triton model's version folder; the demo model lies in it.
+        endpoint_path: Unix socket for front ends in other processes.
+        report_stats: Takes the statistics JSON, at most once in `stats_check_period_ms`.
+
+    Raises:
+        ConfigError: what is wrong, by parameter or file.
+    """
+    from inflight.batch_manager import GptManager
+    from inflight.core.scheduler import Scheduler
+    from inflight.endpoint.local import LocalEngineClient
+    from inflight.endpoint.server import EndpointServer
+
+    model = _load_fake(parameters) if parameters.fake_engine else _load_checkpoint(parameters, version_dir)
+    config = _scheduler_config(parameters)
+    scheduler = Scheduler(config, model.engine.limits)
+    client = LocalEngineClient(_describe(parameters, model, config), lambda: manager.notify())
+    manager = GptManager(
+        model.engine,
+        scheduler,
+        client.get_inference_requests,
+        client.send_response,
+        client.poll_stop_signals,
+        report_stats,
+        stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
+        on_death=client.fail_all,
+    )
+    return RunningEngine(client, manager, EndpointServer(client, endpoint_path))
+
+
+def _scheduler_config(parameters: Parameters) -> SchedulerConfig:
+    from inflight.core.config import SchedulerConfig
+
+    return SchedulerConfig(
+        policy=parameters.batch_scheduler_policy,
+        max_num_tokens=parameters.max_num_tokens,
+        enable_chunked_context=parameters.enable_chunked_context,
+        enable_kv_cache_reuse=parameters.enable_kv_cache_reuse,
+    )
+
+
+def _load_checkpoint(parameters: Parameters, version_dir: str) -> LoadedModel:
+    from inflight.engine.torch import TorchEngine, TorchEngineConfig
+
+    model_path = parameters.gpt_model_path or str(Path(version_dir) / DEMO_MODEL)
+    engine = TorchEngine.load(
+        TorchEngineConfig(
+            model_path=model_path,
+            dtype=parameters.dtype,
+            max_num_sequences=parameters.max_num_sequences,
+            max_num_tokens=parameters.max_num_tokens,
+            max_sequence_length=parameters.max_sequence_length,
+            tokens_per_block=parameters.tokens_per_block,
+            max_tokens_in_paged_kv_cache=parameters.max_tokens_in_paged_kv_cache,
+            kv_cache_free_gpu_mem_fraction=parameters.kv_cache_free_gpu_mem_fraction,
+            kv_cache_free_cpu_mem_fraction=parameters.kv_cache_free_cpu_mem_fraction,
+            num_threads=parameters.engine_threads,
+        )
+    )
+    return LoadedModel(engine, model_path, engine.dtype, engine.eos_token_ids)
+
+
+def _load_fake(parameters: Parameters) -> LoadedModel:
+    """An engine without a model, for tests and for measuring everything around a forward pass."""
+    from inflight.core.batch import EngineLimits
+    from inflight.testing.fake_engine import FakeEngine
+
+    vocab_size, step_us = _parse_fake(parameters.fake_engine or "")
+    max_sequence_length = parameters.max_sequence_length or 4096
+    size = parameters.tokens_per_block
+    num_tokens = parameters.max_tokens_in_paged_kv_cache or parameters.max_num_sequences * max_sequence_length
+    limits = EngineLimits(
+        vocab_size, max_sequence_length, parameters.max_num_sequences, max(1, num_tokens // size), size
+    )
+    _log.warning("fake_engine is set: tokens are made up, no model is loaded")
+    return LoadedModel(FakeEngine(limits, step_us * 1e-6, attend_to_all=False), "", "none", ())
+
+
+def _parse_fake(text: str) -> tuple[int, int]:
+    """(vocab_size, microseconds per step) from "vocab=1000,step_us=200"."""
+    values = {"vocab": 1000, "step_us": 0}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key.strip() not in values or not value.strip().isdigit():
+            raise ConfigError(f"fake_engine: got {text!r}, expected vocab=N,step_us=N")
+        values[key.strip()] = int(value)
+    return values["vocab"], values["step_us"]
+
+
+def _describe(parameters: Parameters, model: LoadedModel, config: SchedulerConfig) -> EngineDescription:
+    from inflight.core.description import EngineDescription
+
+    beside_weights = Path(model.model_path) / "tokenizer.json"
+    found = model.model_path if model.model_path and beside_weights.is_file() else ""
+    return EngineDescription(
+        limits=config.model_limits(model.engine.limits),
+        model_path=model.model_path,
+        tokenizer_dir=parameters.tokenizer_dir or found,
+        eos_token_ids=model.eos_token_ids,
+        default_end_ids=parameters.default_end_ids,
+        exclude_input_from_output=bool(parameters.exclude_input_in_output),
+        dtype=model.dtype,
+    )
