@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from inflight.batch_manager import GptManager
@@ -42,9 +42,10 @@ class RunningEngine:
 
     def close(self) -> None:
         """Take no more requests, answer those in flight, end every thread, free the device. Idempotent."""
+        self.client.refuse(Unavailable("the server is shutting down"))
         self._endpoint.close()
-        self.client.close()
         self._manager.shutdown()
+        self.client.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,24 @@ def _choose(digest: int, sampling: SamplingConfig, position: int, vocab_size: in
 
 
 def expected_tokens(
-    prompt: Sequence[int], num_tokens: int, vocab_size: int, sampling: SamplingConfig | None = None
+    prompt: Sequence[int],
+    num_tokens: int,
+    vocab_size: int,
+    sampling: SamplingConfig | None = None,
+    attend_to_all: bool = True,
 ) -> list[int]:
     """The first `num_tokens` tokens of a sequence that has the device to itself."""
     cache: list[int] = []
     generated: list[int] = []
+
+    def feed(token_id: int) -> None:
+        cache.append(_digest(cache if attend_to_all else cache[-1:], token_id))
+
     for token_id in prompt:
-        cache.append(_digest(cache, token_id))
+        feed(token_id)
     while len(generated) < num_tokens:
         generated.append(_choose(cache[-1], sampling or SamplingConfig(), len(cache), vocab_size))
-        cache.append(_digest(cache, generated[-1]))
+        feed(generated[-1])
     return generated
 
 

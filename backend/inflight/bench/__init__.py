@@ -1,0 +1,1 @@
+"""Programs that measure and print; nothing here is imported by the server."""

@@ -1,0 +1,52 @@
+"""Real tritonservers, one of each kind for the whole run, started from another directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.server.launch import ServerOptions, TritonServer, serve
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+DEMO_MODEL = REPOSITORY / "tensorrt_llm" / "1" / "demo_model"
+FAKE_VOCABULARY = 1000
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "e2e" in item.path.parts:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Another current directory: nothing may depend on this one."""
+    before = os.getcwd()
+    folder = tmp_path_factory.mktemp("some where else")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(scope="session")
+def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """What `scripts/serve` starts."""
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fake_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """A fake engine, 2 ms a step, with a KV cache that four long requests fill; the demo model's tokenizer."""
+    settings = {
+        "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=2000",
+        "max_sequence_length": "2048",
+        "max_tokens_in_paged_kv_cache": "8192",
+        "tokenizer_dir": str(DEMO_MODEL),
+        "stats_check_period_ms": "1",
+    }
+    with serve(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+        yield server

@@ -1,0 +1,120 @@
+"""How requests end: stop, gRPC cancel, disconnect; freed at once, everyone answered once."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+
+import pytest
+
+from .clients import Stream, ask, infer, wait_until
+
+PROMPT = [3, 1, 4]
+LONG = 2000
+MODELS = ["tensorrt_llm"]
+
+
+def active_requests(server) -> int:
+    """What the last statistics in the log say."""
+    found = re.findall(r"\{.*?\"Active Request Count\".*?\}", server.log_text())
+    return json.loads(found[-1])["Active Request Count"] if found else 0
+
+
+def held_blocks(server) -> int:
+    found = re.findall(r"\{.*?\"Active Request Count\".*?\}", server.log_text())
+    return json.loads(found[-1])["Used KV cache blocks"]
+
+
+def assert_all_blocks_are_free(server) -> None:
+    """Requests that need the whole cache run at once only if nothing else holds any of it."""
+    (answer,) = ask(server.grpc, input_ids=[1] * 40, request_output_len=LONG, end_id=-1, pad_id=0)
+    assert answer.finish_reason == "LENGTH"
+
+
+def test_a_stop_ends_the_request_of_the_same_id(fake_server):
+    with Stream(fake_server.grpc) as stream:
+        stream.send(
+            "tensorrt_llm", "to be stopped", input_ids=PROMPT, request_output_len=LONG, streaming=True
+        )
+        stream.receive()
+        stream.send("tensorrt_llm", "to be stopped", stop=True, input_ids=[0], request_output_len=0)
+        finals = []
+        while len(finals) < 2:
+            _, answer = stream.receive()
+            if answer.final:
+                finals.append(answer)
+    assert [answer.error for answer in finals] == [None, None]
+    reasons = [answer.finish_reason for answer in finals if "finish_reason" in answer.outputs]
+    assert reasons == ["CANCELLED"]
+    assert all(answer.ids == [] for answer in finals)
+
+
+def test_a_stop_for_an_unknown_id_gets_one_empty_answer(fake_server):
+    with Stream(fake_server.grpc) as stream:
+        stream.send("tensorrt_llm", "nobody", stop=True)
+        (answer,) = stream.until_final()
+    assert answer.error is None and answer.ids == []
+
+
+def test_a_stop_reaches_a_request_that_waits(fake_server):
+    """Four long requests fill the KV cache; the fifth waits in the queue."""
+    with Stream(fake_server.grpc) as stream:
+        for number in range(4):
+            stream.send(
+                "tensorrt_llm", f"long {number}", input_ids=PROMPT, request_output_len=LONG, streaming=True
+            )
+        stream.send("tensorrt_llm", "waiting", input_ids=PROMPT, request_output_len=LONG)
+        for number in [*range(4)]:
+            stream.receive()
+        stream.send("tensorrt_llm", "waiting", stop=True)
+        for number in range(4):
+            stream.send("tensorrt_llm", f"long {number}", stop=True)
+        finals = 0
+        while finals < 10:
+            finals += stream.receive()[1].final
+
+
+def test_a_grpc_cancel_frees_the_request(fake_server):
+    with Stream(fake_server.grpc) as stream:
+        for _ in range(4):
+            stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=LONG, streaming=True)
+        for _ in range(8):
+            stream.receive()
+        stream.cancel()
+    assert_all_blocks_are_free(fake_server)
+
+
+def test_an_http_disconnect_frees_the_request(fake_server):
+    host, port = fake_server.http.split(":")
+    body = json.dumps({"text_input": "def f():", "max_tokens": 1500, "stream": True})
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {host}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        assert b"200" in connection.recv(64)
+        wait_until(lambda: active_requests(fake_server) == 1)
+    wait_until(lambda: _is_idle(fake_server), timeout=2.0)
+
+
+def _is_idle(server) -> bool:
+    """Idle servers write no statistics; a short request makes them write that it alone is active."""
+    infer(server.http, input_ids=PROMPT, request_output_len=2)
+    return active_requests(server) <= 1
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_ids_can_be_used_right_after_a_closed_stream(fake_server, round_):
+    """Load generators reuse ids "0".."9" after closing a stream without reading it."""
+    for _ in range(3):
+        stream = Stream(fake_server.grpc)
+        for number in range(10):
+            stream.send("tensorrt_llm", str(number), input_ids=PROMPT, request_output_len=300)
+        stream.cancel()
+        stream.client.close()
+    with Stream(fake_server.grpc) as stream:
+        for number in range(10):
+            stream.send("tensorrt_llm", str(number), input_ids=PROMPT, request_output_len=3)
+        answers = [stream.receive()[1] for _ in range(10)]
+    assert [answer.error for answer in answers] == [None] * 10

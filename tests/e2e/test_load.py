@@ -1,0 +1,71 @@
+"""perf_analyzer, an idle server, and what a stopped one leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+from inflight.server import perf_analyzer
+
+from .clients import ask, wait_until
+
+REQUESTS = Path(__file__).with_name("requests.json")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def test_perf_analyzer_streams_at_every_concurrency_without_an_error(fake_server, tmp_path):
+    report, profile = tmp_path / "report.csv", tmp_path / "profile.json"
+    done = perf_analyzer.run(
+        ["-m", "tensorrt_llm", "-i", "grpc", "-u", fake_server.grpc, "--streaming", "--async"]
+        + ["--input-data", str(REQUESTS), "--concurrency-range", "1:16:5", "--measurement-interval", "1000"]
+        + ["--stability-percentage", "999", "--max-trials", "2"]
+        + ["-f", str(report), "--profile-export-file", str(profile)],
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = list(csv.DictReader(report.open()))
+    assert sorted(int(row["Concurrency"]) for row in rows) == [1, 6, 11, 16]
+    experiments = json.loads(profile.read_text())["experiments"]
+    requests = [request for experiment in experiments for request in experiment["requests"]]
+    assert len(requests) > 50
+    assert all(
+        request["success"] if "success" in request else request["response_timestamps"] for request in requests
+    )
+
+
+def cpu_ticks(group: int) -> int:
+    """Processor time of every process in a process group."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(entry)) and int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks
+
+
+def _stat(entry: Path) -> list[str]:
+    try:
+        return (entry / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def test_an_idle_server_uses_under_one_percent_of_a_core(demo_server):
+    ask(demo_server.grpc, input_ids=[1, 2, 3], request_output_len=2)
+    samples = []
+
+    def idle_second() -> bool:
+        before = cpu_ticks(demo_server.pid)
+        wait_until(_after(4.0), timeout=10)
+        samples.append((cpu_ticks(demo_server.pid) - before) / TICKS / 4.0)
+        return samples[-1] < 0.01
+
+    assert idle_second() or idle_second(), f"{samples} of a core"
+
+
+def _after(seconds: float):
+    from time import monotonic
+
+    end = monotonic() + seconds
+    return lambda: monotonic() >= end

@@ -1,0 +1,66 @@
+"""README's commands, as written, against a server on its ports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.S | re.M)
+
+
+def commands(language: str) -> list[str]:
+    return [text.strip() for name, text in BLOCKS if name == language]
+
+
+def here(text: str, server) -> str:
+    """The same command for a server on other ports, in an environment that need not be .venv."""
+    text = text.replace(".venv/bin/python", sys.executable)
+    text = text.replace("localhost:8000", server.http).replace("localhost:8001", server.grpc)
+    return re.sub(r"-m inflight_client (\w+)", rf"-m inflight_client \1 --url {server.grpc}", text)
+
+
+def test_the_first_answer_stands_before_line_forty():
+    lines = README.splitlines()
+    assert next(number for number, line in enumerate(lines, 1) if line.startswith("curl")) < 40
+
+
+@pytest.mark.parametrize("command", [text for text in commands("bash") if text.startswith(("curl", ".venv"))])
+def test_a_command_answers(demo_server, command):
+    done = subprocess.run(
+        ["bash", "-c", here(command, demo_server)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "error" not in done.stdout
+
+
+def test_perf_analyzer_runs(demo_server):
+    (command,) = [text for text in commands("bash") if "perf_analyzer" in text]
+    quick = " --measurement-interval 500 --stability-percentage 999 --max-trials 1"
+    done = subprocess.run(
+        ["bash", "-c", here(command, demo_server) + quick],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_python_example_prints_ids(demo_server):
+    (program,) = commands("python")
+    done = subprocess.run(
+        [sys.executable, "-c", here(program, demo_server)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[[[10 11 12 13")
+
+
+def test_every_script_it_names_exists():
+    named = set(re.findall(r"scripts/(\w+)", README))
+    assert named and all((ROOT / "scripts" / name).is_file() for name in named)

@@ -1,0 +1,235 @@
+"""Token ids over the real server: every built tensor, every refusal with its code, nobody else touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from inflight.core.sampling_config import SamplingConfig
+from inflight.testing.fake_engine import expected_tokens
+
+from .clients import Stream, ask, infer, make_inputs
+from .conftest import FAKE_VOCABULARY
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def alone(prompt: list[int], count: int, sampling: SamplingConfig | None = None) -> list[int]:
+    return expected_tokens(prompt, count, FAKE_VOCABULARY, sampling, attend_to_all=False)
+
+
+def test_one_answer_with_the_prompt_and_its_shapes(fake_server):
+    (answer,) = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=6)
+    assert answer.final
+    assert answer.outputs["output_ids"].shape == (1, 1, 11)
+    assert answer.ids == PROMPT + alone(PROMPT, 6)
+    assert answer.outputs["sequence_length"].tolist() == [[11]]
+    assert answer.finish_reason == "LENGTH"
+
+
+def test_excluding_the_prompt(fake_server):
+    (answer,) = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=6, exclude_input_in_output=True)
+    assert answer.ids == alone(PROMPT, 6)
+    assert answer.outputs["sequence_length"].tolist() == [[6]]
+
+
+def test_streamed_deltas_are_the_whole(fake_server):
+    answers = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=40, streaming=True)
+    assert [token for answer in answers for token in answer.ids] == alone(PROMPT, 40)
+    assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
+    assert [answer.finish_reason for answer in answers[:-1]] == ["NOT_FINISHED"] * (len(answers) - 1)
+    assert answers[-1].finish_reason == "LENGTH"
+    assert all(answer.outputs["sequence_length"].item() == len(answer.ids) for answer in answers)
+
+
+def test_an_end_id_ends_and_is_not_returned(fake_server):
+    tokens = alone(PROMPT, 20)
+    end = next(token for token in tokens if tokens.index(token) > 3)
+    (answer,) = ask(
+        fake_server.grpc, input_ids=PROMPT, request_output_len=20, end_id=end, exclude_input_in_output=True
+    )
+    assert answer.ids == tokens[: tokens.index(end)]
+    assert answer.finish_reason == "END_ID"
+
+
+def test_sampling_parameters_and_seed_reach_the_engine(fake_server):
+    for seed in (0, 7, 2**64 - 1):
+        sampling = SamplingConfig(temperature=0.5, top_k=4, top_p=0.5, random_seed=seed)
+        (answer,) = ask(
+            fake_server.grpc,
+            input_ids=PROMPT,
+            request_output_len=5,
+            temperature=0.5,
+            runtime_top_k=4,
+            runtime_top_p=0.5,
+            random_seed=seed,
+            exclude_input_in_output=True,
+        )
+        assert answer.ids == alone(PROMPT, 5, sampling)
+
+
+def test_counts_are_returned_on_request(fake_server):
+    (answer,) = ask(
+        fake_server.grpc,
+        input_ids=PROMPT,
+        request_output_len=6,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+    )
+    assert answer.outputs["num_input_tokens"].item() == 5
+    assert answer.outputs["num_output_tokens"].item() == 6
+
+
+def test_only_the_outputs_asked_for_come_back(fake_server):
+    with Stream(fake_server.grpc) as stream:
+        stream.send("tensorrt_llm", outputs=["sequence_length"], input_ids=PROMPT, request_output_len=2)
+        (answer,) = stream.until_final()
+    assert list(answer.outputs) == ["sequence_length"]
+
+
+def test_many_requests_on_one_stream_each_get_their_own(fake_server):
+    prompts = {str(number): [number + 1, number + 2, 3] for number in range(24)}
+    received = {name: [] for name in prompts}
+    finals = 0
+    with Stream(fake_server.grpc) as stream:
+        for name, prompt in prompts.items():
+            stream.send("tensorrt_llm", name, input_ids=prompt, request_output_len=30, streaming=True)
+        while finals < len(prompts):
+            name, answer = stream.receive()
+            received[name] += answer.ids
+            finals += answer.final
+    assert received == {name: alone(prompt, 30) for name, prompt in prompts.items()}
+
+
+def test_http_infer_answers_once_on_the_model_that_is_not_decoupled(fake_server):
+    result = infer(fake_server.http, input_ids=PROMPT, request_output_len=6)
+    assert result.as_numpy("output_ids").reshape(-1).tolist() == PROMPT + alone(PROMPT, 6)
+
+
+def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
+    client = grpc.InferenceServerClient(fake_server.grpc)
+    inputs = make_inputs(grpc, input_ids=PROMPT, request_output_len=6)
+    result = client.infer("tensorrt_llm_infer", inputs)
+    assert result.as_numpy("output_ids").reshape(-1).tolist() == PROMPT + alone(PROMPT, 6)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "code", "words"),
+    [
+        ({"request_output_len": 4}, "INVALID_ARGUMENT", ["input_ids"]),
+        ({"input_ids": PROMPT}, "INVALID_ARGUMENT", ["request_output_len"]),
+        ({"input_ids": PROMPT, "request_output_len": 0}, "INVALID_ARGUMENT", ["request_output_len", "0"]),
+        ({"input_ids": [5, 5000], "request_output_len": 4}, "INVALID_ARGUMENT", ["input_ids", "5000"]),
+        (
+            {"input_ids": [5] * 2048, "request_output_len": 4},
+            "INVALID_ARGUMENT",
+            ["input_ids", "2048", "2047"],
+        ),
+        (
+            {"input_ids": [5] * 100, "request_output_len": 4000},
+            "INVALID_ARGUMENT",
+            ["request_output_len", "1948"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "temperature": -1},
+            "INVALID_ARGUMENT",
+            ["temperature"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "runtime_top_p": 2},
+            "INVALID_ARGUMENT",
+            ["runtime_top_p"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "end_id": 1000},
+            "INVALID_ARGUMENT",
+            ["end_id", "1000"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "beam_width": 2},
+            "UNIMPLEMENTED",
+            ["beam_width", "2"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "return_log_probs": True},
+            "UNIMPLEMENTED",
+            ["return_log_probs"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "repetition_penalty": 1.5},
+            "UNIMPLEMENTED",
+            ["repetition_penalty", "1.5"],
+        ),
+        (
+            {
+                "input_ids": PROMPT,
+                "request_output_len": 4,
+                "bad_words_list": np.array([[[5], [1]]], np.int32),
+            },
+            "UNIMPLEMENTED",
+            ["bad_words_list"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "stop": True},
+            "INVALID_ARGUMENT",
+            ["stop", "request_id"],
+        ),
+    ],
+)
+def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors, code, words):
+    with Stream(fake_server.grpc) as other:
+        other.send("tensorrt_llm", input_ids=PROMPT, request_output_len=25, streaming=True)
+        (refused,) = ask(fake_server.grpc, **tensors)
+        untouched = [token for answer in other.until_final() for token in answer.ids]
+    assert refused.code.endswith(code), refused.error
+    for word in words:
+        assert word in str(refused.error)
+    assert untouched == alone(PROMPT, 25)
+
+
+def test_neutral_values_of_what_is_not_built_are_accepted(fake_server):
+    (answer,) = ask(
+        fake_server.grpc,
+        input_ids=PROMPT,
+        input_lengths=5,
+        request_output_len=3,
+        beam_width=1,
+        repetition_penalty=1.0,
+        return_log_probs=False,
+        bad_words_list=np.array([[[0], [-1]]], np.int32),
+        pad_id=0,
+        exclude_input_in_output=True,
+    )
+    assert answer.ids == alone(PROMPT, 3)
+
+
+def test_a_batch_of_two_is_refused(fake_server):
+    batch = np.array([[1, 2], [3, 4]], np.int32)
+    (refused,) = ask(fake_server.grpc, input_ids=batch, request_output_len=np.array([[3], [3]], np.int32))
+    assert "batch" in str(refused.error).lower()
+    assert refused.code in ("UNIMPLEMENTED", "INVALID_ARGUMENT")
+
+
+def test_an_id_in_flight_cannot_be_used_twice_but_again_afterwards(fake_server):
+    with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
+        first.send("tensorrt_llm", "same", input_ids=PROMPT, request_output_len=200, streaming=True)
+        first.receive()
+        second.send("tensorrt_llm", "same", input_ids=PROMPT, request_output_len=2)
+        _, refused = second.receive()
+        assert refused.code == "ALREADY_EXISTS" and "same" in str(refused.error)
+        assert len([token for answer in first.until_final() for token in answer.ids]) >= 190
+        second.send("tensorrt_llm", "same", input_ids=PROMPT, request_output_len=2)
+        _, answer = second.receive()
+        assert answer.final and answer.error is None
+
+
+def test_the_server_itself_refuses_wrong_types_and_unknown_inputs(fake_server):
+    client = grpc.InferenceServerClient(fake_server.grpc)
+    wrong = grpc.InferInput("input_ids", [1, 2], "FP32")
+    wrong.set_data_from_numpy(np.zeros((1, 2), np.float32))
+    with pytest.raises(InferenceServerException, match="input_ids"):
+        client.infer("tensorrt_llm_infer", [wrong, *make_inputs(grpc, request_output_len=2)])
+    client.close()
