@@ -65,7 +65,7 @@ def test_a_stop_reaches_a_request_that_waits(fake_server):
                 "tensorrt_llm", f"long {number}", input_ids=PROMPT, request_output_len=LONG, streaming=True
             )
         stream.send("tensorrt_llm", "waiting", input_ids=PROMPT, request_output_len=LONG)
-        for number in [*range(4)]:
+        for _ in range(4):
             stream.receive()
         stream.send("tensorrt_llm", "waiting", stop=True)
         for number in range(4):

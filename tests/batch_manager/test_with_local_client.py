@@ -1,0 +1,95 @@
+"""GptManager behind a LocalEngineClient, threads and all: many submitters, stops at any time, one final each."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+from inflight.batch_manager import GptManager
+from inflight.core.batch import EngineLimits
+from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.description import EngineDescription
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import FinishReason, StopReason
+from inflight.endpoint.local import LocalEngineClient
+from inflight.testing.fake_engine import FakeEngine, expected_tokens
+
+LIMITS = EngineLimits(
+    vocab_size=97, max_sequence_length=200, max_num_sequences=8, num_blocks=60, tokens_per_block=4
+)
+
+
+class Receiver:
+    """Collects the responses of one request."""
+
+    def __init__(self) -> None:
+        self.responses: list[Response] = []
+        self.done = threading.Event()
+
+    def __call__(self, response: Response) -> None:
+        assert not self.done.is_set(), "a response after the final one"
+        self.responses.append(response)
+        if response.is_final:
+            self.done.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for response in self.responses for token in response.result.output_token_ids]
+
+
+def start_server() -> tuple[LocalEngineClient, GptManager]:
+    scheduler = Scheduler(SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION), LIMITS)
+    client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: manager.notify())
+    manager = GptManager(
+        FakeEngine(LIMITS),
+        scheduler,
+        client.get_inference_requests,
+        client.send_response,
+        client.poll_stop_signals,
+        on_death=client.fail_all,
+    )
+    return client, manager
+
+
+def test_many_threads_submit_and_stop():
+    client, manager = start_server()
+    failures: list[BaseException] = []
+
+    def submit(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(15):
+                prompt = tuple(rng.randrange(97) for _ in range(rng.randint(1, 40)))
+                receiver = Receiver()
+                length = rng.randint(1, 60)
+                request_id = client.submit(Request(0, prompt, length, streaming=True), receiver)
+                if rng.random() < 0.4:
+                    client.stop(request_id, StopReason.CANCELLED)
+                assert receiver.done.wait(30), "no final response"
+                expected = expected_tokens(prompt, length, 97)
+                assert receiver.tokens == expected[: len(receiver.tokens)]
+                cancelled = receiver.responses[-1].result.finish_reason is FinishReason.CANCELLED
+                assert cancelled or receiver.tokens == expected
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=submit, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    manager.shutdown()
+    client.close()
+    assert failures == []
+
+
+def test_closing_answers_whoever_is_left():
+    client, manager = start_server()
+    manager.shutdown()
+    receiver = Receiver()
+    client.submit(Request(0, (1, 2), 5), receiver)
+    client.close()
+    assert receiver.done.is_set()
+    assert receiver.responses[-1].error.code == "UNAVAILABLE"
