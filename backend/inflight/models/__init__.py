@@ -1,0 +1,23 @@
+"""Hugging Face checkpoint folders → one declarative DecoderConfig and its weights.
+
+Owns the reading and checking of config.json, generation_config.json and *.safetensors. Knows neither batches nor
+attention: `inflight.engine` runs what is loaded here. Used by the loading thread only.
+"""
+
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
+from inflight.models.loader import load_weights
+from inflight.models.registry import DTYPES, FAMILIES, ModelDescription, read_model_description
+
+__all__ = [
+    "DTYPES",
+    "FAMILIES",
+    "DecoderConfig",
+    "DecoderWeights",
+    "LayerWeights",
+    "Linear",
+    "ModelDescription",
+    "Norm",
+    "load_weights",
+    "read_model_description",
+]

@@ -1,0 +1,45 @@
+"""Counter-based random numbers: a uniform is a pure function of what it is for.
+
+There is no generator state. A draw's number depends on (seed, sequence index, position, purpose) alone, so a
+sequence gets the same tokens whatever else is in its batch, however its prompt is cut into chunks, and after a
+pause. The key is absorbed value by value into a 64-bit state with the finalizer of SplitMix64.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Purpose(IntEnum):
+    """What a number decides, so that two decisions at one position are independent."""
+
+    SAMPLE = 0
+
+
+def uniforms(
+    seeds: NDArray[np.uint64],
+    sequence_indices: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    purpose: Purpose,
+) -> NDArray[np.float64]:
+    """One number in [0, 1) a row, float64 with 53 random bits; all arrays are [rows].
+
+    `positions` are absolute positions of the tokens to be drawn, the prompt's first token being 0.
+    """
+    state = _mix(seeds.astype(np.uint64))
+    for value in (sequence_indices, positions, np.full_like(positions, purpose)):
+        state = _mix(state ^ value.astype(np.uint64))
+    return (state >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's step and finalizer: a bijection in which every input bit reaches every output bit."""
+    x = x + np.uint64(GOLDEN_GAMMA)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,58 @@
+"""What a torch engine is loaded with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight.errors import ConfigError
+from inflight.models import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEngineConfig:
+    """All there is to choose. Names in messages are those of config.pbtxt's parameters.
+
+    Attributes:
+        model_path: Hugging Face checkpoint folder.
+        dtype: float32, bfloat16 or float16, of weights, activations and KV cache; None: the checkpoint's.
+        device: A torch device; None: cuda if there is one, else cpu.
+        max_num_sequences: Slots, that is, sequences that can run at once.
+        max_num_tokens: Most rows of one packed forward pass.
+        max_sequence_length: Longest sequence, in tokens; None, or more than the model has positions: the model's.
+        tokens_per_block: Tokens per KV cache block.
+        max_tokens_in_paged_kv_cache: Most tokens of KV cache; None: as many as the fraction allows.
+        kv_cache_free_gpu_mem_fraction: Share for the KV cache of the device memory that is free after the load.
+        kv_cache_free_cpu_mem_fraction: The same on a CPU, of the memory this process may still use.
+        num_threads: Threads of torch's operators on a CPU, in this whole process; None: torch's choice.
+    """
+
+    model_path: str
+    dtype: str | None = None
+    device: str | None = None
+    max_num_sequences: int = 8
+    max_num_tokens: int = 8192
+    max_sequence_length: int | None = None
+    tokens_per_block: int = 32
+    max_tokens_in_paged_kv_cache: int | None = None
+    kv_cache_free_gpu_mem_fraction: float = 0.9
+    kv_cache_free_cpu_mem_fraction: float = 0.5
+    num_threads: int | None = None
+
+    def validate(self) -> None:
+        """Raise ConfigError naming parameter, value and what was expected."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        for name in (
+            "max_num_sequences",
+            "max_num_tokens",
+            "max_sequence_length",
+            "tokens_per_block",
+            "max_tokens_in_paged_kv_cache",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, expected at least 1")
+        for name in ("kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number in (0, 1]")

@@ -1,0 +1,117 @@
+"""The forward pass: packed token ids in, logits of the wanted rows out. One class for all families.
+
+Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
+DecoderConfig names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.torch.attention import attend
+from inflight.engine.torch.attention_plan import AttentionPlan
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.packing import PackedBatch
+from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Norm
+from inflight.models.rope import rope_tables
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+Plans = dict[int | None, AttentionPlan]
+"""An attention plan for each sliding window that the model's layers have."""
+
+
+class Decoder:
+    """A model's weights and the tables its positions need."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_sequence_length: int) -> None:
+        self.config = config
+        self.windows = tuple(dict.fromkeys(config.sliding_windows))
+        self._weights = weights
+        self._activation = _ACTIVATIONS[config.activation]
+        self._cos, self._sin = None, None
+        if config.rope is not None:
+            cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
+            device = weights.embedding.device
+            self._cos, self._sin = cos.to(device), sin.to(device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV cache."""
+        return self._weights.embedding.dtype
+
+    def forward(self, packed: PackedBatch, plans: Plans, cache: KvCache) -> Tensor:
+        """Logits [sampled rows, vocab_size] float32 of `packed.sampled_rows`; fills the cache."""
+        weights = self._weights
+        x = F.embedding(packed.token_ids, weights.embedding)
+        rotation = None
+        if weights.position_embedding is not None:
+            x = x + F.embedding(packed.positions, weights.position_embedding)
+        else:
+            rotation = self._rotation(packed.positions)
+        for index, layer in enumerate(weights.layers):
+            plan = plans[self.config.sliding_windows[index]]
+            x = x + self._attention(
+                self._norm(x, layer.attention_norm), rotation, index, layer, packed, plan, cache
+            )
+            x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
+        x = self._norm(x[packed.sampled_rows], weights.final_norm)
+        return weights.lm_head(x).float()
+
+    def _attention(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        index: int,
+        layer: LayerWeights,
+        packed: PackedBatch,
+        plan: AttentionPlan,
+        cache: KvCache,
+    ) -> Tensor:
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+            queries_keys = torch.cat(
+                [self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)], dim=1
+            )
+        if rotation is not None:
+            queries_keys = _rotate(queries_keys, *rotation)
+        queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+        cache.write(index, packed.places, keys, values)
+        return layer.output(attend(queries, keys, values, index, plan, cache))
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if not self.config.gated_mlp:
+            return layer.down(self._activation(layer.up(x)))
+        gate, up = layer.up(x).chunk(2, dim=-1)
+        return layer.down(self._activation(gate).mul_(up))
+
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Over the last dimension."""
+        if norm.bias is None:
+            return F.rms_norm(x, x.shape[-1:], norm.weight, self.config.norm_eps)
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.config.norm_eps)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of the heads [rows, heads, head_dim], computed in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    swapped = torch.cat([second, first], dim=-1)
+    return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)

@@ -1,0 +1,85 @@
+"""The paged KV cache: keys and values of every layer in blocks of a fixed number of tokens.
+
+Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. Which sequence holds which
+block is not known here. One block more than the scheduler knows of, the null block, is always zero: it fills block
+tables up where a batch's sequences differ in length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.models import DecoderConfig
+
+
+def block_bytes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * decoder.num_layers * tokens_per_block * decoder.kv_size * dtype.itemsize
+
+
+class KvCache:
+    """Device memory for `num_blocks` blocks and the null block."""
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        num_blocks: int,
+        tokens_per_block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self._head_shape = (decoder.num_kv_heads, decoder.head_dim)
+        block_size = tokens_per_block * decoder.kv_size
+        shape = (decoder.num_layers, 2, num_blocks + 1, block_size)
+        # On a CPU the kernel gives zeroed pages as they are first used: a large cache costs nothing until then.
+        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self._tokens = self._blocks.view(decoder.num_layers, 2, -1, *self._head_shape)
+        self._scratch = torch.empty((2, 0, block_size), dtype=dtype, device=device)
+
+    @property
+    def null_block(self) -> int:
+        """Id of the block that is always zero."""
+        return self.num_blocks
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self._blocks.device
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero blocks that a sequence takes over.
+
+        Masked keys have weight 0, but 0 times what an earlier sequence's overflow left would not be 0.
+        """
+        self._blocks.index_fill_(2, block_ids, 0)
+
+    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, [rows, kv_heads, head_dim] each.
+
+        `places` [rows] are block * tokens_per_block + offset.
+        """
+        self._tokens[layer, 0].index_copy_(0, places, keys)
+        self._tokens[layer, 1].index_copy_(0, places, values)
+
+    def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the blocks one after another, each [blocks * tokens_per_block, kv_heads, head_dim].
+
+        Valid until the next call: both lie in scratch memory, which saves allocating and faulting it in again for
+        every layer.
+        """
+        count = block_ids.shape[0]
+        if self._scratch.shape[1] < count:
+            self._scratch = self._scratch.new_empty((2, _round_up(count), self._scratch.shape[2]))
+        pair = []
+        for part in range(2):
+            target = self._scratch[part, :count]
+            torch.index_select(self._blocks[layer, part], 0, block_ids, out=target)
+            pair.append(target.view(-1, *self._head_shape))
+        return pair[0], pair[1]
+
+
+def _round_up(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,87 @@
+"""What the engine remembers of each slot between iterations.
+
+Block tables and last tokens live on the device, where the forward pass reads them. Numbers of tokens follow from
+the batches alone, so they are kept on the host, where positions and group sizes are made without waiting for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.core.batch import ScheduledBatch
+
+
+class SlotTable:
+    """State by slot. Called by the loop thread.
+
+    Attributes:
+        block_tables: [slots, max_blocks] int64 on the device; the null block after a slot's last.
+        last_tokens: [slots] int64 on the device: what a generation row is fed.
+        num_tokens: [slots] int64 on the host: tokens whose keys and values are in the cache.
+        num_blocks: [slots] int64 on the host: blocks in the slot's table.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_blocks: int,
+        tokens_per_block: int,
+        null_block: int,
+        device: torch.device,
+    ) -> None:
+        self.block_tables = torch.full((num_slots, max_blocks), null_block, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.num_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self._tokens_per_block = tokens_per_block
+        self._null_block = null_block
+
+    def apply(self, batch: ScheduledBatch) -> list[int]:
+        """Take over a batch's slots and blocks; returns the blocks that hold nothing of use yet.
+
+        Released slots need no work: a slot is reset when it is taken again.
+        """
+        started = [start.slot for start in batch.starts]
+        self.num_tokens[started] = 0
+        self.num_blocks[started] = 0
+        if started:
+            self.block_tables[self._upload(started)] = self._null_block
+        for chunk in batch.context:
+            self.num_tokens[chunk.slot] = chunk.start
+        return self._append(batch)
+
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Count the batch's rows as in the cache."""
+        for chunk in batch.context:
+            self.num_tokens[chunk.slot] = chunk.start + len(chunk.token_ids)
+        self.num_tokens[list(batch.generation_slots)] += 1
+
+    def _append(self, batch: ScheduledBatch) -> list[int]:
+        writing = {chunk.slot for chunk in batch.context}.union(batch.generation_slots)
+        slots: list[int] = []
+        columns: list[int] = []
+        block_ids: list[int] = []
+        fresh: list[int] = []
+        for slot, appended in batch.new_blocks:
+            first = int(self.num_blocks[slot])
+            self.num_blocks[slot] += len(appended)
+            slots += [slot] * len(appended)
+            columns += range(first, first + len(appended))
+            block_ids += appended
+            if slot in writing:  # else all that it has so far is shared
+                fresh += appended[max(0, self._blocks_in_use(slot) - first) :]
+        if slots:
+            if max(columns) >= self.block_tables.shape[1]:
+                raise ValueError(f"a block table is to hold more than {self.block_tables.shape[1]} blocks")
+            row, column, block = self._upload([slots, columns, block_ids])
+            self.block_tables[row, column] = block
+        return fresh
+
+    def _blocks_in_use(self, slot: int) -> int:
+        """Blocks with tokens that are in the cache before this batch runs."""
+        return -(-int(self.num_tokens[slot]) // self._tokens_per_block)
+
+    def _upload(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.block_tables.device)

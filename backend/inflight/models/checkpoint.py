@@ -1,0 +1,104 @@
+"""The *.safetensors files of a checkpoint folder: which tensors there are, their shapes, and their bytes.
+
+Knows no model. Files are memory-mapped while the checkpoint is open, so only what is asked for is read.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.models.config_file import ConfigFile
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like.
+
+    Attributes:
+        file: Name of the file inside the folder.
+        shape: Dimensions.
+        dtype: float32, bfloat16, float16, or the file format's own name for any other.
+    """
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """Tensors by name, over one file or many. A context manager: the files are unmapped at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        """Map the files of `folder`. Raises ConfigError if any is missing or damaged."""
+        self.folder = folder
+        self._closing = ExitStack()
+        self._files = {}
+        try:
+            for name, expected in _file_names(folder).items():
+                self._open(name, expected)
+            self.tensors = dict(self._describe())
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    def read(self, name: str) -> Tensor:
+        """Tensor `name` on the CPU, in the file's dtype."""
+        return self._files[self.tensors[name].file].get_tensor(name)
+
+    def _open(self, name: str, expected: set[str]) -> None:
+        path = self.folder / name
+        try:
+            self._files[name] = self._closing.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist, but {_INDEX} names it") from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+        absent = expected.difference(self._files[name].keys())
+        if absent:
+            raise ConfigError(f"{path} has no tensor {min(absent)!r}, but {_INDEX} says that it is there")
+
+    def _describe(self) -> list[tuple[str, TensorInfo]]:
+        infos = []
+        for file, handle in self._files.items():
+            for name in handle.keys():  # noqa: SIM118 - a file handle, not a dict
+                view = handle.get_slice(name)
+                dtype = _FLOAT_DTYPES.get(view.get_dtype(), view.get_dtype())
+                infos.append((name, TensorInfo(file, tuple(view.get_shape()), dtype)))
+        return infos
+
+
+def _file_names(folder: Path) -> dict[str, set[str]]:
+    """Files to open, each with the tensors that an index expects in it."""
+    if (folder / _INDEX).exists():
+        weight_map = ConfigFile.load(folder / _INDEX).child("weight_map").values
+        files: dict[str, set[str]] = {}
+        for tensor, file in weight_map.items():
+            files.setdefault(file, set()).add(tensor)
+        return files
+    if (folder / _SINGLE).exists():
+        return {_SINGLE: set()}
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
+    raise ConfigError(
+        f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) if found else 'no weight files'}. "
+        "Weights are read from safetensors files only"
+    )

@@ -1,0 +1,50 @@
+"""The tables of docs/requests.md, written from the table of tensors so that they cannot disagree with it. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from inflight.triton.tensor_spec import TensorSpec, Vocabulary
+from inflight.triton.tensors import INPUTS, OUTPUTS
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+def fill_in(page: str) -> str:
+    """The page with what stands between its markers written anew."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{tables()}\n{END}{tail}"
+
+
+def tables() -> str:
+    """Inputs and outputs, those that work first."""
+    parts = []
+    for title, specs in (("Inputs", INPUTS.specs), ("Outputs", OUTPUTS.specs)):
+        parts += [f"## {title}", "", *_table(spec for spec in specs if spec.built), ""]
+        parts += [f"{title} that are declared and not built yet:", ""]
+        parts += [*_table((spec for spec in specs if not spec.built), neutral=title == "Inputs"), ""]
+    return "\n".join(parts).rstrip()
+
+
+def _table(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]:
+    extra = (" accepted values |", "---|") if neutral else ("", "")
+    yield "| name | in `ensemble` | type | shape | meaning |" + extra[0]
+    yield "|---|---|---|---|---|" + extra[1]
+    for spec in specs:
+        names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS))
+        text_names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TEXT)) or "–"
+        row = f"| {names} | {text_names} | {spec.dtype} | {spec.wire_shape} | {spec.meaning} |"
+        yield row + (f" {spec.neutral} |" if neutral else "")
+
+
+def main() -> None:
+    """Rewrite the page named on the command line."""
+    path = Path(sys.argv[1])
+    path.write_text(fill_in(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

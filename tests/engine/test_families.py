@@ -1,0 +1,52 @@
+"""Every family against transformers: logits and 64 greedy tokens, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.driver import Driver, alone, load_engine
+from tests.models.zoo import CASES, Zoo
+
+NUM_TOKENS = 64
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str) -> None:
+    model = zoo[case]
+    prompt = model.prompt(27)
+
+    row = alone(load_engine(model.folder), prompt, NUM_TOKENS)
+
+    assert row.generated == model.greedy(prompt, NUM_TOKENS)
+    assert len(set(row.generated)) > NUM_TOKENS // 8, "the model repeats itself and would hide mistakes"
+    expected = model.logits(row.tokens)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3", "gpt2"])
+def test_logits_after_every_prompt_token(zoo: Zoo, case: str) -> None:
+    model = zoo[case]
+    prompt = model.prompt(40)
+    driver = Driver(load_engine(model.folder))
+    logits = []
+    for length in range(1, len(prompt) + 1):
+        row = driver.start(prompt[:length])
+        driver.step({row: length})
+        logits += row.logits
+        driver.release(row)
+
+    torch.testing.assert_close(torch.stack(logits), model.logits(prompt), rtol=0, atol=TOLERANCE)
+
+
+def test_the_last_position_of_the_model_can_be_computed(zoo: Zoo) -> None:
+    model = zoo["gpt2"]
+    engine = load_engine(model.folder)
+    prompt = model.prompt(engine.limits.max_sequence_length - 1)
+
+    row = alone(engine, prompt, 2)
+
+    torch.testing.assert_close(
+        torch.stack(row.logits), model.logits(row.tokens[:-1])[-2:], rtol=0, atol=TOLERANCE
+    )

@@ -1,0 +1,151 @@
+"""The size of the KV cache from figures, and the figures from a made-up /proc and /sys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.engine.torch.kv_cache import KvCache, block_bytes
+from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
+from inflight.engine.torch.memory_probe import available_cpu_memory, free_memory
+from inflight.errors import ConfigError
+from inflight.models import read_model_description
+from tests.engine.driver import load_engine
+from tests.models.zoo import Zoo
+
+
+def _demand(**changes: Any) -> KvCacheDemand:
+    values = {
+        "block_bytes": 1000,
+        "tokens_per_block": 32,
+        "max_num_sequences": 4,
+        "max_sequence_length": 100,
+        "free_bytes": 100_000,
+        "fraction": 0.5,
+        "fraction_name": "kv_cache_free_cpu_mem_fraction",
+    }
+    return KvCacheDemand(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_blocks", "decided_by"),
+    [
+        ({}, 50, "kv_cache_free_cpu_mem_fraction"),
+        ({"fraction": 1.0}, 100, "kv_cache_free_cpu_mem_fraction"),
+        ({"max_tokens": 400}, 12, "max_tokens_in_paged_kv_cache"),
+        ({"max_tokens": 32 * 51}, 50, "kv_cache_free_cpu_mem_fraction"),
+        # 100 tokens take 4 blocks; 4 sequences, twice.
+        ({"bounded_by_use": True}, 32, "2 times what max_num_sequences can hold"),
+        ({"bounded_by_use": True, "max_tokens": 128}, 4, "max_tokens_in_paged_kv_cache"),
+        ({"free_bytes": 8000}, 4, "kv_cache_free_cpu_mem_fraction"),
+    ],
+)
+def test_the_least_of_all_limits(changes: dict[str, Any], num_blocks: int, decided_by: str) -> None:
+    plan = plan_kv_cache(_demand(**changes))
+    assert (plan.num_blocks, plan.decided_by) == (num_blocks, decided_by)
+
+
+@pytest.mark.parametrize("changes", [{"free_bytes": 7999}, {"max_tokens": 127}, {"free_bytes": 0}])
+def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="fewer than one for each of 4 sequences") as error:
+        plan_kv_cache(_demand(**changes))
+    assert "kv_cache_free_cpu_mem_fraction is 0.5" in str(error.value)
+    assert f"max_tokens_in_paged_kv_cache is {changes.get('max_tokens', 'unset')}" in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+def test_block_bytes_are_what_a_block_takes(zoo: Zoo, case: str) -> None:
+    decoder = read_model_description(zoo[case].folder).decoder
+    cache = KvCache(decoder, 5, 16, torch.bfloat16, torch.device("cpu"))
+    assert cache._blocks.nbytes == block_bytes(decoder, 16, torch.bfloat16) * 6, (
+        "five blocks and the null block"
+    )
+
+
+def test_limits_of_an_engine(zoo: Zoo) -> None:
+    limits = load_engine(zoo["llama"].folder, max_tokens_in_paged_kv_cache=100, max_sequence_length=90).limits
+    assert (limits.num_blocks, limits.max_sequence_length, limits.vocab_size) == (12, 90, 211)
+    limits = load_engine(zoo["llama"].folder, max_sequence_length=100_000).limits
+    assert limits.max_sequence_length == 256, "the model has no more positions"
+    assert limits.num_blocks == 2 * 6 * 256 // 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens_in_paged_kv_cache": 16}, "the KV cache would have 2 blocks of 8 tokens"),
+        ({"dtype": "int8"}, "dtype is 'int8', expected one of float32"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"max_num_sequences": 0}, "max_num_sequences is 0, expected at least 1"),
+        ({"kv_cache_free_cpu_mem_fraction": 1.5}, "kv_cache_free_cpu_mem_fraction is 1.5"),
+    ],
+)
+def test_parameters_that_cannot_be_used(zoo: Zoo, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_engine(zoo["llama"].folder, **changes)
+    assert message in str(error.value)
+
+
+def _write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 8000 kB"}
+V2 = {"proc/self/cgroup": "0::/pod/box"}
+V1 = {"proc/self/cgroup": "5:cpu:/pod\n4:memory,hugetlb:/pod/box"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8_192_000),
+        ({**V2}, 8_192_000),
+        ({**V2, "sys/fs/cgroup/pod/box/memory.max": "max"}, 8_192_000),
+        (
+            {
+                **V2,
+                "sys/fs/cgroup/pod/box/memory.max": "3000",
+                "sys/fs/cgroup/pod/box/memory.current": "1000",
+                "sys/fs/cgroup/pod/box/memory.stat": "anon 700\ninactive_file 250",
+            },
+            2250,
+        ),
+        (
+            {
+                **V2,
+                "sys/fs/cgroup/pod/box/memory.max": "max",
+                "sys/fs/cgroup/pod/box/memory.current": "10",
+                "sys/fs/cgroup/pod/memory.max": "500",
+                "sys/fs/cgroup/pod/memory.current": "600",
+            },
+            0,
+        ),
+        ({**V2, "sys/fs/cgroup/memory.max": "700", "sys/fs/cgroup/memory.current": "100"}, 600),
+        (
+            {
+                **V1,
+                "sys/fs/cgroup/memory/pod/box/memory.limit_in_bytes": "9223372036854771712",
+                "sys/fs/cgroup/memory/pod/box/memory.usage_in_bytes": "5000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000",
+                "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 1500",
+            },
+            5500,
+        ),
+    ],
+    ids=["none", "no files", "v2 no limit", "v2", "v2 parent", "v2 in a container", "v1"],
+)
+def test_memory_of_the_machine_and_its_control_groups(
+    tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
+    assert available_cpu_memory(_write(tmp_path, {**MEMINFO, **files})) == expected
+
+
+def test_memory_of_this_machine() -> None:
+    assert free_memory(torch.device("cpu")) > 2**20

@@ -1,0 +1,206 @@
+"""Safetensors files → weights: files, names, shapes and types, and the errors for what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inflight.errors import ConfigError
+from inflight.models import DecoderWeights, load_weights, read_model_description
+from inflight.models import progress as progress_module
+from inflight.models.progress import LoadProgress
+from tests.models.zoo import Zoo, make_model
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def _load(folder: Path, dtype: torch.dtype | None = None) -> DecoderWeights:
+    return load_weights(read_model_description(folder), dtype, CPU)
+
+
+def _tensors(weights: Any) -> list[torch.Tensor]:
+    """Every tensor in the tree, in order."""
+    if isinstance(weights, torch.Tensor):
+        return [weights]
+    if isinstance(weights, tuple):
+        return [tensor for item in weights for tensor in _tensors(item)]
+    if is_dataclass(weights):
+        return [t for field in fields(weights) for t in _tensors(getattr(weights, field.name))]
+    return []
+
+
+def _assert_equal(one: DecoderWeights, other: DecoderWeights) -> None:
+    pairs = list(zip(_tensors(one), _tensors(other), strict=True))
+    assert pairs and all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a case's checkpoint, its tensors passed through a function."""
+
+    def edit(case: str, change: Callable[[Tensors], Tensors]) -> Path:
+        folder = tmp_path / "edited"
+        shutil.copytree(zoo[case].folder, folder)
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+        return folder
+
+    return edit
+
+
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "qwen3", "gpt2"])
+def test_sharded_is_whole(zoo: Zoo, tmp_path: Path, case: str) -> None:
+    sharded = make_model(tmp_path / "sharded", case, max_shard_size="60KB").folder
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    _assert_equal(_load(sharded), _load(zoo[case].folder))
+
+
+def test_fused_projections(zoo: Zoo) -> None:
+    oracle = zoo["qwen2"].oracle.model.layers[1]
+    layer = _load(zoo["qwen2"].folder).layers[1]
+    attention, mlp = oracle.self_attn, oracle.mlp
+    weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert torch.equal(layer.qkv.weight, torch.cat(weights))
+    assert torch.equal(
+        layer.qkv.bias, torch.cat([attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias])
+    )
+    assert torch.equal(layer.up.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+
+
+def test_tied_embeddings_are_one_tensor(zoo: Zoo) -> None:
+    weights = _load(zoo["llama-gqa-tied"].folder)
+    assert weights.lm_head.weight is weights.embedding
+
+
+def test_gpt2_of_the_bare_decoder_with_its_mask_buffers(zoo: Zoo, edited: Callable[..., Path]) -> None:
+    """As the first GPT-2 checkpoints were saved."""
+
+    def strip(tensors: Tensors) -> Tensors:
+        bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        for layer in range(3):
+            bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 256, 256)
+            bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+        return bare
+
+    _assert_equal(_load(edited("gpt2", strip)), _load(zoo["gpt2"].folder))
+
+
+def test_dtype(zoo: Zoo, edited: Callable[..., Path]) -> None:
+    folder = edited("llama", lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
+    assert {t.dtype for t in _tensors(_load(folder))} == {torch.float32}, "config.json says float32"
+    assert {t.dtype for t in _tensors(_load(folder, torch.float16))} == {torch.float16}
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {t.dtype for t in _tensors(_load(folder))} == {torch.bfloat16}, "the tensors' own"
+
+
+def test_weights_outlive_the_file(zoo: Zoo, edited: Callable[..., Path]) -> None:
+    folder = edited("llama", lambda tensors: tensors)
+    weights = _load(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    _assert_equal(weights, _load(zoo["llama"].folder))
+
+
+def _without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if not key.endswith(name)}
+
+
+def _with(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            _without("layers.1.mlp.up_proj.weight"),
+            "missing model.layers.1.mlp.up_proj.weight; unexpected none",
+        ),
+        (_without("input_layernorm.weight"), "missing model.layers.0.input_layernorm.weight, "),
+        (_without("lm_head.weight"), "missing lm_head.weight"),
+        (
+            _with("model.layers.0.self_attn.q_proj.bias", torch.ones(64)),
+            "unexpected model.layers.0.self_attn.q_pro",
+        ),
+        (
+            _with("model.layers.3.mlp.up_proj.weight", torch.ones(2)),
+            "unexpected model.layers.3.mlp.up_proj.weight",
+        ),
+        (
+            _with("model.norm.weight", torch.ones(63)),
+            "model.safetensors: tensor 'model.norm.weight' has shape [63], expected [64]",
+        ),
+        (
+            _with("lm_head.weight", torch.ones(64, 211)),
+            "tensor 'lm_head.weight' has shape [64, 211], expected [211, 64]",
+        ),
+        (
+            _with("model.norm.weight", torch.ones(64, dtype=torch.int8)),
+            "tensor 'model.norm.weight' has dtype I8, expected one of float32, bfloat16, float16",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    edited: Callable[..., Path], change: Callable[[Tensors], Tensors], message: str
+) -> None:
+    folder = edited("llama", change)
+    with pytest.raises(ConfigError) as error:
+        _load(folder)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_files_that_are_missing_or_damaged(edited: Callable[..., Path]) -> None:
+    folder = edited("llama", lambda tensors: tensors)
+    file = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(ConfigError, match="has no tensor 'a'"):
+        _load(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors does not exist"):
+        _load(folder)
+    index.unlink()
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
+        _load(folder)
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"found pytorch_model\.bin\. Weights are read from safetensors"):
+        _load(folder)
+
+
+def test_progress_is_silent_without_a_terminal(
+    zoo: Zoo,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.0)
+    caplog.set_level("INFO", "inflight.models")
+    _load(zoo["llama"].folder)
+    assert capfd.readouterr() == ("", "")
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith("Loading llama: 0.00 GB in ")
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with LoadProgress("Loading big", 100) as progress:
+        progress.advance(50)
+        progress.advance(50)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Loading big" in err

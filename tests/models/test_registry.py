@@ -1,0 +1,185 @@
+"""config.json and generation_config.json → DecoderConfig, and the errors for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.models import DecoderConfig, read_model_description
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 100,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+}
+
+
+def _as(architecture: str, **values: Any) -> dict[str, Any]:
+    return {**LLAMA, "architectures": [architecture], **values}
+
+
+def _read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> DecoderConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_model_description(folder).decoder
+
+
+def test_llama(tmp_path: Path) -> None:
+    decoder = _read(tmp_path, LLAMA)
+    assert (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) == (4, 2, 8)
+    assert (decoder.query_size, decoder.kv_size) == (32, 16)
+    assert decoder.sliding_windows == (None,) * 4
+    assert (decoder.norm, decoder.norm_eps, decoder.activation, decoder.gated_mlp) == (
+        "rms",
+        1e-6,
+        "silu",
+        True,
+    )
+    assert not (decoder.qkv_bias or decoder.output_bias or decoder.mlp_bias or decoder.tied_embeddings)
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    decoder = _read(tmp_path, GPT2)
+    assert decoder.rope is None
+    assert (decoder.intermediate_size, decoder.max_positions) == (128, 128)
+    assert (decoder.norm, decoder.activation, decoder.gated_mlp) == ("layer", "gelu_tanh", False)
+    assert decoder.qkv_bias and decoder.output_bias and decoder.mlp_bias and decoder.tied_embeddings
+
+
+def test_model_type_decides_without_architectures(tmp_path: Path) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    assert _read(tmp_path, {**config, "model_type": "qwen2"}).qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "expected"),
+    [
+        ("MistralForCausalLM", {}, (4096,) * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
+        ("MistralForCausalLM", {"sliding_window": 7}, (7,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 7}, (None,) * 4),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7}, (None,) * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+            (None, None, None, 7),
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+            (7,) * 4,
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (7, None, 7, None),
+        ),
+    ],
+)
+def test_sliding_windows(
+    tmp_path: Path, architecture: str, values: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    assert _read(tmp_path, _as(architecture, **values)).sliding_windows == expected
+
+
+@pytest.mark.parametrize(
+    ("config_ids", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 5, 2], None, (2, 5)),
+        (2, {"eos_token_id": [7, 8]}, (7, 8)),
+        (2, {"eos_token_id": 7}, (7,)),
+        (2, {"temperature": 0.5}, (2,)),
+        (None, None, ()),
+        (0, None, (0,)),
+    ],
+)
+def test_eos_token_ids(
+    tmp_path: Path, config_ids: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    assert _read(tmp_path, {**LLAMA, "eos_token_id": config_ids}, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16"), ({}, None)],
+)
+def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> None:
+    assert _read(tmp_path, {**LLAMA, **values}).dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            _as("FalconForCausalLM"),
+            "key 'architectures' is ['FalconForCausalLM'], expected one of LlamaForCausalLM, MistralForCausalLM",
+        ),
+        ({"model_type": "falcon"}, "key 'model_type' is 'falcon', expected one of llama, mistral"),
+        ({}, "key 'model_type' is missing"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({**LLAMA, "hidden_size": None}, "key 'hidden_size' is None, expected an integer >= 1"),
+        ({**LLAMA, "hidden_size": "32"}, "key 'hidden_size' is '32', expected an integer >= 1"),
+        ({**LLAMA, "num_key_value_heads": 3}, "expected a divisor of num_attention_heads, 4"),
+        ({**LLAMA, "hidden_size": 30}, "hidden size 30 is not a multiple of 4 heads"),
+        ({**LLAMA, "head_dim": 7}, "heads are 7 wide, rotary positions need an even width"),
+        ({**LLAMA, "hidden_act": "gelu_fast"}, "key 'hidden_act' is 'gelu_fast', expected one of silu"),
+        ({**LLAMA, "dtype": "float8_e4m3fn"}, "expected one of float32, bfloat16, float16"),
+        ({**LLAMA, "eos_token_id": "</s>"}, "expected a token id or a list of them"),
+        ({**LLAMA, "attention_bias": 1}, "key 'attention_bias' is 1, expected true or false"),
+        (
+            _as("Qwen2ForCausalLM", layer_types=["full_attention"]),
+            "expected 4 times full_attention or sliding",
+        ),
+        (
+            _as("Qwen2ForCausalLM", layer_types=["sliding_attention"] * 4),
+            "key 'use_sliding_window' is missing, expected true",
+        ),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "is True, expected false"),
+        ({**GPT2, "n_embd": 33}, "hidden size 33 is not a multiple of 4 heads"),
+    ],
+)
+def test_errors_name_file_key_value_and_what_was_expected(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        _read(tmp_path, config)
+    assert message in str(error.value)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        read_model_description(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        read_model_description(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        read_model_description(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds a list, expected a JSON object"):
+        read_model_description(tmp_path)

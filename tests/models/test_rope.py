@@ -1,0 +1,111 @@
+"""Frequencies and their factor against the formulas that transformers has in its own rope utilities."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from inflight.errors import ConfigError
+from inflight.models.config_file import ConfigFile
+from inflight.models.rope import inverse_frequencies, rope_tables
+from inflight.models.rope_config import read_rope
+
+HEAD_DIM = 64
+MAX_POSITIONS = 8192
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+SCALINGS = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    LLAMA3,
+    {**LLAMA3, "factor": 32.0, "high_freq_factor": 2.0},
+    YARN,
+    {**YARN, "beta_fast": 16, "beta_slow": 2},
+    {**YARN, "attention_factor": 1.25},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    {**YARN, "truncate": False},
+    {**YARN, "factor": None},
+    {"rope_type": "yarn", "factor": 2.0},
+]
+
+
+def _read(tmp_path: Path, **values: Any) -> Any:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"max_position_embeddings": MAX_POSITIONS, **values}))
+    return read_rope(ConfigFile.load(path))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_scaled_frequencies(tmp_path: Path, scaling: dict[str, Any], theta: float) -> None:
+    config = LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_theta": theta, **scaling},
+    )
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+
+    rope = _read(tmp_path, rope_parameters={"rope_theta": theta, **scaling})
+    frequencies, factor = inverse_frequencies(rope, HEAD_DIM)
+
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected_factor)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_both_spellings_mean_the_same(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    new = _read(tmp_path, rope_parameters={"rope_theta": 5e5, **scaling})
+    old = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
+    assert _read(tmp_path, rope_theta=5e5, rope_scaling=old) == new
+
+
+def test_no_scaling(tmp_path: Path) -> None:
+    plain = _read(tmp_path, rope_theta=1e6, rope_scaling=None)
+    assert plain == _read(tmp_path, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    assert _read(tmp_path).theta == 10000.0
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 1e6})
+    expected, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    torch.testing.assert_close(inverse_frequencies(plain, HEAD_DIM)[0], expected, rtol=1e-6, atol=0)
+
+
+def test_tables_hold_every_position(tmp_path: Path) -> None:
+    cos, sin = rope_tables(_read(tmp_path), HEAD_DIM, 33)
+    assert cos.shape == sin.shape == (33, HEAD_DIM // 2)
+    torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "'rope_parameters.rope_type' is 'longrope', expected one of default, linear, dynamic, llama3, yarn",
+        ),
+        ({"rope_scaling": {"type": "su"}}, "'rope_scaling.type' is 'su'"),
+        ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.factor' is missing, expected a number > 0"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "more than low_freq_factor, which is 1.0"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, expected 1.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "a set for each layer type"),
+        ({"rope_theta": -1}, "'rope_theta' is -1, expected a number > 0"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _read(tmp_path, **values)
+    assert message in str(error.value)
+    assert "config.json" in str(error.value)
