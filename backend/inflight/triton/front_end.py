@@ -1,0 +1,140 @@
+"""A serving model between Triton and an engine client: admits requests, and ends in order.
+
+Owns the life of the sender and cancellation threads of one model instance. Does not know where the engine runs.
+`execute` runs on Triton's thread, never blocks and never raises: one bad request is answered alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.core.description import EngineDescription
+from inflight.core.ports import EngineClient
+from inflight.core.request import Request
+from inflight.errors import InflightError, StepFailed, Unavailable
+from inflight.triton.cancellation import CancellationWatcher
+from inflight.triton.client_stream import ClientStream
+from inflight.triton.completion_text import CompletionText, TokenizerFinder
+from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
+from inflight.triton.parameters import Parameters
+from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_stop
+from inflight.triton.responses import ResponseBuilder
+from inflight.triton.sender import Sender
+from inflight.triton.tensor_reader import TensorReader
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import INPUTS
+
+
+@dataclass(frozen=True, slots=True)
+class ServingModel:
+    """Which face a front end shows.
+
+    Attributes:
+        vocabulary: Whose tensor names its clients use.
+        decoupled: Whether a request may have more than one response.
+        parameters: From its config.pbtxt.
+    """
+
+    vocabulary: Vocabulary
+    decoupled: bool
+    parameters: Parameters
+
+
+class FrontEnd:
+    """Everything of a serving model but where its engine is."""
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        client: EngineClient,
+        close_client: Callable[[], None],
+        model: ServingModel,
+        tokenizers: TokenizerFinder,
+    ) -> None:
+        """Args:
+        pb_utils: The `triton_python_backend_utils` module, or a fake of it.
+        client: Way to the engine.
+        close_client: Ends the client, or the engine with it, and has every request in flight answered.
+        model: What is served.
+        tokenizers: Where its tokenizer comes from.
+        """
+        self._pb_utils = pb_utils
+        self._client = client
+        self._close_client = close_client
+        self._model = model
+        self._tokenizers = tokenizers
+        self._responses = ResponseBuilder(pb_utils)
+        self._in_flight = InFlight(client)
+        self._sender = Sender(self._in_flight, self._responses, pb_utils.Logger.log_verbose)
+        self._watcher = CancellationWatcher(
+            self._in_flight, model.parameters.cancellation_check_period_ms / 1000
+        )
+
+    def execute(self, requests: Iterable[Any]) -> None:
+        """Take Triton's requests; every one gets a final response, now or later."""
+        for request in requests:
+            stream = ClientStream(
+                request.get_response_sender(), self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            )
+            try:
+                self._admit(request, stream)
+            except InflightError as error:
+                self._refuse(stream, error)
+            except Exception as error:
+                self._pb_utils.Logger.log_error(f"execute: {error!r}")
+                self._refuse(stream, StepFailed(f"the front end failed: {error!r}"))
+
+    def close(self) -> None:
+        """Answer everything in flight, then release the client and the threads. Idempotent."""
+        for entry in self._in_flight.close():
+            self._in_flight.cancel(entry, Ending.UNLOAD)
+        self._watcher.close()
+        self._close_client()
+        self._sender.close()
+        for entry in self._in_flight.close():  # only if the client broke its promise of a final response
+            self._refuse(entry.stream, Unavailable("the model was unloaded before the request was done"))
+
+    def _admit(self, triton_request: Any, stream: ClientStream) -> None:
+        reader = TensorReader(triton_request.inputs(), INPUTS, self._model.vocabulary)
+        if wants_stop(reader):
+            self._in_flight.stop(triton_request.request_id())
+            stream.finish(self._responses.empty())
+            return
+        description = self._client.describe()
+        request, options = convert(
+            reader,
+            frozenset(triton_request.requested_output_names()),
+            self._context(description),
+            lambda text: self._tokenizers.require(description.tokenizer_dir).encode(
+                text, add_special_tokens=True
+            ),
+        )
+        text = self._completion_text(request, options, description)
+        entry = InFlightRequest(triton_request.request_id(), stream, options, text)
+        self._in_flight.start(entry, request, self._sender.put)
+
+    def _context(self, description: EngineDescription) -> ServingContext:
+        exclude = self._model.parameters.exclude_input_in_output
+        return ServingContext(
+            description=description,
+            decoupled=self._model.decoupled,
+            exclude_input_in_output=description.exclude_input_from_output if exclude is None else exclude,
+        )
+
+    def _completion_text(
+        self, request: Request, options: FrontEndOptions, description: EngineDescription
+    ) -> CompletionText | None:
+        if "text_output" not in options.requested_outputs:
+            return None
+        tokenizer = self._tokenizers.find(description.tokenizer_dir)
+        if tokenizer is None:
+            return None
+        return CompletionText(tokenizer, request.input_token_ids, options.prompt_text, options.include_prompt)
+
+    def _refuse(self, stream: ClientStream, error: InflightError) -> None:
+        try:
+            stream.finish(self._responses.error(error))
+        except Exception as failure:
+            self._pb_utils.Logger.log_verbose(f"a refusal could not be sent: {failure!r}")

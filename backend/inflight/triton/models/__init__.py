@@ -1,0 +1,1 @@
+"""One module per model of the repository, each with the `TritonPythonModel` that its model.py imports."""

@@ -1,0 +1,66 @@
+"""`preprocessing`: text to token ids, for clients that call the steps of tensorrtllm_backend themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from inflight.errors import InvalidArgument
+from inflight.triton.models.text_model import TextModel
+from inflight.triton.parameters import Role
+from inflight.triton.requests import NO_ID
+from inflight.triton.tensor_reader import TensorReader, decode_utf8
+from inflight.triton.text_tensors import PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS
+
+
+class TritonPythonModel(TextModel):
+    """QUERY to INPUT_ID, word lists to ids; the rest is handed through."""
+
+    role = Role.PREPROCESSING
+    inputs = PREPROCESSING_INPUTS
+    outputs = PREPROCESSING_OUTPUTS
+
+    def convert(self, reader: TensorReader) -> Mapping[str, np.ndarray]:
+        """See TextModel.convert."""
+        query = reader.array("QUERY")
+        if query is None:
+            raise InvalidArgument("a value is required for QUERY: it is missing")
+        tokenizer = self.tokenizers.require()
+        ids = tokenizer.encode(
+            decode_utf8(query[0], "QUERY"), add_special_tokens=self.parameters.add_special_tokens
+        )
+        outputs = {
+            "INPUT_ID": np.array(ids),
+            "REQUEST_INPUT_LEN": np.array([len(ids)]),
+            "OUT_END_ID": np.array([_handed_through(reader, "END_ID", NO_ID)]),
+            "OUT_PAD_ID": np.array([_handed_through(reader, "PAD_ID", NO_ID)]),
+        }
+        if (length := reader.integer("REQUEST_OUTPUT_LEN")) is not None:
+            outputs["REQUEST_OUTPUT_LEN"] = np.array([length])
+        for source, target in (("BAD_WORDS_DICT", "BAD_WORDS_IDS"), ("STOP_WORDS_DICT", "STOP_WORDS_IDS")):
+            outputs[target] = _word_list(
+                reader, source, lambda word: tokenizer.encode(word, add_special_tokens=False)
+            )
+        return outputs
+
+
+def _handed_through(reader: TensorReader, name: str, default: int) -> int:
+    value = reader.integer(name)
+    return default if value is None else value
+
+
+def _word_list(reader: TensorReader, name: str, encode: Callable[[str], Sequence[int]]) -> np.ndarray:
+    """Texts as [2, n]: all ids, then the end offset of each word, filled up with -1. No words: [[0], [-1]]."""
+    words = [decode_utf8(word, name) for word in _elements(reader, name)]
+    ids = [encode(word) for word in words if word]
+    flat = [token_id for word in ids for token_id in word]
+    if not flat:
+        return np.array([[0], [-1]])
+    offsets = np.cumsum([len(word) for word in ids])
+    return np.array([flat, [*offsets, *[-1] * (len(flat) - len(offsets))]])
+
+
+def _elements(reader: TensorReader, name: str) -> list[bytes]:
+    array = reader.array(name)
+    return [] if array is None else array.tolist()

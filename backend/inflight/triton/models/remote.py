@@ -1,0 +1,49 @@
+"""A serving model without an engine of its own: it talks to the engine endpoint of `tensorrt_llm`.
+
+Owns nothing but its front end. Loads whether or not the engine is there yet, imports no torch, and answers
+UNAVAILABLE until the engine can be reached. Triton calls it on one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.path import endpoint_path
+from inflight.triton.completion_text import TokenizerFinder
+from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.log import log_to_triton
+from inflight.triton.model_args import read_model_args
+from inflight.triton.parameters import Role
+from inflight.triton.tensor_spec import Vocabulary
+
+
+class RemoteModel:
+    """Base of the front ends; they differ in the names of their tensors and in what config.pbtxt says."""
+
+    vocabulary = Vocabulary.TOKENS
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Start the front end; raises ConfigError with everything that is wrong with config.pbtxt."""
+        import triton_python_backend_utils as pb_utils
+
+        log_to_triton(pb_utils)
+        model = read_model_args(args, Role.FRONT_END)
+        parameters = model.parameters
+        path = parameters.engine_endpoint or endpoint_path(os.getppid(), parameters.tensorrt_llm_model_name)
+        tokenizers = TokenizerFinder(parameters.tokenizer_dir)
+        if parameters.tokenizer_dir:
+            tokenizers.find()  # now rather than while the first request waits
+        serving = ServingModel(self.vocabulary, model.decoupled, parameters)
+        client = SocketEngineClient(path)
+        self._front_end = FrontEnd(pb_utils, client, client.close, serving, tokenizers)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take requests; their responses come later, from the sender thread."""
+        self._front_end.execute(requests)
+
+    def finalize(self) -> None:
+        """Answer what is in flight."""
+        self._front_end.close()

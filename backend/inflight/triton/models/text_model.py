@@ -1,0 +1,66 @@
+"""What `preprocessing` and `postprocessing` share: a tokenizer, and an answer to every request on the spot.
+
+Owns the shape of their execute. Triton calls it on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from inflight.errors import InflightError, StepFailed
+from inflight.triton.completion_text import TokenizerFinder
+from inflight.triton.log import log_to_triton
+from inflight.triton.model_args import read_model_args
+from inflight.triton.parameters import Role
+from inflight.triton.responses import triton_error
+from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
+from inflight.triton.tensor_spec import TensorTable, Vocabulary
+
+
+class TextModel:
+    """Base: one response per request; one bad request of a call fails alone."""
+
+    role: Role
+    inputs: TensorTable
+    outputs: TensorTable
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the tokenizer; raises ConfigError with everything that is wrong with config.pbtxt."""
+        import triton_python_backend_utils as pb_utils
+
+        log_to_triton(pb_utils)
+        self._pb_utils = pb_utils
+        self.parameters = read_model_args(args, self.role).parameters
+        self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
+        self.tokenizers.find()
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request, in order."""
+        return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Nothing to release."""
+
+    def convert(self, reader: TensorReader) -> Mapping[str, np.ndarray]:
+        """Outputs by name, without the batch dimension; raises RequestError."""
+        raise NotImplementedError
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            outputs = self.convert(TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS))
+        except InflightError as error:
+            return self._error(error)
+        except Exception as error:
+            return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
+        wanted = set(request.requested_output_names())
+        tensors = [self._tensor(name, array) for name, array in outputs.items() if name in wanted]
+        return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def _tensor(self, name: str, array: np.ndarray) -> Any:
+        return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[self.outputs[name].dtype])[np.newaxis])
+
+    def _error(self, error: InflightError) -> Any:
+        return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))

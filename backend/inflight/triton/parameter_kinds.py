@@ -1,0 +1,85 @@
+"""How the text of a config.pbtxt parameter becomes a value.
+
+Owns the grammar of booleans, numbers, choices and lists. Does not know any key. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of parameter: what to write, and a parser that raises ValueError for anything else."""
+
+    expected: str
+    parse: Callable[[str], Any]
+
+
+def _parse_boolean(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("true", "1"):
+        return True
+    if lowered in ("false", "0"):
+        return False
+    raise ValueError(text)
+
+
+BOOLEAN = Kind("true or false", _parse_boolean)
+TEXT = Kind("text", str)
+
+
+def integer(minimum: int, maximum: int | None = None) -> Kind:
+    """An integer in [minimum, maximum]."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum or (maximum is not None and value > maximum):
+            raise ValueError(text)
+        return value
+
+    bounds = f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    return Kind(f"an integer {bounds}", parse)
+
+
+def real(minimum: float, maximum: float = math.inf, above: bool = False) -> Kind:
+    """A number in [minimum, maximum], or ]minimum, maximum] if it has to be above the minimum."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not (minimum <= value <= maximum) or (above and value == minimum) or math.isinf(value):
+            raise ValueError(text)
+        return value
+
+    low = f"{'>' if above else '>='} {minimum:g}"
+    return Kind(f"a number {low}" + ("" if math.isinf(maximum) else f" and <= {maximum:g}"), parse)
+
+
+def choice(*names: str) -> Kind:
+    """One of these names, letter for letter."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return Kind(" or ".join(names), parse)
+
+
+def member(enum: type[Enum]) -> Kind:
+    """The value of one of an Enum's members."""
+    return Kind(" or ".join(item.value for item in enum), enum)
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    ids = tuple(int(part) for part in text.split(","))
+    if any(token_id < 0 for token_id in ids):
+        raise ValueError(text)
+    return ids
+
+
+TOKEN_IDS = Kind("token ids >= 0 with commas between", _parse_ids)

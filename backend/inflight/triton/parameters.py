@@ -1,0 +1,301 @@
+"""The table of config.pbtxt `parameters`, and the one reader of it.
+
+TensorRT-LLM's keys come with their meaning and, where it is known, their default; then this project's own. An
+empty value or an unfilled `${…}` is absent. Every other value must parse and every key must be known: the load
+fails otherwise, with all problems in one message. Keys of TensorRT-LLM for what is not built yet are known, and
+accepted at the values that ask for nothing. Pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from inflight.core.config import CapacitySchedulerPolicy
+from inflight.errors import ConfigError
+from inflight.triton.parameter_kinds import BOOLEAN, TEXT, TOKEN_IDS, Kind, choice, integer, member, real
+
+
+class Role(Enum):
+    """What a model of the repository does; each takes its own part of the parameters."""
+
+    ENGINE = "engine"
+    FRONT_END = "front end"
+    PREPROCESSING = "preprocessing"
+    POSTPROCESSING = "postprocessing"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Everything config.pbtxt says to this package, complete and checked. None means not given.
+
+    One field per built row of PARAMETERS, by its key; the comments there say what they mean.
+    """
+
+    max_num_sequences: int
+    gpt_model_path: str | None
+    tokenizer_dir: str | None
+    dtype: str | None
+    gpt_model_type: str
+    batch_scheduler_policy: CapacitySchedulerPolicy
+    enable_chunked_context: bool
+    enable_kv_cache_reuse: bool
+    max_num_tokens: int
+    max_sequence_length: int | None
+    tokens_per_block: int
+    max_tokens_in_paged_kv_cache: int | None
+    kv_cache_free_gpu_mem_fraction: float
+    kv_cache_free_cpu_mem_fraction: float
+    exclude_input_in_output: bool | None
+    default_end_ids: tuple[int, ...]
+    cancellation_check_period_ms: int
+    stats_check_period_ms: int
+    engine_endpoint: str | None
+    engine_threads: int | None
+    fake_engine: str | None
+    tensorrt_llm_model_name: str
+    add_special_tokens: bool
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One row.
+
+    Attributes:
+        key: The key in config.pbtxt; a built row's is a field of Parameters too.
+        kind: What its text may be.
+        default: The value when absent.
+        meaning: One line for the reader of config.pbtxt.
+        roles: The models that take it.
+        template: tensorrtllm_backend's template variable, where its name is not the key.
+        template_value: What config.pbtxt says instead of a template variable.
+        neutral: None for a built row. Otherwise the only values accepted, () for none.
+        read_by_triton: Whether Triton's Python backend reads it and this package does not.
+    """
+
+    key: str
+    kind: Kind
+    default: Any
+    meaning: str
+    roles: frozenset[Role] = frozenset({Role.ENGINE})
+    template: str = ""
+    template_value: str = ""
+    neutral: tuple[Any, ...] | None = None
+    read_by_triton: bool = False
+
+    @property
+    def built(self) -> bool:
+        """Whether this version acts on it."""
+        return self.neutral is None and not self.read_by_triton
+
+    @property
+    def expectation(self) -> str:
+        """What may be written, for a comment."""
+        if self.neutral is not None:
+            return f"not available yet, {self._neutral_advice}"
+        default = self.default.value if isinstance(self.default, Enum) else self.default
+        shown = str(default).lower() if isinstance(default, bool) else default
+        expected = "" if self.kind is TEXT else self.kind.expected
+        return ", ".join(filter(None, (expected, f"{shown} by default" if shown not in (None, ()) else "")))
+
+    @property
+    def _neutral_advice(self) -> str:
+        shown = [
+            str(value).lower() if isinstance(value, bool) else str(value) for value in self.neutral or ()
+        ]
+        return "leave it out" + (f" or say {' or '.join(shown)}" if shown else "")
+
+    def parse(self, text: str) -> Any:
+        """The value of a filled-in `text`; ConfigError with key, value and what was expected."""
+        try:
+            value = self.kind.parse(text)
+        except ValueError:
+            raise ConfigError(f"{self.key}: got {text!r}, expected {self.kind.expected}") from None
+        if self.neutral is not None and value not in self.neutral:
+            raise ConfigError(
+                f"{self.key}: got {text!r}, which is not available in this version; {self._neutral_advice}"
+            )
+        return value
+
+
+_MODELS = frozenset({Role.ENGINE, Role.FRONT_END})
+_FRONT_END = frozenset({Role.FRONT_END})
+_TEXT = frozenset({Role.PREPROCESSING, Role.POSTPROCESSING})
+_IN_FLIGHT_TYPES = ("inflight_batching", "inflight_fused_batching")
+_POLICIES = member(CapacitySchedulerPolicy)
+_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+
+
+def _unbuilt(key: str, kind: Kind, meaning: str, *neutral: Any, template: str = "") -> ParameterSpec:
+    return ParameterSpec(key, kind, None, meaning, template=template, neutral=neutral)
+
+
+_BUILT: tuple[ParameterSpec, ...] = (
+    ParameterSpec(
+        "gpt_model_path",
+        TEXT,
+        None,
+        "folder of the checkpoint; the demo model without one",
+        template="engine_dir",
+    ),
+    ParameterSpec("tokenizer_dir", TEXT, None, "folder of tokenizer.json", frozenset(Role)),
+    ParameterSpec(
+        "dtype",
+        choice("float32", "bfloat16", "float16"),
+        None,
+        "of weights and KV cache; the checkpoint's without one",
+    ),
+    ParameterSpec(
+        "gpt_model_type",
+        choice(*_IN_FLIGHT_TYPES),
+        "inflight_fused_batching",
+        "both names mean in-flight batching with context and generation in one forward pass",
+        template="batching_strategy",
+    ),
+    ParameterSpec("batch_scheduler_policy", _POLICIES, _NO_EVICT, "who may hold KV blocks"),
+    ParameterSpec("enable_chunked_context", BOOLEAN, False, "split long prompts over iterations"),
+    ParameterSpec("enable_kv_cache_reuse", BOOLEAN, True, "share KV blocks of equal prefixes"),
+    ParameterSpec("max_num_tokens", integer(1), 8192, "most tokens in one iteration"),
+    ParameterSpec("max_sequence_length", integer(2), None, "prompt and output; the model's without one"),
+    ParameterSpec("tokens_per_block", integer(1), 32, "tokens per KV cache block"),
+    ParameterSpec(
+        "max_tokens_in_paged_kv_cache", integer(1), None, "size of the KV cache; by fraction without one"
+    ),
+    ParameterSpec(
+        "kv_cache_free_gpu_mem_fraction",
+        real(0, 1, above=True),
+        0.9,
+        "share of free GPU memory for the KV cache",
+    ),
+    ParameterSpec(
+        "kv_cache_free_cpu_mem_fraction", real(0, 1, above=True), 0.5, "the same share of memory, on a CPU"
+    ),
+    ParameterSpec(
+        "exclude_input_in_output",
+        BOOLEAN,
+        None,
+        "leave the prompt out unless a request says otherwise",
+        _MODELS,
+    ),
+    ParameterSpec("default_end_ids", TOKEN_IDS, (), "end ids of requests by token ids without end_id"),
+    ParameterSpec(
+        "cancellation_check_period_ms",
+        integer(1),
+        20,
+        "how often every client is asked whether it is gone",
+        _MODELS,
+    ),
+    ParameterSpec("stats_check_period_ms", integer(1), 100, "how often statistics are published"),
+    ParameterSpec(
+        "engine_endpoint", TEXT, None, "path of the engine's socket; unique per server without one", _MODELS
+    ),
+    ParameterSpec("engine_threads", integer(1), None, "threads of the forward pass; all cores without one"),
+    ParameterSpec("fake_engine", TEXT, None, "a fake in place of the model: vocab=1000,step_us=200"),
+    ParameterSpec(
+        "tensorrt_llm_model_name",
+        TEXT,
+        "tensorrt_llm",
+        "the model that holds the engine",
+        _FRONT_END,
+        template_value="tensorrt_llm",
+    ),
+    ParameterSpec(
+        "add_special_tokens", BOOLEAN, True, "as the tokenizer does", frozenset({Role.PREPROCESSING})
+    ),
+    ParameterSpec(
+        "skip_special_tokens", BOOLEAN, True, "leave them out of text", frozenset({Role.POSTPROCESSING})
+    ),
+    ParameterSpec(
+        "FORCE_CPU_ONLY_INPUT_TENSORS",
+        choice("yes", "no"),
+        None,
+        "read by Triton's Python backend",
+        frozenset(Role),
+        template_value="yes",
+        read_by_triton=True,
+    ),
+)
+
+_UNBUILT: tuple[ParameterSpec, ...] = (
+    _unbuilt("max_beam_width", integer(1), "most beams", 1),
+    _unbuilt("decoding_mode", TEXT, "how tokens are chosen", "top_k", "top_p", "top_k_top_p"),
+    _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
+    _unbuilt("cross_kv_cache_fraction", real(0, 1), "KV cache share of an encoder", 0.0),
+    _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
+    _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
+    _unbuilt("max_attention_window_size", TEXT, "sliding window"),
+    _unbuilt("sink_token_length", integer(0), "tokens kept beside the window", 0),
+    _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
+    _unbuilt("normalize_log_probs", BOOLEAN, "log probs over the kept tokens", True),
+    _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
+    _unbuilt("iter_stats_max_iterations", integer(0), "length of the statistics ring", 0, 1000),
+    _unbuilt("request_stats_max_iterations", integer(0), "length of the request statistics ring", 0),
+    _unbuilt("gpu_device_ids", TEXT, "GPUs to use"),
+    _unbuilt("participant_ids", TEXT, "MPI ranks"),
+    _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
+    _unbuilt("executor_worker_path", TEXT, "program of a worker rank"),
+    _unbuilt("lora_cache_optimal_adapter_size", integer(1), "page size of the adapter cache", 8),
+    _unbuilt("lora_cache_max_adapter_size", integer(1), "largest rank", 64),
+    _unbuilt("lora_cache_gpu_memory_fraction", real(0, 1), "adapter cache", 0.05),
+    _unbuilt("lora_cache_host_memory_bytes", integer(0), "adapter cache", 1 << 30),
+    _unbuilt("lora_prefetch_dir", TEXT, "adapters to load at start"),
+    _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
+    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0),
+    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0),
+    _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0),
+    _unbuilt("medusa_choices", TEXT, "draft tree"),
+    _unbuilt("eagle_choices", TEXT, "draft tree"),
+    _unbuilt("gpu_weights_percent", real(0, 1), "weights kept on the GPU", 1.0),
+    _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
+    _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
+    _unbuilt("cuda_graph_mode", BOOLEAN, "TensorRT engines", False),
+    _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
+    _unbuilt("guided_decoding_backend", TEXT, "grammars"),
+    _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
+)
+
+PARAMETERS: tuple[ParameterSpec, ...] = (*_BUILT, *_UNBUILT)
+
+
+def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
+    """What a model's configuration, as Triton hands it to `initialize`, says.
+
+    Raises ConfigError that lists every problem: key, value, what was expected, and the nearest known key.
+    """
+    problems: list[str] = []
+    known = {spec.key: spec for spec in PARAMETERS if role in spec.roles}
+    given: dict[str, Any] = {}
+    for key, entry in model_config.get("parameters", {}).items():
+        text = str(entry.get("string_value", ""))
+        if key not in known:
+            problems.append(_unknown(key, text, known))
+        elif is_filled(text):
+            try:
+                given[key] = known[key].parse(text)
+            except ConfigError as error:
+                problems.append(str(error))
+    max_batch_size = int(model_config.get("max_batch_size", 0))
+    if max_batch_size < 1:
+        problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= 1")
+    if problems:
+        raise ConfigError(
+            f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
+        )
+    values = {spec.key: given.get(spec.key, spec.default) for spec in PARAMETERS if spec.built}
+    return Parameters(max_num_sequences=max_batch_size, **values)
+
+
+def is_filled(text: str) -> bool:
+    """Whether a parameter says anything: not if it is empty or a template variable nobody filled in."""
+    return bool(text) and not re.fullmatch(r"\$\{[^}]*\}", text)
+
+
+def _unknown(key: str, text: str, known: Mapping[str, ParameterSpec]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(known))}"
+    return f"{key}: got {text!r}, but there is no such parameter; {hint}"

@@ -1,0 +1,186 @@
+"""Reads one Triton request's input tensors by the table's names and turns every surprise into a named error.
+
+Owns shapes, data types, aliases and the refusal of what is declared but not built. Does not know what a request
+does with the values. Runs on the thread that calls execute.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
+
+NUMPY_TYPES: dict[str, type] = {
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT64": np.uint64,
+}
+
+
+class InputTensor(Protocol):
+    """What is used of `pb_utils.Tensor`."""
+
+    def name(self) -> str:
+        """The name the client sent."""
+
+    def as_numpy(self) -> np.ndarray:
+        """The elements; strings as an object array of bytes."""
+
+
+class TensorReader:
+    """The inputs of one request. Names are the table's main names; errors use the name the client knows.
+
+    An empty tensor counts as absent. Scalars may come in any shape with one element, arrays with or without the
+    leading 1 of the batch dimension.
+    """
+
+    def __init__(self, tensors: Iterable[InputTensor], table: TensorTable, vocabulary: Vocabulary) -> None:
+        self._table = table
+        self._vocabulary = vocabulary
+        self._arrays = {tensor.name(): tensor.as_numpy() for tensor in tensors}
+
+    def shown_name(self, name: str) -> str:
+        """The name under which this request's client knows the tensor."""
+        names = self._table[name].names(self._vocabulary)
+        sent = [wire_name for wire_name in names if wire_name in self._arrays]
+        return (*sent, *names, name)[0]
+
+    @property
+    def has_text_vocabulary(self) -> bool:
+        """Whether this client speaks `ensemble`'s names."""
+        return self._vocabulary is Vocabulary.TEXT
+
+    def in_client_names(self, message: str) -> str:
+        """A message about main names, about the names that this request's client knows."""
+        for spec in self._table.specs:
+            shown = self.shown_name(spec.name)
+            if shown != spec.name:
+                message = re.sub(rf"\b{spec.name}\b", shown, message)
+        return message
+
+    def integer(self, name: str) -> int | None:
+        """A scalar INT32 or UINT64, None when absent."""
+        value = self._scalar(name)
+        return None if value is None else int(value.item())
+
+    def real(self, name: str) -> float | None:
+        """A scalar FP32, None when absent; NaN and infinities come through."""
+        value = self._scalar(name)
+        return None if value is None else float(value.item())
+
+    def boolean(self, name: str) -> bool | None:
+        """A scalar BOOL, None when absent. Any byte but 0 is true: load generators send random ones."""
+        value = self._scalar(name)
+        return None if value is None else bool(value.view(np.uint8).any())
+
+    def text(self, name: str) -> str | None:
+        """A scalar BYTES as UTF-8, None when absent."""
+        value = self._scalar(name)
+        return None if value is None else decode_utf8(value.item(), self.shown_name(name))
+
+    def array(self, name: str) -> np.ndarray | None:
+        """An array of the row's rank, without the batch dimension; None when absent or empty."""
+        found = self._find(name)
+        if found is None:
+            return None
+        wire_name, array = found
+        return _without_batch(wire_name, array, self._table[name])
+
+    def refuse_unbuilt(self) -> None:
+        """Raise Unsupported for the first tensor that asks for what this version does not do."""
+        for spec in self._table.specs:
+            if spec.neutral is None:
+                continue
+            found = self._find(spec.name)
+            if found is not None and not is_neutral(found[1], spec.neutral):
+                raise Unsupported(
+                    f"{found[0]} is not available in this version: got {_shown(found[1])}; "
+                    f"leave it out or send {spec.neutral}"
+                )
+
+    def _scalar(self, name: str) -> np.ndarray | None:
+        found = self._find(name)
+        if found is None:
+            return None
+        wire_name, array = found
+        if array.size > 1:
+            raise _batch_refused(wire_name, array)
+        return array.reshape(1)
+
+    def _find(self, name: str) -> tuple[str, np.ndarray] | None:
+        spec = self._table[name]
+        sent = [(wire, self._arrays[wire]) for wire in spec.names(self._vocabulary) if wire in self._arrays]
+        found = [(wire, _checked(wire, array, spec)) for wire, array in sent if array.size]
+        for wire, array in found[1:]:
+            if not np.array_equal(array.ravel(), found[0][1].ravel()):
+                raise InvalidArgument(
+                    f"{found[0][0]} is {_shown(found[0][1])} but {wire} is {_shown(array)}: "
+                    "they are two names of one tensor, send one of them"
+                )
+        return found[0] if found else None
+
+
+def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
+    """Whether a non-empty tensor asks for nothing."""
+    if neutral.rule is NeutralRule.VALUES:
+        raw = array.view(np.uint8) if array.dtype == np.bool_ else array
+        return bool(np.isin(raw, np.asarray(neutral.values).astype(raw.dtype)).all())
+    if neutral.rule is NeutralRule.NO_WORDS:
+        return array.ndim >= 2 and array.shape[-2] == 2 and bool((array[..., 1, :] == -1).all())
+    if neutral.rule is NeutralRule.NO_TEXT:
+        return not any(array.ravel())
+    return neutral.rule is NeutralRule.ANY
+
+
+def decode_utf8(raw: bytes | str, name: str) -> str:
+    """A BYTES element as text; InvalidArgument names the tensor and the first byte that is not UTF-8."""
+    if isinstance(raw, str):
+        return raw
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"{name} must be UTF-8 text; byte {raw[error.start]:#04x} at position {error.start} is not"
+        ) from None
+
+
+def _checked(wire_name: str, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    if array.dtype != NUMPY_TYPES[spec.dtype]:
+        raise InvalidArgument(f"{wire_name} must be {spec.dtype}, got {array.dtype}")
+    return array
+
+
+def _without_batch(wire_name: str, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    rank = len(spec.dims)
+    if array.ndim == rank + 1:
+        if array.shape[0] != 1:
+            raise _batch_refused(wire_name, array)
+        array = array[0]
+    if array.ndim != rank or any(want not in (-1, got) for want, got in zip(spec.dims, array.shape)):
+        raise InvalidArgument(f"{wire_name} must have shape {spec.wire_shape}, got {list(array.shape)}")
+    return array
+
+
+def _batch_refused(wire_name: str, array: np.ndarray) -> Unsupported:
+    return Unsupported(
+        f"{wire_name} has shape {list(array.shape)}: a request carries one prompt. "
+        f"Send {array.shape[0]} separate requests; they run in one batch all the same"
+    )
+
+
+def _shown(array: np.ndarray) -> str:
+    """A value for a message: the element if there is one, else the shape and the first few."""
+    flat = array.ravel()
+    if flat.size == 1:
+        return repr(flat[0].item() if isinstance(flat[0], np.generic) else flat[0])
+    first = ", ".join(str(value) for value in flat[:4].tolist())
+    return f"{array.dtype} {list(array.shape)} [{first}{', …' if flat.size > 4 else ''}]"

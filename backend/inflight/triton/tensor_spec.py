@@ -1,0 +1,110 @@
+"""What one tensor is: its names, data type and shape, and which values of it ask for nothing.
+
+Owns the vocabulary of the tables in `tensors` and `text_tensors`. Knows neither numpy nor Triton's Python
+objects, so that config.pbtxt can be written from the tables anywhere. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Vocabulary(Enum):
+    """Whose names a model's tensors go by: `tensorrt_llm`'s or those of `ensemble`."""
+
+    TOKENS = "tokens"
+    TEXT = "text"
+
+
+class NeutralRule(Enum):
+    """How to recognize a tensor that asks for nothing; an empty tensor always does."""
+
+    EMPTY = "leave it out"
+    VALUES = "every element is one of `values`"
+    NO_WORDS = "a word list without words: the second row, the end offsets, is all -1"
+    NO_TEXT = "every string is empty"
+    ANY = "it has no effect beside the other tensors' neutral values"
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """The values with which a tensor that is not built yet may still be sent.
+
+    Attributes:
+        rule: How to recognize them.
+        values: For NeutralRule.VALUES; compared in the tensor's own precision.
+    """
+
+    rule: NeutralRule
+    values: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        if self.rule is NeutralRule.VALUES:
+            return " or ".join(f"{value:g}" for value in self.values)
+        return {
+            NeutralRule.EMPTY: "an empty tensor",
+            NeutralRule.NO_WORDS: "[[0], [-1]]",
+            NeutralRule.NO_TEXT: '""',
+            NeutralRule.ANY: "any value",
+        }[self.rule]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One row of a table of tensors.
+
+    Attributes:
+        name: The specification's name, letter for letter.
+        dtype: Triton's data type: BOOL, BYTES, FP16, FP32, INT32, INT64 or UINT64.
+        dims: Shape of one request's tensor without the batch dimension, -1 for any length. () is a scalar: [1, 1]
+            on the wire, [1] in the model.
+        meaning: One line for the reader of config.pbtxt.
+        aliases: Other names of the same tensor.
+        text_names: Its names in the text vocabulary, the main one first; none if that has no such tensor.
+        neutral: None for a tensor that is built. Otherwise any other value than these is refused.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    meaning: str
+    aliases: tuple[str, ...] = ()
+    text_names: tuple[str, ...] = ()
+    neutral: Neutral | None = None
+
+    @property
+    def built(self) -> bool:
+        """Whether this version acts on the tensor."""
+        return self.neutral is None
+
+    @property
+    def scalar(self) -> bool:
+        """Whether one request carries one value of it."""
+        return self.dims == ()
+
+    @property
+    def wire_shape(self) -> str:
+        """The shape a client sends, as text for messages: [1, 1], [1, n], [1, 2, n]."""
+        lengths = ["n" if length == -1 else str(length) for length in self.dims or (1,)]
+        return f"[1, {', '.join(lengths)}]"
+
+    def names(self, vocabulary: Vocabulary) -> tuple[str, ...]:
+        """Every name a client may use, the main one first; empty if the vocabulary has no such tensor."""
+        return self.text_names if vocabulary is Vocabulary.TEXT else (self.name, *self.aliases)
+
+
+class TensorTable:
+    """Rows with distinct names, found by name. Immutable."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
+        self.specs = specs
+        self._by_name = {spec.name: spec for spec in specs}
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        """The row of that (main) name; KeyError if there is none."""
+        return self._by_name[name]
+
+    def declared(self, vocabulary: Vocabulary) -> list[tuple[str, TensorSpec]]:
+        """(name on the wire, row) of everything a model with this vocabulary declares, aliases included."""
+        return [(name, spec) for spec in self.specs for name in spec.names(vocabulary)]

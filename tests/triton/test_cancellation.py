@@ -1,0 +1,120 @@
+"""The cancellation watch on a manual clock: who is asked when, and with what share of the time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass
+
+from inflight.core.stop import StopReason
+from inflight.testing.fake_pb_utils import ResponseSender
+from inflight.triton.cancellation import CancellationWatch, CancellationWatcher
+from inflight.triton.in_flight import Ending, InFlight
+from tests.triton.factories import FakeEngineClient, make_entry, make_request
+
+
+@dataclass
+class ManualClock:
+    """Time that passes only when something takes or waits for it."""
+
+    now: float = 0.0
+    paused: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.paused += seconds
+
+
+class AskedSender(ResponseSender):
+    """Takes `cost` seconds to be asked, and remembers when it was."""
+
+    def __init__(self, clock: ManualClock, cost: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.cost = cost
+        self.asked_at: list[float] = []
+
+    def is_cancelled(self) -> bool:
+        self.clock.now += self.cost
+        self.asked_at.append(self.clock.now)
+        return super().is_cancelled()
+
+
+class Scene:
+    def __init__(self, num_requests: int, cost: float, period: float = 0.02) -> None:
+        self.clock = ManualClock()
+        self.client = FakeEngineClient(answers_stops=False)
+        self.in_flight = InFlight(self.client)
+        self.senders = [AskedSender(self.clock, cost) for _ in range(num_requests)]
+        for sender in self.senders:
+            self.in_flight.start(make_entry(sender=sender), make_request(), lambda response: None)
+        self.watch = CancellationWatch(self.in_flight, period, self.clock.pause, self.clock)
+
+    def round(self) -> None:
+        self.watch.round(self.in_flight.wait_for_requests())
+
+
+def longest_silence(num_requests: int, cost: float) -> float:
+    scene = Scene(num_requests, cost)
+    for _ in range(5):
+        scene.round()
+    times = [sender.asked_at for sender in scene.senders]
+    return max(later - earlier for asked in times for earlier, later in itertools.pairwise(asked))
+
+
+def test_a_few_streams_are_asked_once_a_period() -> None:
+    scene = Scene(num_requests=2, cost=0.0001)
+    scene.round()
+    assert abs(scene.clock.now - 0.02) < 1e-9
+    assert [sender.times_asked for sender in scene.senders] == [1, 1]
+
+
+def test_everyone_hears_within_the_promised_time() -> None:
+    """A question alone costs 0.1 to 0.15 ms."""
+    assert longest_silence(16, 0.00015) <= 0.050
+    assert longest_silence(256, 0.00015) <= 0.250
+
+
+def test_asking_takes_a_bounded_share_of_the_time() -> None:
+    scene = Scene(num_requests=64, cost=0.004)
+    scene.round()
+    asking = 64 * 0.004
+    assert asking / scene.clock.now <= 0.2 + 1e-9
+
+
+def test_who_is_gone_is_cancelled_once() -> None:
+    scene = Scene(num_requests=3, cost=0.0001)
+    scene.senders[1].cancelled = True
+    scene.round()
+    scene.round()
+    gone = [entry for entry in scene.in_flight.wait_for_requests() if entry.ending is Ending.CLIENT_GONE]
+    assert len(gone) == 1
+    assert [engine_id for engine_id, _ in scene.client.stopped] == [gone[0].engine_id]
+
+
+def test_who_is_done_is_not_asked() -> None:
+    scene = Scene(num_requests=2, cost=0.0001)
+    entries = scene.in_flight.wait_for_requests()
+    entries[0].stream.finish()
+    scene.watch.round(entries)
+    assert [sender.times_asked for sender in scene.senders] == [0, 1]
+
+
+def test_the_thread_notices_and_ends_at_close() -> None:
+    stopped = threading.Event()
+
+    class Client(FakeEngineClient):
+        def stop(self, request_id: int, reason: StopReason) -> None:
+            stopped.set()
+
+    in_flight = InFlight(Client())
+    watcher = CancellationWatcher(in_flight, period_s=0.001)
+    sender = ResponseSender()
+    sender.cancelled = True
+    in_flight.start(make_entry(sender=sender), make_request(), lambda response: None)
+    assert stopped.wait(30)
+    in_flight.close()
+    watcher.close()

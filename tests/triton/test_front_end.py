@@ -1,0 +1,270 @@
+"""A serving model between fake Triton requests and a fake engine: every path ends in one final response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from inflight.core.response import Response
+from inflight.core.stop import FinishReason, StopReason
+from inflight.errors import ConfigError, StepFailed, Unavailable
+from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent, TritonError
+from inflight.triton.completion_text import TokenizerFinder
+from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.parameters import Role
+from inflight.triton.tensor_spec import Vocabulary
+from tests.triton.factories import (
+    ALL_OUTPUTS,
+    FakeEngineClient,
+    make_description,
+    make_parameters,
+    make_response,
+    make_result,
+    make_triton_request,
+    text_inputs,
+    token_inputs,
+)
+from tests.triton.letters import letter_tokenizer
+
+Build = Callable[..., "Stage"]
+
+
+class Stage:
+    """A front end with its engine client, its tokenizer of letters and its log."""
+
+    def __init__(
+        self, vocabulary: Vocabulary = Vocabulary.TOKENS, decoupled: bool = True, **parameters: str
+    ) -> None:
+        self.client = FakeEngineClient(make_description(tokenizer_dir="letters"))
+        self.pb_utils = FakePbUtils()
+        self.front_end = FrontEnd(
+            self.pb_utils,
+            self.client,
+            self.client.close,
+            ServingModel(vocabulary, decoupled, make_parameters(Role.FRONT_END, **parameters)),
+            TokenizerFinder(None, lambda directory: letter_tokenizer()),
+        )
+
+    def take(self, request: InferenceRequest) -> ResponseSender:
+        self.front_end.execute([request])
+        return request.sender
+
+    def finish(self, ids: list[int], **result: int) -> None:
+        """The engine's only response to the last request."""
+        response = Response(
+            self.client.last_id, make_result(ids, FinishReason.LENGTH, **result), is_final=True
+        )
+        self.client.respond(response)
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    stages: list[Stage] = []
+
+    def make(*args: object, **kwargs: object) -> Stage:
+        stages.append(Stage(*args, **kwargs))  # type: ignore[arg-type]
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.front_end.close()
+
+
+def error_of(sent: Sent) -> tuple[int, str]:
+    assert sent.response is not None
+    error = sent.response.error()
+    assert error is not None and sent.is_final
+    return error.code(), error.message()
+
+
+def value_of(sent: Sent, name: str) -> object:
+    assert sent.response is not None
+    return sent.response.arrays()[name].ravel().tolist()
+
+
+def ids_of(text: str) -> list[int]:
+    return letter_tokenizer().encode(text)
+
+
+def test_ids_in_ids_out(build: Build) -> None:
+    stage = build()
+    sender = stage.take(make_triton_request())
+    assert stage.client.submitted[stage.client.last_id].input_token_ids == (5, 6, 7)
+    stage.finish([5, 6, 7, 8, 9], num_output_tokens=2)
+    (sent,) = sender.wait_final()
+    assert value_of(sent, "output_ids") == [5, 6, 7, 8, 9]
+    assert value_of(sent, "finish_reason") == [b"LENGTH"]
+
+
+def test_text_in_text_out_starts_with_the_prompt(build: Build) -> None:
+    stage = build(Vocabulary.TEXT)
+    sender = stage.take(make_triton_request(text_inputs(text_input=b"ab")))
+    assert stage.client.submitted[stage.client.last_id].end_ids == (2, 3)
+    stage.finish(ids_of("cd"))
+    assert value_of(sender.wait_final()[0], "text_output") == [b"abcd"]
+
+
+def test_text_without_the_prompt(build: Build) -> None:
+    stage = build(Vocabulary.TEXT, exclude_input_in_output="true")
+    sender = stage.take(make_triton_request(text_inputs(text_input=b"ab")))
+    stage.finish(ids_of("cd"))
+    assert value_of(sender.wait_final()[0], "text_output") == [b"cd"]
+
+
+def test_ids_in_text_out(build: Build) -> None:
+    stage = build()
+    prompt = ids_of("ab")
+    sender = stage.take(make_triton_request(token_inputs(input_ids=[prompt])))
+    stage.finish([*prompt, *ids_of("cd")], num_output_tokens=2)
+    assert value_of(sender.wait_final()[0], "text_output") == [b"abcd"]
+
+
+def test_streamed_texts_together_are_the_completion(build: Build) -> None:
+    stage = build(Vocabulary.TEXT)
+    sender = stage.take(make_triton_request(text_inputs(text_input=b"ab", stream=True)))
+    for letter in "cde":
+        stage.client.respond(make_response(stage.client.last_id, ids_of(letter)))
+    stage.finish([])
+    texts = [value_of(sent, "text_output")[0] for sent in sender.wait_final()]  # type: ignore[index]
+    assert b"".join(texts) == b"cde"
+
+
+def test_text_is_not_made_unless_it_is_wanted(build: Build) -> None:
+    stage = build()
+    sender = stage.take(make_triton_request(outputs=ALL_OUTPUTS - {"text_output"}))
+    stage.finish([8])
+    assert "text_output" not in sender.wait_final()[0].response.arrays()  # type: ignore[union-attr]
+
+
+def test_without_a_tokenizer_ids_are_served_and_text_is_refused() -> None:
+    def fail(directory: str) -> None:
+        raise ConfigError(f"{directory} has no tokenizer.json")
+
+    stage = Stage()
+    finder = TokenizerFinder(None, fail)  # type: ignore[arg-type]
+    front_end = FrontEnd(
+        stage.pb_utils,
+        stage.client,
+        stage.client.close,
+        ServingModel(Vocabulary.TOKENS, True, make_parameters()),
+        finder,
+    )
+    by_text = make_triton_request(token_inputs(input_ids=None, text_input=b"ab"))
+    by_ids = make_triton_request()
+    front_end.execute([by_text, by_ids])
+    code, message = error_of(by_text.sender.wait_final()[0])
+    assert code == TritonError.UNSUPPORTED and "letters has no tokenizer.json" in message
+    stage.finish([8])
+    assert value_of(by_ids.sender.wait_final()[0], "output_ids") == [8]
+    front_end.close()
+    stage.front_end.close()
+
+
+def test_a_bad_request_is_answered_alone(build: Build) -> None:
+    stage = build()
+    bad = make_triton_request(token_inputs(request_output_len=0))
+    good = make_triton_request()
+    stage.front_end.execute([bad, good])
+    code, message = error_of(bad.sender.wait_final()[0])
+    assert code == TritonError.INVALID_ARG and message.startswith("request_output_len must be at least 1")
+    assert len(stage.client.submitted) == 1
+    stage.finish([8])
+    assert len(good.sender.wait_final()) == 1
+
+
+def test_an_unforeseen_failure_is_answered_alone_and_logged(build: Build) -> None:
+    class BrokenRequest(InferenceRequest):
+        def inputs(self) -> list:  # type: ignore[type-arg]
+            raise OSError("shared memory is gone")
+
+    stage = build()
+    bad, good = BrokenRequest({}), make_triton_request()
+    stage.front_end.execute([bad, good])
+    code, message = error_of(bad.sender.wait_final()[0])
+    assert code == TritonError.INTERNAL and "shared memory is gone" in message
+    assert stage.pb_utils.Logger.lines[0][0] == "error"
+    assert len(stage.client.submitted) == 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("no engine"), StepFailed("it broke")])
+def test_what_the_engine_refuses_keeps_its_code(build: Build, error: Unavailable | StepFailed) -> None:
+    stage = build()
+    stage.client.refusal = error
+    code, message = error_of(stage.take(make_triton_request()).wait_final()[0])
+    assert (code, message) == (getattr(TritonError, error.code), str(error))
+
+
+def test_unavailable_until_the_engine_can_be_described(build: Build) -> None:
+    stage = build()
+    stage.client.description = Unavailable("no engine yet")
+    assert error_of(stage.take(make_triton_request()).wait_final()[0])[0] == TritonError.UNAVAILABLE
+
+
+def test_a_duplicate_is_refused_and_the_first_goes_on(build: Build) -> None:
+    stage = build()
+    first = stage.take(make_triton_request(request_id="a"))
+    code, message = error_of(stage.take(make_triton_request(request_id="a")).wait_final()[0])
+    assert code == TritonError.ALREADY_EXISTS
+    assert message == "requestId a is already in progress, request is ignored."
+    stage.finish([8])
+    assert value_of(first.wait_final()[0], "output_ids") == [8]
+
+
+def test_stop_answers_both(build: Build) -> None:
+    stage = build()
+    stopped = stage.take(make_triton_request(request_id="a"))
+    zeros = token_inputs(input_ids=[[0]], input_lengths=0, request_output_len=0, stop=True)
+    (answer,) = stage.take(make_triton_request(zeros, request_id="a")).wait_final()
+    assert (
+        answer.response is not None
+        and not answer.response.output_tensors()
+        and not answer.response.has_error()
+    )
+    (last,) = stopped.wait_final()
+    assert value_of(last, "finish_reason") == [b"CANCELLED"]
+    assert stage.client.stopped == [(stage.client.last_id, StopReason.CANCELLED)]
+
+
+def test_stop_of_an_unknown_id_is_answered_too(build: Build) -> None:
+    sender = build().take(make_triton_request(token_inputs(stop=True), request_id="nobody"))
+    assert [sent.is_final for sent in sender.wait_final()] == [True]
+
+
+def test_stop_without_an_id_is_refused(build: Build) -> None:
+    sender = build().take(make_triton_request(token_inputs(stop=True)))
+    expected = (TritonError.INVALID_ARG, "Cannot send stop request without specifying a request_id")
+    assert error_of(sender.wait_final()[0]) == expected
+
+
+def test_a_client_that_goes_away_is_noticed(build: Build) -> None:
+    stage = build(cancellation_check_period_ms="1")
+    request = make_triton_request()
+    request.sender.cancelled = True
+    (sent,) = stage.take(request).wait_final()
+    assert error_of(sent)[0] == TritonError.CANCELLED
+
+
+def test_streaming_is_refused_where_there_is_one_response(build: Build) -> None:
+    sender = build(decoupled=False).take(make_triton_request(token_inputs(streaming=True)))
+    code, message = error_of(sender.wait_final()[0])
+    assert code == TritonError.INVALID_ARG and "tensorrt_llm" in message
+
+
+def test_close_answers_what_is_in_flight_and_takes_nothing_more() -> None:
+    stage = Stage()
+    senders = [stage.take(make_triton_request()) for _ in range(3)]
+    stage.front_end.close()
+    assert stage.client.closed
+    assert [error_of(sender.wait_final()[0])[0] for sender in senders] == [TritonError.UNAVAILABLE] * 3
+    assert error_of(stage.take(make_triton_request()).wait_final()[0])[0] == TritonError.UNAVAILABLE
+    stage.front_end.close()
+
+
+def test_close_answers_even_what_the_engine_client_forgot() -> None:
+    stage = Stage()
+    stage.client.answers_stops = False
+    sender = stage.take(make_triton_request())
+    stage.client._callbacks.clear()
+    stage.front_end.close()
+    assert error_of(sender.wait_final()[0])[0] == TritonError.UNAVAILABLE

@@ -1,0 +1,148 @@
+"""The parameters table: what parses, what counts as absent, and that everything else fails the load by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from inflight.core.config import CapacitySchedulerPolicy
+from inflight.errors import ConfigError
+from inflight.triton.parameters import PARAMETERS, Parameters, ParameterSpec, Role
+from tests.triton.factories import make_parameters
+
+UNBUILT = [spec for spec in PARAMETERS if spec.neutral is not None]
+
+
+def role_of(key: str) -> Role:
+    return next(role for spec in PARAMETERS if spec.key == key for role in Role if role in spec.roles)
+
+
+def test_the_result_has_a_field_for_every_built_row() -> None:
+    fields = {field.name for field in dataclasses.fields(Parameters)}
+    assert fields == {spec.key for spec in PARAMETERS if spec.built} | {"max_num_sequences"}
+
+
+def test_nothing_given() -> None:
+    parameters = make_parameters(max_batch_size=16)
+    assert parameters.max_num_sequences == 16
+    assert parameters.batch_scheduler_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    assert (parameters.tokens_per_block, parameters.max_num_tokens) == (32, 8192)
+    assert parameters.gpt_model_path is None
+
+
+@pytest.mark.parametrize("text", ["", "${tokens_per_block}", "${anything at all}"])
+@pytest.mark.parametrize("spec", PARAMETERS, ids=lambda spec: spec.key)
+def test_empty_or_unfilled_is_absent(spec: ParameterSpec, text: str) -> None:
+    role = role_of(spec.key)
+    assert make_parameters(role, **{spec.key: text}) == make_parameters(role)
+
+
+GOOD = [
+    ("gpt_model_path", "/models/x", "/models/x"),
+    ("tokenizer_dir", "/models/x", "/models/x"),
+    ("dtype", "bfloat16", "bfloat16"),
+    ("gpt_model_type", "inflight_batching", "inflight_batching"),
+    ("batch_scheduler_policy", "max_utilization", CapacitySchedulerPolicy.MAX_UTILIZATION),
+    ("enable_chunked_context", "TRUE", True),
+    ("enable_kv_cache_reuse", "0", False),
+    ("max_num_tokens", "512", 512),
+    ("max_sequence_length", "2048", 2048),
+    ("tokens_per_block", "16", 16),
+    ("max_tokens_in_paged_kv_cache", "4096", 4096),
+    ("kv_cache_free_gpu_mem_fraction", "0.25", 0.25),
+    ("kv_cache_free_cpu_mem_fraction", "1", 1.0),
+    ("exclude_input_in_output", "False", False),
+    ("default_end_ids", "2, 7", (2, 7)),
+    ("cancellation_check_period_ms", "100", 100),
+    ("stats_check_period_ms", "1000", 1000),
+    ("engine_endpoint", "a.sock", "a.sock"),
+    ("engine_threads", "2", 2),
+    ("fake_engine", "vocab=1000,step_us=200", "vocab=1000,step_us=200"),
+    ("tensorrt_llm_model_name", "other", "other"),
+    ("add_special_tokens", "false", False),
+    ("skip_special_tokens", "1", True),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "value"), GOOD)
+def test_good_values(key: str, text: str, value: object) -> None:
+    assert getattr(make_parameters(role_of(key), **{key: text}), key) == value
+
+
+def test_every_built_row_is_covered_above() -> None:
+    assert {key for key, *_ in GOOD} == {spec.key for spec in PARAMETERS if spec.built}
+
+
+BAD = [
+    ("enable_chunked_context", "yes", "true or false"),
+    ("max_num_tokens", "many", "an integer >= 1"),
+    ("max_num_tokens", "0", "an integer >= 1"),
+    ("tokens_per_block", "1.5", "an integer >= 1"),
+    ("kv_cache_free_gpu_mem_fraction", "0", "a number > 0 and <= 1"),
+    ("kv_cache_free_gpu_mem_fraction", "nan", "a number > 0 and <= 1"),
+    ("batch_scheduler_policy", "no_evict", "guaranteed_no_evict or max_utilization"),
+    ("gpt_model_type", "V1", "inflight_batching or inflight_fused_batching"),
+    ("dtype", "int4", "float32 or bfloat16 or float16"),
+    ("default_end_ids", "2;7", "token ids >= 0"),
+    ("default_end_ids", "-1", "token ids >= 0"),
+    ("FORCE_CPU_ONLY_INPUT_TENSORS", "maybe", "yes or no"),
+    ("max_beam_width", "two", "an integer >= 1"),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), BAD)
+def test_bad_values_fail_by_name(key: str, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_parameters(**{key: text})
+    assert f"{key}: got {text!r}, expected {expected}" in str(raised.value)
+
+
+@pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.key)
+def test_what_is_not_built_loads_at_its_neutral_values_only(spec: ParameterSpec) -> None:
+    for value in spec.neutral or ():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert make_parameters(**{spec.key: text}) == make_parameters()
+    others = ("7", "true", "false", "0.5", "0.25")
+    refused = [
+        text for text in others if parses(spec, text) and spec.kind.parse(text) not in (spec.neutral or ())
+    ]
+    if set(spec.neutral or ()) == {True, False}:
+        return
+    assert refused
+    for text in refused:
+        with pytest.raises(
+            ConfigError, match=rf"{spec.key}: got '{text}', which is not available .* leave it out"
+        ):
+            make_parameters(**{spec.key: text})
+
+
+def parses(spec: ParameterSpec, text: str) -> bool:
+    try:
+        spec.kind.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_an_unknown_key_fails_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_token: got '5', .* did you mean max_num_tokens\?"):
+        make_parameters(max_num_token="5")
+
+
+def test_an_unknown_key_fails_even_when_it_is_not_filled_in() -> None:
+    with pytest.raises(ConfigError, match=r"xyzzy: got '', .* expected one of .*add_special_tokens|xyzzy"):
+        make_parameters(xyzzy="")
+
+
+def test_a_parameter_of_another_model_is_unknown() -> None:
+    with pytest.raises(ConfigError, match="no such parameter"):
+        make_parameters(Role.POSTPROCESSING, max_num_tokens="5")
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_parameters(max_batch_size=0, max_num_tokens="x", nonsense="y", max_beam_width="4")
+    message = str(raised.value)
+    assert message.startswith("config.pbtxt of a_model:")
+    assert all(name in message for name in ("max_batch_size", "max_num_tokens", "nonsense", "max_beam_width"))

@@ -1,0 +1,211 @@
+"""The sender thread: order, joining, one final response each, and clients that cannot be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from inflight.core.response import Response
+from inflight.core.stop import FinishReason
+from inflight.errors import StepFailed
+from inflight.testing.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
+from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
+from inflight.triton.responses import ResponseBuilder
+from inflight.triton.sender import Sender
+from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response
+
+
+class Desk:
+    """A sender between a fake engine and fake clients."""
+
+    def __init__(self) -> None:
+        self.client = FakeEngineClient()
+        self.in_flight = InFlight(self.client)
+        self.log: list[str] = []
+        self.sender = Sender(self.in_flight, ResponseBuilder(FakePbUtils()), self.log.append)
+
+    def start(self, stream: ResponseSender, triton_id: str = "") -> InFlightRequest:
+        entry = make_entry(triton_id, stream)
+        self.in_flight.start(entry, make_request(), self.sender.put)
+        return entry
+
+    def respond(self, entry: InFlightRequest, ids: list[int], reason: FinishReason | None = None) -> None:
+        self.client.respond(make_response(entry.engine_id, ids, reason))
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.sender.close()
+
+
+def ids_of(sent: list[Sent]) -> list[int]:
+    tokens: list[int] = []
+    for one in sent:
+        assert one.response is not None
+        tokens += one.response.arrays()["output_ids"].ravel().tolist()
+    return tokens
+
+
+def code_of(sent: Sent) -> int | None:
+    error = sent.response.error() if sent.response else None
+    return error.code() if error else None
+
+
+def test_tokens_arrive_in_order_and_the_last_response_is_final(desk: Desk) -> None:
+    stream = ResponseSender()
+    entry = desk.start(stream)
+    for token in range(5):
+        desk.respond(entry, [token])
+    desk.respond(entry, [5], FinishReason.LENGTH)
+    sent = stream.wait_final()
+    assert ids_of(sent) == [0, 1, 2, 3, 4, 5]
+    assert [one.is_final for one in sent] == [False] * (len(sent) - 1) + [True]
+    last = sent[-1].response
+    assert last is not None and last.arrays()["finish_reason"].tolist() == [[b"LENGTH"]]
+
+
+class SlowSender(ResponseSender):
+    """Holds up the sender thread in its first send, until the test says so."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__()
+        self.desk = desk
+        self.behind: list[tuple[InFlightRequest, list[int], FinishReason | None]] = []
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        super().send(response, flags)
+        for entry, ids, reason in self.behind:
+            self.desk.respond(entry, ids, reason)
+        self.behind = []
+
+
+def test_a_stream_that_has_fallen_behind_gets_what_waits_in_one_response(desk: Desk) -> None:
+    slow = SlowSender(desk)
+    other = ResponseSender()
+    entry, second = desk.start(slow), desk.start(other)
+    end = FinishReason.END_ID
+    slow.behind = [
+        (second, [20], None),
+        (entry, [11], None),
+        (second, [21], None),
+        (entry, [12], None),
+        (entry, [], end),
+        (second, [], end),
+    ]
+    desk.respond(entry, [10])
+    lengths = [one.response.arrays()["sequence_length"].tolist() for one in slow.wait_final() if one.response]
+    assert lengths == [[[1]], [[2]]]
+    assert ids_of(slow.sent) == [10, 11, 12]
+    assert ids_of(other.wait_final()) == [20, 21] and len(other.sent) == 1
+
+
+def test_an_error_keeps_its_code(desk: Desk) -> None:
+    stream = ResponseSender()
+    entry = desk.start(stream)
+    desk.client.respond(Response(entry.engine_id, error=StepFailed("device lost"), is_final=True))
+    assert code_of(stream.wait_final()[-1]) == TritonError.INTERNAL
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (Ending.CLIENT_GONE, TritonError.CANCELLED),
+        (Ending.SEND_FAILED, TritonError.INTERNAL),
+        (Ending.UNLOAD, TritonError.UNAVAILABLE),
+    ],
+)
+def test_a_request_ended_by_the_front_end_ends_with_an_error(desk: Desk, ending: Ending, code: int) -> None:
+    stream = ResponseSender()
+    desk.in_flight.cancel(desk.start(stream), ending)
+    sent = stream.wait_final()
+    assert [code_of(one) for one in sent] == [code]
+
+
+def test_a_stopped_request_ends_normally(desk: Desk) -> None:
+    stream = ResponseSender()
+    desk.start(stream, "a")
+    desk.in_flight.stop("a")
+    (last,) = stream.wait_final()
+    assert last.response is not None and not last.response.has_error()
+    assert last.response.arrays()["finish_reason"].tolist() == [[b"CANCELLED"]]
+    assert last.response.arrays()["output_ids"].shape == (1, 1, 0)
+
+
+def test_a_request_ended_here_ends_with_an_error_even_if_the_engine_was_faster(desk: Desk) -> None:
+    """What came in between is not sent any more, so a normal ending would hide a gap."""
+    stream = ResponseSender()
+    entry = desk.start(stream)
+    desk.client.answers_stops = False
+    desk.in_flight.cancel(entry)
+    desk.respond(entry, [8])
+    desk.respond(entry, [9], FinishReason.END_ID)
+    assert [code_of(one) for one in stream.wait_final()] == [TritonError.CANCELLED]
+
+
+def test_the_id_is_free_when_the_final_response_arrives(desk: Desk) -> None:
+    seen: list[object] = []
+
+    class LookingSender(ResponseSender):
+        def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+            seen.append(desk.in_flight.find(entry.engine_id))
+            super().send(response, flags)
+
+    stream = LookingSender()
+    entry = desk.start(stream, "a")
+    desk.respond(entry, [8])
+    desk.respond(entry, [], FinishReason.END_ID)
+    stream.wait_final()
+    assert seen[-1] is None
+
+
+def test_a_client_that_cannot_be_answered_is_given_up(desk: Desk) -> None:
+    stream = ResponseSender()
+    stream.failures = [RuntimeError("gone")]
+    entry = desk.start(stream)
+    desk.respond(entry, [8])
+    (last,) = stream.wait_final()
+    assert last.is_final and code_of(last) == TritonError.INTERNAL
+    assert desk.client.stopped == [(entry.engine_id, desk.client.stopped[0][1])]
+    assert len(desk.log) == 1 and "gone" in desk.log[0]
+
+
+def test_a_final_response_that_cannot_be_sent_still_ends_the_request(desk: Desk) -> None:
+    stream = ResponseSender()
+    stream.failures = [RuntimeError("too large")]
+    desk.respond(desk.start(stream), [8], FinishReason.LENGTH)
+    (last,) = stream.wait_final()
+    assert last.is_final and last.response is None
+
+
+def test_text_that_cannot_be_made_is_an_error_of_that_request_alone(desk: Desk) -> None:
+    class BrokenText:
+        def add(self, result: object, is_final: bool) -> str:
+            raise KeyError("no such token")
+
+    broken, fine = ResponseSender(), ResponseSender()
+    first, second = desk.start(broken), desk.start(fine)
+    first.text = BrokenText()  # type: ignore[assignment]
+    desk.respond(first, [8], FinishReason.LENGTH)
+    desk.respond(second, [9], FinishReason.LENGTH)
+    assert code_of(broken.wait_final()[-1]) == TritonError.INTERNAL
+    assert ids_of(fine.wait_final()) == [9]
+
+
+def test_close_sends_what_waits() -> None:
+    desk = Desk()
+    streams = [ResponseSender() for _ in range(20)]
+    for stream in streams:
+        desk.respond(desk.start(stream), [8], FinishReason.LENGTH)
+    desk.sender.close()
+    assert all(len(stream.sent) == 1 for stream in streams)
+
+
+def test_an_unknown_id_is_nobodys(desk: Desk) -> None:
+    desk.sender.put(make_response(12345, [1], FinishReason.END_ID))
+    stream = ResponseSender()
+    desk.respond(desk.start(stream), [8], FinishReason.LENGTH)
+    assert np.array_equal(ids_of(stream.wait_final()), [8])
