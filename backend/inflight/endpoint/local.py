@@ -1,0 +1,151 @@
+"""The engine in this process: what front ends submit to, and where the batcher's callbacks get their work.
+
+Owns the requests that wait for the batcher, the stop signals it has not polled yet, and who is to be told of each
+unanswered request. Does not know the batcher: it is handed `notify`, and the batcher is handed three callbacks.
+
+`describe`, `submit` and `stop` may be called on any thread. The callbacks `get_inference_requests`,
+`poll_stop_signals` and `send_response` belong to the batcher's loop thread, and every response is delivered on it;
+only `fail_all` and `close` deliver on their caller's thread, once the loop is dead or has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from inflight.core.description import EngineDescription
+from inflight.core.ports import SendResponseCallback
+from inflight.core.request import Request
+from inflight.core.response import Response, Result
+from inflight.core.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
+from inflight.errors import InflightError, Unavailable
+
+_log = logging.getLogger(__name__)
+
+
+class LocalEngineClient:
+    """An `EngineClient` on one side, the callbacks of a GptManager on the other.
+
+    Args:
+        description: What `describe` returns.
+        notify: Wakes the batcher's loop if it is idle; called outside of any lock.
+    """
+
+    def __init__(self, description: EngineDescription, notify: Callable[[], None]) -> None:
+        self._description = description
+        self._notify = notify
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._callbacks: dict[int, SendResponseCallback] = {}  # of every unanswered request
+        self._queue: dict[int, Request] = {}  # in order of arrival
+        self._stopped_in_queue: dict[int, Response] = {}
+        self._stop_signals: list[StopSignal] = []
+        self._refusal: str | None = None
+
+    # ---------------------------------------------------------------- for front ends, any thread
+
+    def describe(self) -> EngineDescription:
+        """Limits and names of the engine; raises Unavailable once it is gone."""
+        self._check_available()
+        return self._description
+
+    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+        """Queue `request` and return the id it runs under; raises Unavailable after `refuse` or `fail_all`."""
+        with self._lock:
+            self._check_available()
+            request_id = next(self._ids)
+            self._callbacks[request_id] = on_response
+            self._queue[request_id] = replace(request, request_id=request_id)
+        self._notify()
+        return request_id
+
+    def stop(self, request_id: int, reason: StopReason) -> None:
+        """End a request early. One that still waits here never reaches the batcher and ends without tokens."""
+        with self._lock:
+            waiting = self._queue.pop(request_id, None)
+            if waiting is not None:
+                self._stopped_in_queue[request_id] = _ended_without_tokens(waiting, reason)
+            elif request_id in self._callbacks and request_id not in self._stopped_in_queue:
+                self._stop_signals.append(StopSignal(request_id, reason))
+            else:
+                return
+        self._notify()
+
+    def refuse(self, reason: str) -> None:
+        """Let later submits raise Unavailable, while the requests that are here go on: a graceful shutdown."""
+        with self._lock:
+            self._refusal = self._refusal or reason
+
+    def fail_all(self, error: InflightError) -> None:
+        """Answer every unanswered request with `error`, and let later submits raise Unavailable.
+
+        For the loop's thread, or any other after the loop has ended: a response that is under way on the loop's
+        thread could otherwise arrive after the final one.
+        """
+        self.refuse(str(error))
+        with self._lock:
+            unanswered = list(self._callbacks.items())
+            self._callbacks.clear()
+            self._queue.clear()
+            self._stopped_in_queue.clear()
+            self._stop_signals.clear()
+        for request_id, on_response in unanswered:
+            _deliver(on_response, Response(request_id, error=error, is_final=True))
+
+    def close(self) -> None:
+        """Answer what is left with Unavailable. Call it when the loop has ended. Idempotent."""
+        self.fail_all(Unavailable("the server is shutting down"))
+
+    def _check_available(self) -> None:
+        if self._refusal is not None:
+            raise Unavailable(self._refusal)
+
+    # ---------------------------------------------------------------- the batcher's callbacks, its thread
+
+    def get_inference_requests(self, max_num: int) -> list[Request]:
+        """The requests that have waited longest, at most `max_num`; all of them if it is negative."""
+        with self._lock:
+            ended, self._stopped_in_queue = self._stopped_in_queue, {}
+            ids = list(itertools.islice(self._queue, None if max_num < 0 else max_num))
+            requests = [self._queue.pop(request_id) for request_id in ids]
+        for response in ended.values():
+            self.send_response(response)
+        return requests
+
+    def poll_stop_signals(self) -> list[StopSignal]:
+        """Stops of requests that the batcher has taken, since the last call."""
+        with self._lock:
+            signals, self._stop_signals = self._stop_signals, []
+        return signals
+
+    def send_response(self, response: Response) -> None:
+        """Hand one response to whoever submitted the request; nothing is heard of it after the final one."""
+        with self._lock:
+            if response.is_final:
+                on_response = self._callbacks.pop(response.request_id, None)
+            else:
+                on_response = self._callbacks.get(response.request_id)
+        if on_response is not None:
+            _deliver(on_response, response)
+
+
+def _ended_without_tokens(request: Request, reason: StopReason) -> Response:
+    # As the scheduler would answer: a response that is not a delta repeats the prompt unless told not to.
+    repeat_prompt = not request.streaming and not request.output.exclude_input_from_output
+    result = Result(
+        output_token_ids=request.input_token_ids if repeat_prompt else (),
+        num_input_tokens=request.prompt_length,
+        num_output_tokens=0,
+        finish_reason=FINISH_REASON_OF_STOP[reason],
+    )
+    return Response(request.request_id, result, is_final=True)
+
+
+def _deliver(on_response: SendResponseCallback, response: Response) -> None:
+    try:
+        on_response(response)
+    except Exception:  # a front end's fault must not end the loop and with it everyone's requests
+        _log.exception("a front end failed to take a response of request %d", response.request_id)

@@ -1,0 +1,61 @@
+"""Requests, responses and things that wait, for the endpoint's tests."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from inflight.core.description import EngineDescription
+from inflight.core.request import ModelLimits, Request
+from inflight.core.response import Response, Result
+from inflight.core.stop import FinishReason
+
+PATIENCE_S = 10.0
+
+DESCRIPTION = EngineDescription(
+    ModelLimits(vocab_size=1000, max_sequence_length=256, max_input_length=255, max_kv_tokens=512),
+    model_path="/models/tiny",
+    eos_token_ids=(2, 3),
+)
+
+
+def make_request(
+    prompt: tuple[int, ...] = (1, 2, 3), new: int = 4, streaming: bool = True, **fields
+) -> Request:
+    return Request(0, prompt, new, streaming, **fields)
+
+
+def delta(request_id: int, *tokens: int, final: bool = False) -> Response:
+    reason = FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
+    return Response(request_id, Result(tokens, 3, len(tokens), reason), is_final=final)
+
+
+class Inbox:
+    """An `on_response` that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.responses: list[Response] = []
+        self.finished = threading.Event()
+        self._queue: queue.SimpleQueue[Response] = queue.SimpleQueue()
+
+    def __call__(self, response: Response) -> None:
+        self.responses.append(response)
+        self._queue.put(response)
+        if response.is_final:
+            self.finished.set()
+
+    def next(self) -> Response:
+        """Wait for the next response."""
+        return self._queue.get(timeout=PATIENCE_S)
+
+    def final(self) -> Response:
+        """Wait for the final response and check that it is the only one and the last."""
+        assert self.finished.wait(PATIENCE_S)
+        assert [response.is_final for response in self.responses].count(True) == 1
+        assert self.responses[-1].is_final
+        return self.responses[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far."""
+        return [token for r in self.responses if r.result for token in r.result.output_token_ids]

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+
+import pytest
+
+from inflight.core.response import Response
+from inflight.core.stop import FinishReason, StopReason, StopSignal
+from inflight.endpoint.local import LocalEngineClient
+from inflight.errors import StepFailed, Unavailable
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
+
+
+@pytest.fixture
+def notified() -> list[None]:
+    return []
+
+
+@pytest.fixture
+def client(notified: list[None]) -> LocalEngineClient:
+    return LocalEngineClient(DESCRIPTION, lambda: notified.append(None))
+
+
+def test_requests_are_handed_out_in_order_under_new_ids(client, notified) -> None:
+    ids = [client.submit(make_request((prompt,)), Inbox()) for prompt in (5, 6, 7)]
+    assert ids == [1, 2, 3]
+    assert len(notified) == 3
+    assert client.get_inference_requests(0) == []
+    taken = client.get_inference_requests(2) + client.get_inference_requests(-1)
+    assert [(r.request_id, r.input_token_ids) for r in taken] == [(1, (5,)), (2, (6,)), (3, (7,))]
+    assert client.get_inference_requests(-1) == []
+
+
+def test_responses_reach_their_request_until_the_final_one(client) -> None:
+    inboxes = [Inbox(), Inbox()]
+    for inbox in inboxes:
+        client.submit(make_request(), inbox)
+    for response in (delta(1, 10), delta(2, 20), delta(1, 11, final=True), delta(1, 12, final=True)):
+        client.send_response(response)
+    assert inboxes[0].tokens == [10, 11]
+    assert inboxes[0].final() == delta(1, 11, final=True)
+    assert inboxes[1].tokens == [20]
+
+
+def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) -> None:
+    inbox = Inbox()
+    request_id = client.submit(make_request(), inbox)
+    client.stop(request_id, StopReason.TIMED_OUT)
+    client.stop(request_id, StopReason.CANCELLED)
+    assert len(notified) == 2
+    assert client.get_inference_requests(-1) == []
+    assert client.poll_stop_signals() == []
+    result = inbox.final().result
+    assert (result.finish_reason, result.output_token_ids) == (FinishReason.TIMED_OUT, ())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_stop_in_the_queue_answers_as_the_scheduler_would(client, streaming: bool) -> None:
+    inbox = Inbox()
+    client.stop(client.submit(make_request((5, 6), streaming=streaming), inbox), StopReason.CANCELLED)
+    client.get_inference_requests(-1)
+    result = inbox.final().result
+    assert result.output_token_ids == (() if streaming else (5, 6))
+    assert (result.num_input_tokens, result.num_output_tokens) == (2, 0)
+
+
+def test_stop_of_a_running_request_becomes_a_signal(client) -> None:
+    request_id = client.submit(make_request(), Inbox())
+    client.get_inference_requests(-1)
+    client.stop(request_id, StopReason.STOP_WORDS)
+    assert client.poll_stop_signals() == [StopSignal(request_id, StopReason.STOP_WORDS)]
+    assert client.poll_stop_signals() == []
+
+
+def test_stop_of_an_unknown_or_answered_request_is_ignored(client, notified) -> None:
+    request_id = client.submit(make_request(), Inbox())
+    client.get_inference_requests(-1)
+    client.send_response(delta(request_id, final=True))
+    client.stop(request_id, StopReason.CANCELLED)
+    client.stop(99, StopReason.CANCELLED)
+    assert client.poll_stop_signals() == []
+    assert len(notified) == 1
+
+
+def test_fail_all_answers_each_request_once(client) -> None:
+    queued, running, stopped, done = (Inbox() for _ in range(4))
+    client.submit(make_request(), running)
+    client.submit(make_request(), done)
+    client.get_inference_requests(-1)
+    client.send_response(delta(2, 5, final=True))
+    client.submit(make_request(), queued)
+    client.stop(client.submit(make_request(), stopped), StopReason.CANCELLED)
+
+    client.fail_all(StepFailed("gone"))
+    client.close()
+
+    for inbox in (queued, running, stopped):
+        assert str(inbox.final().error) == "gone"
+    assert done.final().error is None
+    assert client.get_inference_requests(-1) == []
+    for call in (client.describe, lambda: client.submit(make_request(), Inbox())):
+        with pytest.raises(Unavailable, match="gone"):
+            call()
+
+
+def test_refuse_leaves_the_requests_in_flight_alone(client) -> None:
+    inbox = Inbox()
+    request_id = client.submit(make_request(), inbox)
+    client.refuse("shutting down")
+    with pytest.raises(Unavailable, match="shutting down"):
+        client.submit(make_request(), Inbox())
+    assert len(client.get_inference_requests(-1)) == 1
+    client.send_response(delta(request_id, 5, final=True))
+    client.close()
+    assert inbox.final().error is None
+
+
+def test_a_broken_front_end_harms_nobody(client, caplog) -> None:
+    def broken(response: Response) -> None:
+        raise RuntimeError("front end bug")
+
+    client.submit(make_request(), broken)
+    with caplog.at_level(logging.ERROR):
+        client.send_response(delta(1, 5))
+        client.fail_all(Unavailable("gone"))
+    assert caplog.text.count("failed to take a response") == 2
+
+
+def test_a_callback_may_call_back(client) -> None:
+    ids = []
+
+    def again(response: Response) -> None:
+        client.stop(1, StopReason.CANCELLED)
+        ids.append(client.submit(make_request(), Inbox()))
+
+    client.submit(make_request(), again)
+    client.send_response(delta(1, 5, final=True))
+    assert ids == [2]
+
+
+def test_many_threads_against_one_loop() -> None:
+    wake = threading.Event()
+    client = LocalEngineClient(DESCRIPTION, wake.set)
+    inboxes = [[Inbox() for _ in range(50)] for _ in range(4)]
+    over = threading.Event()
+
+    def loop() -> None:
+        while not over.is_set():
+            assert wake.wait(PATIENCE_S)
+            wake.clear()
+            for request in client.get_inference_requests(-1):
+                client.send_response(delta(request.request_id, 1))
+                client.send_response(delta(request.request_id, final=True))
+            client.poll_stop_signals()
+
+    def front_end(mine: list[Inbox]) -> None:
+        for inbox, stops in zip(mine, itertools.cycle([True, False])):
+            request_id = client.submit(make_request(), inbox)
+            if stops:
+                client.stop(request_id, StopReason.CANCELLED)
+
+    threads = [threading.Thread(target=front_end, args=(mine,)) for mine in inboxes]
+    threads.append(threading.Thread(target=loop))
+    for thread in threads:
+        thread.start()
+    for inbox in itertools.chain(*inboxes):
+        inbox.final()
+    over.set()
+    wake.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
