@@ -88,10 +88,10 @@ def make_inputs(library, **tensors) -> list:
 class Stream:
     """A gRPC stream on which any number of requests can be open."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self._answers: queue.Queue = queue.Queue()
         self.client = grpc.InferenceServerClient(url)
-        self.client.start_stream(lambda result, error: self._answers.put((result, error)))
+        self.client.start_stream(lambda result, error: self._answers.put((result, error)), headers=headers)
 
     def __enter__(self) -> Stream:
         return self
@@ -143,6 +143,17 @@ def infer(url: str, model: str = "tensorrt_llm_infer", request_id: str = "", **t
     client = http.InferenceServerClient(url, network_timeout=TIMEOUT_S, connection_timeout=TIMEOUT_S)
     try:
         return client.infer(model, make_inputs(http, **tensors), request_id=request_id)
+    finally:
+        client.close()
+
+
+def unary(url: str, model: str = "tensorrt_llm_infer", request_id: str = "", **tensors) -> grpc.InferResult:
+    """One unary gRPC call."""
+    client = grpc.InferenceServerClient(url)
+    try:
+        return client.infer(
+            model, make_inputs(grpc, **tensors), request_id=request_id, client_timeout=TIMEOUT_S
+        )
     finally:
         client.close()
 

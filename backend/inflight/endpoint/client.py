@@ -1,21 +1,15 @@
-"""The engine endpoint's connecting side, for front ends in other processes.
+"""A front end's side of the endpoint: an EngineClient whose engine is in another process.
 
-Owns one connection at a time with the thread that reads from it, and the requests in flight on it. Does not know
-Triton or the batcher. `describe`, `submit`, `stop` and `close` may be called on any thread; every response is
-delivered on the connection's reader thread.
-
-The engine may come after its front ends, and may be restarted under them: a connection is made when it is needed,
-and when it breaks, every request in flight on it gets exactly one final response, Unavailable.
+Owns one connection, made when it is first needed and again after it broke. When a connection ends, every
+request in flight on it gets one final Unavailable. Any thread may call; responses arrive on the reader thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import logging
 import socket
-import struct
 import threading
 from dataclasses import replace
 
@@ -24,187 +18,156 @@ from inflight.core.ports import SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.stop import StopReason
-from inflight.endpoint.frames import Answer, FrameError, Hello, Stop, Submit, encode_frame, read_frame
-from inflight.endpoint.path import peer_is_this_user
-from inflight.errors import InvalidArgument, Unavailable
+from inflight.endpoint.frames import (
+    Answer,
+    BadFrame,
+    Hello,
+    Stop,
+    Submit,
+    decode_from_engine,
+    encode,
+    read_frame,
+)
+from inflight.errors import Unavailable
 
 _log = logging.getLogger(__name__)
-
-_CONNECT_TIMEOUT_S = 5.0
-# The engine's reader takes frames at once; one that does not for this long hangs, and so would the front end.
-_SEND_TIMEOUT_S = 5
+_HELLO_TIMEOUT_S = 5.0
 
 
 class SocketEngineClient:
-    """An `EngineClient` over the socket at `path`."""
+    """An `EngineClient` over the Unix socket at `path`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._connecting = threading.Lock()
         self._connection: _Connection | None = None
         self._closed = False
 
     def describe(self) -> EngineDescription:
-        """Limits and names of the engine that runs now; raises Unavailable if there is none."""
-        return self._connect().description
+        """What the engine says of itself; raises Unavailable while it cannot be reached."""
+        return self._connected().description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> int:
-        """Send `request` and return the id it runs under.
-
-        Raises:
-            Unavailable: No engine can be reached; `on_response` is not called.
-            InvalidArgument: The request is too large to be sent.
-        """
+        """Send `request` on; raises Unavailable while the engine cannot be reached."""
         request_id = next(self._ids)
-        try:
-            frame = encode_frame(Submit(replace(request, request_id=request_id)))
-        except FrameError as error:
-            raise InvalidArgument(f"the request is too large: {error}") from error
-        while not self._connect().submit(request_id, frame, on_response):
-            pass  # that connection has just broken: try a new one, until there is none to be had
+        self._connected().submit(replace(request, request_id=request_id), on_response)
         return request_id
 
     def stop(self, request_id: int, reason: StopReason) -> None:
-        """End a request early; nothing happens if it is not in flight."""
+        """End a request early; unknown ids are ignored."""
         connection = self._connection
         if connection is not None:
             connection.stop(request_id, reason)
 
     def close(self) -> None:
-        """Disconnect; requests in flight are answered with Unavailable first. Idempotent."""
-        with self._connecting:
+        """End the connection; requests in flight are answered with Unavailable. Idempotent."""
+        with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def _connect(self) -> _Connection:
-        """The connection, made anew if there is none or it has broken."""
-        connection = self._connection
-        if connection is not None and connection.is_alive:
-            return connection
-        with self._connecting:
+    def _connected(self) -> _Connection:
+        with self._lock:
             if self._closed:
-                raise Unavailable("this front end is shutting down")
-            if self._connection is None or not self._connection.is_alive:
+                raise Unavailable("the server is shutting down")
+            if self._connection is None or self._connection.ended:
                 self._connection = _Connection(self._path)
             return self._connection
 
 
 class _Connection:
-    """One connection to one engine, until it breaks."""
+    """One life of the socket: from a Hello to its end."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._socket = _open(path)
-        self._stream = self._socket.makefile("rb")
+        self._lock = threading.Lock()  # of the table of callbacks
+        self._send_lock = threading.Lock()
+        self._callbacks: dict[int, SendResponseCallback] = {}
+        self.ended = False
+        self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self.description = _read_hello(self._stream)
-        except (OSError, FrameError) as error:
+            self.description = self._greet()
+        except (OSError, BadFrame) as error:
             self._socket.close()
-            raise _unreachable(path, f"it does not answer ({error})") from error
-        self._socket.settimeout(None)
-        self._sending = threading.Lock()
-        self._lock = threading.Lock()
-        self._in_flight: dict[int, SendResponseCallback] = {}
-        self.is_alive = True
-        self._reader = threading.Thread(target=self._read, name="engine-client", daemon=True)
+            raise Unavailable(
+                f"the engine cannot be reached at {path} ({error}): is the model that holds it loaded and ready?"
+            ) from error
+        self._reader = threading.Thread(target=self._read, name="endpoint-client", daemon=True)
         self._reader.start()
 
-    def submit(self, request_id: int, frame: bytes, on_response: SendResponseCallback) -> bool:
-        """Whether the request is in flight now, and so will be answered; False once the connection is broken."""
+    def _greet(self) -> EngineDescription:
+        self._socket.settimeout(_HELLO_TIMEOUT_S)
+        self._socket.connect(self._path)
+        body = read_frame(self._socket)
+        frame = decode_from_engine(body) if body is not None else None
+        if not isinstance(frame, Hello):
+            raise BadFrame("the engine did not introduce itself")
+        self._socket.settimeout(None)
+        return frame.description
+
+    def submit(self, request: Request, on_response: SendResponseCallback) -> None:
         with self._lock:
-            if not self.is_alive:
-                return False
-            self._in_flight[request_id] = on_response
-        self._send(frame)
-        return True
+            if self.ended:
+                raise self._lost()
+            self._callbacks[request.request_id] = on_response
+        self._send(encode(Submit(request)))
 
     def stop(self, request_id: int, reason: StopReason) -> None:
-        if request_id in self._in_flight:
-            self._send(encode_frame(Stop(request_id, reason)))
+        if request_id in self._callbacks:
+            self._send(encode(Stop(request_id, reason)))
 
     def close(self) -> None:
-        self._disconnect()
+        self._shut()
         if threading.current_thread() is not self._reader:
             self._reader.join()
 
     def _send(self, frame: bytes) -> None:
-        """A failure breaks the connection; the reader then answers everything in flight, in one place."""
         try:
-            with self._sending:
+            with self._send_lock:
                 self._socket.sendall(frame)
-        except OSError as error:
-            _log.warning("the engine endpoint %s takes no requests: %s", self._path, error)
-            self._disconnect()
+        except OSError:
+            self._shut()  # the reader answers whoever is in flight, this request too
 
-    def _disconnect(self) -> None:
+    def _shut(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    # ---------------------------------------------------------------- reader thread
 
     def _read(self) -> None:
         try:
-            while (frame := read_frame(self._stream)) is not None:
-                if not isinstance(frame, Answer):
-                    raise FrameError(f"an engine does not send {type(frame).__name__} here")
-                self._deliver(frame.response())
-        except (OSError, FrameError) as error:
-            _log.warning("the connection to the engine endpoint %s broke: %s", self._path, error)
-        self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            self.is_alive = False
-            left = list(self._in_flight)
-        self._disconnect()
-        for request_id in left:
-            error = Unavailable(
-                f"the connection to the engine at {self._path} broke while the request was running; "
-                "see the server's log for why, and send it again"
-            )
-            self._deliver(Response(request_id, error=error, is_final=True))
-        self._stream.close()
-        self._socket.close()
+            while (body := read_frame(self._socket)) is not None:
+                frame = decode_from_engine(body)
+                if isinstance(frame, Answer):
+                    self._deliver(frame.response())
+        except (OSError, BadFrame) as error:
+            _log.warning("the connection to the engine broke: %s", error)
+        finally:
+            self._end()
 
     def _deliver(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
-                on_response = self._in_flight.pop(response.request_id, None)
+                on_response = self._callbacks.pop(response.request_id, None)
             else:
-                on_response = self._in_flight.get(response.request_id)
+                on_response = self._callbacks.get(response.request_id)
         if on_response is None:
             return
         try:
             on_response(response)
-        except Exception:  # one request's receiver must not end the others' connection
+        except Exception:  # one front end's fault must not end everyone's connection
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
+    def _end(self) -> None:
+        self._shut()
+        with self._lock:
+            self.ended = True
+            unanswered = list(self._callbacks)
+        for request_id in unanswered:
+            self._deliver(Response(request_id, error=self._lost(), is_final=True))
+        self._socket.close()
 
-def _open(path: str) -> socket.socket:
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected.settimeout(_CONNECT_TIMEOUT_S)
-    try:
-        connected.connect(path)
-        if not peer_is_this_user(connected):
-            raise PermissionError("it belongs to another user")
-        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-    except OSError as error:
-        connected.close()
-        raise _unreachable(path, str(error.strerror or error)) from error
-    return connected
-
-
-def _read_hello(stream: io.BufferedIOBase) -> EngineDescription:
-    frame = read_frame(stream)
-    if not isinstance(frame, Hello):
-        raise FrameError("it closed the connection" if frame is None else "it does not say hello")
-    return frame.description
-
-
-def _unreachable(path: str, why: str) -> Unavailable:
-    return Unavailable(
-        f"no engine at {path}: {why}. Check that the model that holds the engine (tensorrt_llm) is loaded and "
-        "READY, and that both models name the same engine_endpoint"
-    )
+    def _lost(self) -> Unavailable:
+        return Unavailable(f"the connection to the engine at {self._path} was lost")

@@ -1,17 +1,14 @@
-"""What crosses the engine endpoint: frames of MessagePack, each behind its length in four bytes, big-endian.
+"""What crosses the engine endpoint: msgpack messages behind a four-byte length.
 
-Owns the messages and their encoding. Does not know who sends what when, except for one rule: the engine's first
-frame is Hello. Plain functions, any thread.
-
-Frozen dataclasses of the core travel as they are. An error travels as its code and message, since an exception's
-class means nothing in another process. Ids are the connection's own: the front end chooses them, and the server
-translates. A tensor too large for MessagePack would follow its frame as raw bytes of announced length.
+Owns the message types and their encoding. The engine's side speaks first, with Hello. Requests go by an id that
+the connecting side chooses and that means nothing outside of its connection. Errors cross as code and message.
+Pure but for `read_frame`.
 """
 
 from __future__ import annotations
 
-import io
-import struct
+import socket
+from typing import Any
 
 import msgspec
 
@@ -19,92 +16,102 @@ from inflight.core.description import EngineDescription
 from inflight.core.request import Request
 from inflight.core.response import Response, Result
 from inflight.core.stop import StopReason
-from inflight.errors import error_from_code
+from inflight.errors import InflightError, error_from_code
 
-MAX_FRAME_BYTES = 64 << 20
-
-_LENGTH = struct.Struct(">I")
-
-
-class FrameError(Exception):
-    """Bytes that are no frame, or a frame that is too large. The connection they came over is of no more use."""
+MAX_FRAME_BYTES = 1 << 30
+_LENGTH_BYTES = 4
 
 
-class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """Engine to front end, once."""
+class BadFrame(InflightError):
+    """The other side does not speak this protocol, or no longer."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end, once, first."""
 
     description: EngineDescription
 
 
-class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """Front end to engine: `request.request_id` is unused on this connection, or free again."""
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Front end → engine: `request`, whose request_id is the connection's."""
 
     request: Request
 
 
-class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
-    """Front end to engine; unknown ids are ignored."""
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Front end → engine: end a request early."""
 
     request_id: int
     reason: StopReason
 
 
-class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
-    """Engine to front end: one Response."""
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end: one response."""
 
     request_id: int
-    result: Result | None = None
-    error: tuple[str, str] | None = None  # code, message
-    is_final: bool = False
+    result: Result | None
+    error_code: str
+    error_message: str
+    is_final: bool
 
     @classmethod
     def of(cls, response: Response) -> Answer:
-        """The message for `response`."""
-        error = None if response.error is None else (response.error.code, str(response.error))
-        return cls(response.request_id, response.result, error, response.is_final)
+        """The frame that carries `response`."""
+        code, message = (response.error.code, str(response.error)) if response.error else ("", "")
+        return cls(response.request_id, response.result, code, message, response.is_final)
 
     def response(self) -> Response:
-        """The response that was sent, its error rebuilt."""
-        error = None if self.error is None else error_from_code(*self.error)
+        """The response that the frame carries."""
+        error = error_from_code(self.error_code, self.error_message) if self.error_code else None
         return Response(self.request_id, self.result, error, self.is_final)
 
 
-Frame = Hello | Submit | Stop | Answer
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-def encode_frame(frame: Frame) -> bytes:
-    """Length and content.
-
-    Raises:
-        FrameError: The content exceeds MAX_FRAME_BYTES.
-    """
-    content = _encoder.encode(frame)
-    if len(content) > MAX_FRAME_BYTES:
-        raise FrameError(f"{len(content)} bytes; a message can have {MAX_FRAME_BYTES}")
-    return _LENGTH.pack(len(content)) + content
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_ENGINE = msgspec.msgpack.Decoder(Hello | Answer)
+_FROM_FRONT_END = msgspec.msgpack.Decoder(Submit | Stop)
 
 
-def read_frame(stream: io.BufferedIOBase) -> Frame | None:
-    """The next frame, None at the end of the stream; blocks until there is one.
+def encode(frame: Hello | Answer | Submit | Stop) -> bytes:
+    """Length and body."""
+    body = _ENCODER.encode(frame)
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
-    Raises:
-        FrameError: The frame is cut short, too large, or says nothing that is known.
-    """
-    header = stream.read(_LENGTH.size)
+
+def decode_from_engine(body: bytes) -> Hello | Answer:
+    """A frame for a front end; BadFrame if it is none."""
+    return _decode(_FROM_ENGINE, body)
+
+
+def decode_from_front_end(body: bytes) -> Submit | Stop:
+    """A frame for the engine; BadFrame if it is none."""
+    return _decode(_FROM_FRONT_END, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadFrame(f"not a frame of the engine endpoint: {error}") from error
+
+
+def read_frame(connection: socket.socket) -> bytes | None:
+    """The body of the next frame, None when the other side has closed; BadFrame if it is too long or cut short."""
+    header = _read(connection, _LENGTH_BYTES)
     if not header:
         return None
-    if len(header) < _LENGTH.size:
-        raise FrameError("the stream ends within a length")
-    (size,) = _LENGTH.unpack(header)
-    if size > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {size} bytes was announced; it can have {MAX_FRAME_BYTES}")
-    content = stream.read(size)
-    if len(content) < size:
-        raise FrameError("the stream ends within a frame")
-    try:
-        return _decoder.decode(content)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise FrameError(f"not a known message: {error}") from error
+    length = int.from_bytes(header, "big")
+    if len(header) < _LENGTH_BYTES or length > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
+    body = _read(connection, length)
+    if len(body) < length:
+        raise BadFrame(f"the connection ended inside a frame, {len(body)} of {length} bytes")
+    return body
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """`count` bytes, fewer only at the end of the connection."""
+    parts = []
+    while count and (part := connection.recv(min(count, 1 << 20))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -1,72 +1,61 @@
-"""The engine endpoint's listening side, in the process of the batcher.
+"""The engine's side of the endpoint: front ends in other processes reach the engine's client through it.
 
-Owns the socket file, one thread that accepts, and two threads for each connection: a reader that submits and stops,
-a writer that sends what waits in the connection's mailbox. Does not know the batcher, only an `EngineClient`; its
-responses arrive on the batcher's loop thread and do no more there than go into a mailbox.
-
-A connection that breaks, or says something that is no frame, ends alone: its requests are stopped.
+Owns the listening socket and, per connection, a reader thread, a writer thread and the requests in flight on it. A
+connection that ends, for whatever reason, has its requests stopped. Knows neither the batcher nor who connects.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.ports import EngineClient
-from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.stop import StopReason
-from inflight.endpoint.frames import Answer, FrameError, Hello, Stop, Submit, encode_frame, read_frame
+from inflight.endpoint.frames import (
+    Answer,
+    BadFrame,
+    Hello,
+    Stop,
+    Submit,
+    decode_from_front_end,
+    encode,
+    read_frame,
+)
 from inflight.endpoint.mailbox import Mailbox
-from inflight.endpoint.path import bind_endpoint, remove_endpoint
-from inflight.errors import InflightError, StepFailed
+from inflight.endpoint.path import listen
+from inflight.errors import InflightError
 
 _log = logging.getLogger(__name__)
 
-# Responses a write takes along. While it is under way, those of the other streams go on being joined.
-_RESPONSES_PER_WRITE = 64
-_FAREWELL_S = 2.0
-
 
 class EndpointServer:
-    """Lets other processes use `client`, from construction to `close`.
-
-    Args:
-        client: The engine.
-        path: Where to listen, usually `endpoint_path(...)`.
-
-    Raises:
-        ConfigError: The path can't be used, or another engine listens there.
-    """
+    """Serves `client` at `path` from construction to `close`."""
 
     def __init__(self, client: EngineClient, path: str) -> None:
         self._client = client
         self._path = path
-        self._listener = bind_endpoint(path)
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
-        self._closed = False
-        self._acceptor = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
-        self._acceptor.start()
+        self._listening = listen(path)
+        self._thread = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Send what waits, end all connections, stop their requests, remove the socket file. Idempotent.
-
-        Close the batcher first where its last responses are still to be sent.
-        """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        """Accept nobody more, end every connection, remove the socket. Idempotent."""
+        if self._listening.fileno() < 0:
+            return
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
-        self._acceptor.join()
-        self._listener.close()
-        remove_endpoint(self._path)
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accept
+        self._thread.join()
+        self._listening.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -75,13 +64,10 @@ class EndpointServer:
     def _accept(self) -> None:
         while True:
             try:
-                accepted, _ = self._listener.accept()
+                accepted, _ = self._listening.accept()
             except OSError:
-                if self._closed:
-                    return
-                _log.exception("the engine endpoint could not accept a connection")
-                continue
-            connection = _Connection(accepted, self._client, self._forget)
+                return
+            connection = _Connection(self._client, accepted, self._forget)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
@@ -92,116 +78,91 @@ class EndpointServer:
 
 
 class _Connection:
-    """One front end. Ids here are the front end's; `_engine_ids` maps those in flight to the engine's."""
+    """One front end."""
 
     def __init__(
-        self, connected: socket.socket, client: EngineClient, on_end: Callable[[_Connection], None]
+        self, client: EngineClient, connected: socket.socket, on_end: Callable[[_Connection], None]
     ) -> None:
-        self._socket = connected
         self._client = client
+        self._socket = connected
         self._on_end = on_end
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
-        self._engine_ids: dict[int, int | None] = {}  # None until submit has returned
-        self._reader = threading.Thread(target=self._read, name="endpoint-read", daemon=True)
-        self._writer = threading.Thread(target=self._write, name="endpoint-write", daemon=True)
+        self._engine_ids: dict[int, int] = {}  # the connection's id → the engine's, while in flight
+        self._reader = threading.Thread(target=self._read, name="endpoint-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="endpoint-writer", daemon=True)
 
     def start(self) -> None:
-        self._reader.start()
         self._writer.start()
+        self._reader.start()
 
     def close(self) -> None:
-        """Send what waits, as far as the front end takes it, and end."""
-        self._mailbox.close()
-        self._writer.join(_FAREWELL_S)
-        self._disconnect()
+        """End the connection and wait for its threads."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._writer.join()
 
-    # ---------------------------------------------------------------- front end to engine
+    # ---------------------------------------------------------------- reader thread
 
     def _read(self) -> None:
         try:
-            with self._socket.makefile("rb") as stream:
-                while (frame := read_frame(stream)) is not None:
-                    self._handle(frame)
-        except FrameError as error:
-            _log.warning("engine endpoint: a front end is disconnected: %s", error)
-        except OSError:
-            pass  # the front end is gone, which needs no words
-        except Exception:
-            _log.exception("engine endpoint: a front end is disconnected")
-        self._end()
+            while (body := read_frame(self._socket)) is not None:
+                frame = decode_from_front_end(body)
+                if isinstance(frame, Submit):
+                    self._submit(frame)
+                else:
+                    self._stop(frame)
+        except (OSError, BadFrame) as error:
+            _log.info("a front end's connection ended: %s", error)
+        finally:
+            self._end()
 
-    def _handle(self, frame: object) -> None:
-        if isinstance(frame, Submit):
-            self._submit(frame.request)
-        elif isinstance(frame, Stop):
-            self._stop(frame.request_id, frame.reason)
-        else:
-            raise FrameError(f"a front end does not send {type(frame).__name__}")
+    def _submit(self, frame: Submit) -> None:
+        local_id = frame.request.request_id
+        finished = threading.Event()
 
-    def _submit(self, request: Request) -> None:
-        front_end_id = request.request_id
-        with self._lock:
-            if front_end_id in self._engine_ids:
-                raise FrameError(f"request id {front_end_id} is in flight already")
-            self._engine_ids[front_end_id] = None
+        def on_response(response: Response) -> None:
+            if response.is_final:
+                with self._lock:
+                    finished.set()
+                    self._engine_ids.pop(local_id, None)
+            self._mailbox.put(replace(response, request_id=local_id))
+
         try:
-            engine_id = self._client.submit(request, self._answerer(front_end_id))
-        except Exception as error:
-            self._answer(Response(front_end_id, error=_as_inflight_error(error), is_final=True))
+            engine_id = self._client.submit(frame.request, on_response)
+        except InflightError as error:
+            self._mailbox.put(Response(local_id, error=error, is_final=True))
             return
         with self._lock:
-            if front_end_id in self._engine_ids:  # else it has been answered meanwhile
-                self._engine_ids[front_end_id] = engine_id
+            if not finished.is_set():
+                self._engine_ids[local_id] = engine_id
 
-    def _stop(self, front_end_id: int, reason: StopReason) -> None:
+    def _stop(self, frame: Stop) -> None:
         with self._lock:
-            engine_id = self._engine_ids.get(front_end_id)
+            engine_id = self._engine_ids.get(frame.request_id)
         if engine_id is not None:
-            self._client.stop(engine_id, reason)
+            self._client.stop(engine_id, frame.reason)
 
     def _end(self) -> None:
-        self._mailbox.close()
-        self._disconnect()
-        self._writer.join()
-        self._socket.close()
         with self._lock:
-            left = [engine_id for engine_id in self._engine_ids.values() if engine_id is not None]
+            left = list(self._engine_ids.values())
         for engine_id in left:
             self._client.stop(engine_id, StopReason.CANCELLED)
+        self._mailbox.close()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._writer.join()
+        self._socket.close()
         self._on_end(self)
 
-    def _disconnect(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader, and the writer
-
-    # ---------------------------------------------------------------- engine to front end
-
-    def _answerer(self, front_end_id: int) -> Callable[[Response], None]:
-        return lambda response: self._answer(replace(response, request_id=front_end_id))
-
-    def _answer(self, response: Response) -> None:
-        if response.is_final:
-            with self._lock:
-                self._engine_ids.pop(response.request_id, None)
-        self._mailbox.put(response)
+    # ---------------------------------------------------------------- writer thread
 
     def _write(self) -> None:
         try:
-            self._socket.sendall(encode_frame(Hello(self._client.describe())))
-            while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
-                self._socket.sendall(b"".join(encode_frame(Answer.of(response)) for response in responses))
-        except OSError:
-            pass  # the reader notices too, and ends the connection
-        except Exception as error:
-            _log.error("engine endpoint: a front end is disconnected: %s", error)
-        self._disconnect()
-
-
-def _as_inflight_error(error: Exception) -> InflightError:
-    if isinstance(error, InflightError):
-        return error
-    _log.error("engine endpoint: a request could not be submitted", exc_info=error)
-    return StepFailed(f"the request could not be submitted: {type(error).__name__}: {error}")
+            self._socket.sendall(encode(Hello(self._client.describe())))
+            while responses := self._mailbox.get():
+                self._socket.sendall(b"".join(encode(Answer.of(response)) for response in responses))
+        except (OSError, InflightError):
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # the reader ends the connection
