@@ -18,3 +18,8 @@ def test_deltas_are_joined_and_the_later_one_decides():
 def test_an_error_is_the_last_word():
     failed = Response(1, error=StepFailed("boom"), is_final=True)
     assert merge_responses(Response(1, Result((5,), 3, 1)), failed) is failed
+
+
+def test_a_cancellation_is_the_last_word_and_carries_no_tokens():
+    cancelled = Response(1, Result((), 3, 0, FinishReason.CANCELLED), is_final=True)
+    assert merge_responses(Response(1, Result((5,), 3, 1)), cancelled) is cancelled

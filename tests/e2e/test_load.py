@@ -19,8 +19,8 @@ def test_perf_analyzer_streams_at_every_concurrency_without_an_error(fake_server
     report, profile = tmp_path / "report.csv", tmp_path / "profile.json"
     done = perf_analyzer.run(
         ["-m", "tensorrt_llm", "-i", "grpc", "-u", fake_server.grpc, "--streaming", "--async"]
-        + ["--input-data", str(REQUESTS), "--concurrency-range", "1:16:5", "--measurement-interval", "1000"]
-        + ["--stability-percentage", "999", "--max-trials", "2"]
+        + ["--input-data", str(REQUESTS), "--concurrency-range", "1:16:5", "--measurement-interval", "300"]
+        + ["--stability-percentage", "999"]
         + ["-f", str(report), "--profile-export-file", str(profile)],
         timeout=180,
     )

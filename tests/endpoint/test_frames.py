@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import struct
+import socket
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight.core.description import EngineDescription
@@ -14,7 +15,17 @@ from inflight.core.request import Request
 from inflight.core.response import Response, Result
 from inflight.core.stop import StopReason
 from inflight.endpoint import frames
-from inflight.endpoint.frames import Answer, FrameError, Hello, Stop, Submit, encode_frame, read_frame
+from inflight.endpoint.frames import (
+    Answer,
+    BadFrame,
+    Hello,
+    Stop,
+    Submit,
+    decode_from_engine,
+    decode_from_front_end,
+    encode,
+    read_frame,
+)
 from inflight.errors import (
     Cancelled,
     InflightError,
@@ -30,8 +41,20 @@ st.register_type_strategy(int, IDS)
 st.register_type_strategy(float, st.floats(allow_nan=False, width=64))
 
 
-def travelled(frame: frames.Frame) -> frames.Frame | None:
-    return read_frame(io.BytesIO(encode_frame(frame)))
+def received(sent: bytes) -> Iterator[bytes]:
+    """The bodies of the frames in what one side has sent before it closed."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(sent)
+        ours.shutdown(socket.SHUT_WR)
+        while (body := read_frame(theirs)) is not None:
+            yield body
+
+
+def travelled(frame: Hello | Answer | Submit | Stop) -> Any:
+    (body,) = received(encode(frame))
+    decode = decode_from_engine if isinstance(frame, Hello | Answer) else decode_from_front_end
+    return decode(body)
 
 
 @given(st.from_type(Request))
@@ -66,47 +89,53 @@ def test_an_error_comes_back_as_what_it_was(kind: type[InflightError]) -> None:
 
 @given(st.lists(st.builds(Stop, IDS, st.sampled_from(StopReason)), max_size=5))
 def test_frames_follow_each_other(stops: list[Stop]) -> None:
-    stream = io.BytesIO(b"".join(encode_frame(stop) for stop in stops))
-    assert [read_frame(stream) for _ in stops] == stops
-    assert read_frame(stream) is None
+    bodies = received(b"".join(encode(stop) for stop in stops))
+    assert [decode_from_front_end(body) for body in bodies] == stops
 
 
 @given(st.binary(max_size=64))
+@example(b"\x91" * 100_000)
 def test_noise_is_no_frame(noise: bytes) -> None:
-    with pytest.raises(FrameError):
-        read_frame(io.BytesIO(struct.pack(">I", len(noise)) + noise))
+    for decode in (decode_from_engine, decode_from_front_end):
+        with pytest.raises(BadFrame):
+            decode(noise)
+
+
+def test_a_frame_the_other_way_is_none() -> None:
+    stop, answer = encode(Stop(1, StopReason.CANCELLED)), encode(Answer.of(Response(1)))
+    for decode, sent in ((decode_from_engine, stop), (decode_from_front_end, answer)):
+        with pytest.raises(BadFrame):
+            decode(*received(sent))
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        ["stop", "1", "cancelled"],
-        ["stop", 1, "boredom"],
-        ["stop", 1],
-        ["unknown", 1],
-        {"type": "stop"},
-        5,
+        {"type": "Stop", "request_id": "1", "reason": "cancelled"},
+        {"type": "Stop", "request_id": 1, "reason": "boredom"},
+        {"type": "Stop", "request_id": 1},
+        {"type": "Unknown"},
+        ["Stop"],
         None,
     ],
 )
 def test_a_message_must_be_a_known_one(content: object) -> None:
-    encoded = msgspec.msgpack.encode(content)
-    stream = io.BytesIO(struct.pack(">I", len(encoded)) + encoded)
-    with pytest.raises(FrameError, match="not a known message"):
-        read_frame(stream)
+    with pytest.raises(BadFrame):
+        decode_from_front_end(msgspec.msgpack.encode(content))
 
 
 def test_a_frame_cut_short_is_an_error_and_not_an_end() -> None:
-    whole = encode_frame(Stop(1, StopReason.CANCELLED))
+    whole = encode(Stop(1, StopReason.CANCELLED))
     for length in range(1, len(whole)):
-        with pytest.raises(FrameError, match="ends within"):
-            read_frame(io.BytesIO(whole[:length]))
+        with pytest.raises(BadFrame):
+            list(received(whole[:length]))
 
 
 def test_size_is_limited_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = encode_frame(Submit(Request(1, tuple(range(100)), 1)))
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
-    with pytest.raises(FrameError, match="can have 100"):
-        encode_frame(Submit(Request(1, tuple(range(100)), 1)))
-    with pytest.raises(FrameError, match="can have 100"):
-        read_frame(io.BytesIO(frame))
+    submit = Submit(Request(1, tuple(range(200)), 1))
+    sent = encode(submit)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 200)
+    with pytest.raises(BadFrame, match="at most 200"):
+        encode(submit)
+    with pytest.raises(BadFrame, match="at most 200"):
+        list(received(sent))

@@ -8,8 +8,8 @@ import torch
 from tests.engine.driver import alone, load_engine
 from tests.models.zoo import Zoo
 
-# Root mean square error of the logits over their standard deviation. transformers' own half-precision forward
-# pass of the same model is the yardstick: measured for bfloat16 0.02 to 0.04, for float16 0.002 to 0.005.
+# Root mean square error of the logits over their standard deviation. Measured here: 0.018 to 0.051 in bfloat16 and
+# 0.0025 to 0.0076 in float16; transformers' own forward pass of these models: 0.024 to 0.082 and 0.0031 to 0.0100.
 BOUND = {"bfloat16": 0.08, "float16": 0.01}
 
 
@@ -29,7 +29,6 @@ def test_error_is_bounded(zoo: Zoo, case: str, dtype: str) -> None:
     assert engine.dtype == dtype
     exact = model.logits(row.tokens)[len(prompt) - 1 : -1]
     ours = _relative_error(torch.stack(row.logits), exact)
-    print(case, dtype, ours)
     assert ours < BOUND[dtype]
 
 

@@ -40,9 +40,15 @@ def test_the_prompts_ids_in_the_output_are_not_the_completion() -> None:
     assert make_text().add(result, True) == "abcd"
 
 
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
+def test_a_request_that_was_cut_short_has_no_text(reason: FinishReason) -> None:
+    assert make_text(lead=True).add(make_result((), reason), True) == ""
+
+
 def test_nothing_generated() -> None:
-    result = make_result(ids_of("ab"), FinishReason.CANCELLED, num_output_tokens=0)
+    result = make_result(ids_of("ab"), FinishReason.END_ID, num_output_tokens=0)
     assert make_text(lead=False).add(result, True) == ""
+    assert make_text(lead=True).add(result, True) == "ab"
 
 
 def test_deltas_together_are_the_whole() -> None:

@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     ({"runtime_top_p": float("nan")}, InvalidArgument, "runtime_top_p must be"),
     ({"beam_width": 2}, Unsupported, "beam_width is not available"),
     ({"input_ids": None, "text_input": b"\xff"}, InvalidArgument, "text_input must be UTF-8"),
-    ({"seed": 1, "random_seed": 2}, InvalidArgument, "random_seed is 2 but seed is 1"),
+    ({"seed": 1, "random_seed": 2}, InvalidArgument, "seed is 1 but random_seed is 2"),
 ]
 
 

@@ -65,8 +65,8 @@ def measure(server: TritonServer, num_streams: int) -> dict[str, float]:
     freed = noticed = None
     while freed is None:
         time.sleep(0.05)
-        lines = _seconds_after(server.log_text(), cancelled)
-        noticed = [when for when, text in lines if "client is gone" in text]
+        lines = _seconds_after(server.log_text().replace('\\"', '"'), cancelled)
+        noticed = [when for when, text in lines if "its client is gone" in text]
         freed = next((when for when, text in lines if '"Active Request Count": 1,' in text), None)
         if time.time() - cancelled > 20:
             sys.exit("the cancel was not noticed in 20 s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from inflight.core.stop import FinishReason
+from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.errors import InflightError
 
 
@@ -46,9 +46,9 @@ class Response:
 def merge_responses(earlier: Response, later: Response) -> Response:
     """One response that says what `earlier` and `later`, consecutive deltas of one stream, say together.
 
-    Tokens that were waiting when an error came are dropped with it: the error is the request's last word.
+    Tokens that were waiting when an error or a cancellation came are dropped: it is the request's last word.
     """
-    if later.result is None or earlier.result is None:
+    if later.result is None or earlier.result is None or later.result.finish_reason in CUT_SHORT:
         return later
     joined = replace(
         later.result,

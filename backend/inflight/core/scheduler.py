@@ -22,10 +22,8 @@ from inflight.core.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response, Result
 from inflight.core.stats import IterationStats
-from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
+from inflight.core.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopSignal
 from inflight.errors import AlreadyExists, InflightError, RequestError
-
-_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
 
 
 class Scheduler:
@@ -279,7 +277,7 @@ class Scheduler:
     def _result(self, llm_request: LlmRequest) -> Result:
         """What a response of this request says now. A request cut short returns no further tokens."""
         request, reason = llm_request.request, llm_request.finish_reason
-        if reason in _CUT_SHORT:
+        if reason in CUT_SHORT:
             return Result((), request.prompt_length, 0, reason)
         tokens = llm_request.tokens[request.prompt_length + llm_request.num_streamed_tokens :]
         llm_request.num_streamed_tokens += len(tokens)

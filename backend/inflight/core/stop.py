@@ -25,6 +25,10 @@ class StopReason(Enum):
     TIMED_OUT = "timed_out"
 
 
+CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishReason.CANCELLED})
+"""Reasons whose last response carries no tokens, not even those that were waiting to be sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class StopSignal:
     """End request `request_id` in the next iteration; unknown ids are ignored."""

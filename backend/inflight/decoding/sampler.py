@@ -11,8 +11,9 @@ For each row, in this order:
    whose cumulative probability exceeds it.
 
 Steps 2 to 5 run on the rows that sample and no others; a batch without any costs one argmax. Probabilities are
-float64, so a row's token does not depend on how its batch is cut up. Rows are grouped by what they need: with a
-top-k the vocabulary is searched but never sorted, with a top-p alone it is sorted, with neither it is only summed.
+float64 and added up in a fixed order, so a row's token does not depend on its batch. Rows are grouped by what they
+need: with a top-k or a top-p the vocabulary is searched for candidates, and only those are sorted; with neither it
+is only added up.
 """
 
 from __future__ import annotations
@@ -66,24 +67,33 @@ class _Rows:
 
 
 def _draw_top_k(rows: _Rows) -> Tensor:
-    keys = _sort_keys(rows.logits).topk(rows.max_top_k, dim=-1).values
-    ids = _ids_of(keys)
+    ids = _likeliest(rows.logits, rows.max_top_k)
     weights = _weights(rows.logits.gather(-1, ids), rows)
-    weights = weights.masked_fill_(_ranks(weights) >= rows.top_k, 0.0)
-    weights = _apply_top_p(weights, rows)
-    ids, order = ids.sort(dim=-1)
-    return ids.gather(-1, _inverse_cdf(weights.gather(-1, order), rows.uniform)).squeeze(-1)
+    weights.masked_fill_(_ranks(weights) >= rows.top_k, 0.0)
+    return _draw_in_nucleus(ids, weights, _total(weights), rows)
 
 
 def _draw_top_p(rows: _Rows) -> Tensor:
-    ordered, ids = rows.logits.sort(dim=-1, descending=True, stable=True)
-    weights = _apply_top_p(_weights(ordered, rows), rows)
-    by_id = torch.empty_like(weights).scatter_(-1, ids, weights)
-    return _inverse_cdf(by_id, rows.uniform).squeeze(-1)
+    weights = _weights(rows.logits, rows)
+    total = _total(weights)
+    # Tokens that have less than (1 - p) / vocab_size each have less than 1 - p together, so the set that reaches p
+    # is among the others; half of that leaves room for rounding.
+    likely = weights >= total * (1.0 - rows.top_p) * (0.5 / weights.shape[-1])
+    count = max(1, int(likely.sum(dim=-1).max()))
+    ids = _likeliest(rows.logits, count)
+    return _draw_in_nucleus(ids, weights.gather(-1, ids), total, rows)
 
 
 def _draw_any(rows: _Rows) -> Tensor:
     return _inverse_cdf(_weights(rows.logits, rows), rows.uniform).squeeze(-1)
+
+
+def _draw_in_nucleus(ids: Tensor, weights: Tensor, total: Tensor, rows: _Rows) -> Tensor:
+    """Apply top-p to candidates in descending order of weight, then draw."""
+    before = F.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))
+    weights = weights.masked_fill(before >= rows.top_p * total, 0.0)
+    ids, order = ids.sort(dim=-1)
+    return ids.gather(-1, _inverse_cdf(weights.gather(-1, order), rows.uniform)).squeeze(-1)
 
 
 def _weights(logits: Tensor, rows: _Rows) -> Tensor:
@@ -92,11 +102,9 @@ def _weights(logits: Tensor, rows: _Rows) -> Tensor:
     return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(rows.temperature).exp_()
 
 
-def _apply_top_p(weights: Tensor, rows: _Rows) -> Tensor:
-    """Drop the tail of weights that are sorted in descending order."""
-    cumulative = weights.cumsum(dim=-1)
-    before = F.pad(cumulative[:, :-1], (1, 0))
-    return weights.masked_fill_(before >= rows.top_p * cumulative[:, -1:], 0.0)
+def _total(weights: Tensor) -> Tensor:
+    """[rows, 1], added up in order: a parallel sum would round differently with the shape of the batch."""
+    return weights.cumsum(dim=-1)[:, -1:]
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -110,6 +118,12 @@ def _ranks(weights: Tensor) -> Tensor:
     return torch.arange(weights.shape[-1], device=weights.device)
 
 
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """Ids [rows, count] of the highest logits in descending order, equal ones in ascending order of id."""
+    keys = _sort_keys(logits).topk(count, dim=-1).values
+    return (2**32 - 1) - (keys & (2**32 - 1))
+
+
 def _sort_keys(logits: Tensor) -> Tensor:
     """Distinct int64 keys in the order of the float32 logits, equal logits in descending order of id.
 
@@ -118,7 +132,3 @@ def _sort_keys(logits: Tensor) -> Tensor:
     bits = (logits + 0.0).view(torch.int32)  # adding 0 makes -0.0 the 0.0 it is equal to
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return bits.long().mul_(2**32).add_(2**32 - 1 - _ranks(logits))
-
-
-def _ids_of(keys: Tensor) -> Tensor:
-    return (2**32 - 1) - (keys & (2**32 - 1))

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import socket
+import struct
 import threading
 from dataclasses import replace
 
@@ -28,10 +29,13 @@ from inflight.endpoint.frames import (
     encode,
     read_frame,
 )
-from inflight.errors import Unavailable
+from inflight.endpoint.path import peer_is_this_user
+from inflight.errors import InvalidArgument, Unavailable
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
+# The engine takes frames as they come. One that does not for so long hangs, and must not hang the front end too.
+_SEND_TIMEOUT_S = 5
 
 
 class SocketEngineClient:
@@ -49,9 +53,19 @@ class SocketEngineClient:
         return self._connected().description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> int:
-        """Send `request` on; raises Unavailable while the engine cannot be reached."""
+        """Send `request` on.
+
+        Raises:
+            Unavailable: The engine cannot be reached; `on_response` is not called.
+            InvalidArgument: The request is too large to be sent.
+        """
         request_id = next(self._ids)
-        self._connected().submit(replace(request, request_id=request_id), on_response)
+        try:
+            frame = encode(Submit(replace(request, request_id=request_id)))
+        except BadFrame as error:
+            raise InvalidArgument(f"the request is too large: {error}") from error
+        while not self._connected().submit(request_id, frame, on_response):
+            pass  # that connection has just ended: try a new one, until there is none to be had
         return request_id
 
     def stop(self, request_id: int, reason: StopReason) -> None:
@@ -92,7 +106,8 @@ class _Connection:
         except (OSError, BadFrame) as error:
             self._socket.close()
             raise Unavailable(
-                f"the engine cannot be reached at {path} ({error}): is the model that holds it loaded and ready?"
+                f"the engine cannot be reached at {path} ({error}): check that the model that holds it "
+                "(tensorrt_llm) is loaded and READY, and that both models have the same engine_endpoint"
             ) from error
         self._reader = threading.Thread(target=self._read, name="endpoint-client", daemon=True)
         self._reader.start()
@@ -100,19 +115,25 @@ class _Connection:
     def _greet(self) -> EngineDescription:
         self._socket.settimeout(_HELLO_TIMEOUT_S)
         self._socket.connect(self._path)
+        if not peer_is_this_user(self._socket):
+            raise BadFrame("it belongs to another user")
         body = read_frame(self._socket)
         frame = decode_from_engine(body) if body is not None else None
         if not isinstance(frame, Hello):
             raise BadFrame("the engine did not introduce itself")
         self._socket.settimeout(None)
+        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)  # struct timeval
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         return frame.description
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> None:
+    def submit(self, request_id: int, frame: bytes, on_response: SendResponseCallback) -> bool:
+        """Whether the request is in flight now, and so will be answered; False if the connection has ended."""
         with self._lock:
             if self.ended:
-                raise self._lost()
-            self._callbacks[request.request_id] = on_response
-        self._send(encode(Submit(request)))
+                return False
+            self._callbacks[request_id] = on_response
+        self._send(frame)
+        return True
 
     def stop(self, request_id: int, reason: StopReason) -> None:
         if request_id in self._callbacks:
@@ -127,7 +148,8 @@ class _Connection:
         try:
             with self._send_lock:
                 self._socket.sendall(frame)
-        except OSError:
+        except OSError as error:
+            _log.warning("the engine at %s takes no requests: %s", self._path, error)
             self._shut()  # the reader answers whoever is in flight, this request too
 
     def _shut(self) -> None:
@@ -170,4 +192,7 @@ class _Connection:
         self._socket.close()
 
     def _lost(self) -> Unavailable:
-        return Unavailable(f"the connection to the engine at {self._path} was lost")
+        return Unavailable(
+            f"the connection to the engine at {self._path} was lost while the request was in flight; "
+            "the server's log may say why, and a later try may work"
+        )

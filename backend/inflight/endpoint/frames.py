@@ -2,7 +2,7 @@
 
 Owns the message types and their encoding. The engine's side speaks first, with Hello. Requests go by an id that
 the connecting side chooses and that means nothing outside of its connection. Errors cross as code and message.
-Pure but for `read_frame`.
+A tensor too large for msgpack could follow its frame as raw bytes of announced length. Pure but for `read_frame`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ _FROM_FRONT_END = msgspec.msgpack.Decoder(Submit | Stop)
 
 
 def encode(frame: Hello | Answer | Submit | Stop) -> bytes:
-    """Length and body."""
+    """Length and body; BadFrame if there is more to say than one frame may."""
     body = _ENCODER.encode(frame)
+    if len(body) > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
@@ -90,7 +92,7 @@ def decode_from_front_end(body: bytes) -> Submit | Stop:
 def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadFrame(f"not a frame of the engine endpoint: {error}") from error
 
 

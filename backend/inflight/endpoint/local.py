@@ -74,10 +74,10 @@ class LocalEngineClient:
                 return
         self._notify()
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, error: InflightError) -> None:
         """Let later submits raise Unavailable, while the requests that are here go on: a graceful shutdown."""
         with self._lock:
-            self._refusal = self._refusal or reason
+            self._refusal = self._refusal or str(error)
 
     def fail_all(self, error: InflightError) -> None:
         """Answer every unanswered request with `error`, and let later submits raise Unavailable.
@@ -85,7 +85,7 @@ class LocalEngineClient:
         For the loop's thread, or any other after the loop has ended: a response that is under way on the loop's
         thread could otherwise arrive after the final one.
         """
-        self.refuse(str(error))
+        self.refuse(error)
         with self._lock:
             unanswered = list(self._callbacks.items())
             self._callbacks.clear()
@@ -133,14 +133,8 @@ class LocalEngineClient:
 
 
 def _ended_without_tokens(request: Request, reason: StopReason) -> Response:
-    # As the scheduler would answer: a response that is not a delta repeats the prompt unless told not to.
-    repeat_prompt = not request.streaming and not request.output.exclude_input_from_output
-    result = Result(
-        output_token_ids=request.input_token_ids if repeat_prompt else (),
-        num_input_tokens=request.prompt_length,
-        num_output_tokens=0,
-        finish_reason=FINISH_REASON_OF_STOP[reason],
-    )
+    # As the scheduler would answer.
+    result = Result((), request.prompt_length, 0, FINISH_REASON_OF_STOP[reason])
     return Response(request.request_id, result, is_final=True)
 
 

@@ -1,29 +1,38 @@
-"""Where the engine endpoint's socket is, and how a server takes the place. Pure but for the file system."""
+"""Where the engine endpoint's socket is, and how a server takes the place.
+
+Owns the naming rule and the file's life: stale sockets are replaced, live ones and other files respected. Does not
+know what is said over the socket. Plain functions, any thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
+import stat
+import struct
 import tempfile
+from hashlib import blake2b
 
 from inflight.errors import ConfigError
 
 _LONGEST = 107  # sun_path holds 108 bytes with its final zero
+_LONGEST_NAME = 40
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 
 
 def endpoint_path(server_pid: int, model_name: str) -> str:
     """The socket of the engine in `model_name` of the tritonserver with this process id.
 
     In the user's runtime folder if there is one, else the temporary folder; the user id is part of the name,
-    so that two users' servers with equal process ids (in two containers, say) do not meet.
+    so that two users' servers with equal process ids (in two containers, say) do not meet. A folder that would
+    make the path too long for a socket is passed over.
     """
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    path = os.path.join(folder, f"inflight-{os.getuid()}-{server_pid}-{model_name}.sock")
-    if len(os.fsencode(path)) > _LONGEST:
-        raise ConfigError(
-            f"engine_endpoint: {path} is longer than the {_LONGEST} bytes that a socket's path may have"
-        )
-    return path
+    name = f"inflight-{os.geteuid()}-{server_pid}-{_file_name(model_name)}.sock"
+    folders = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
+    paths = [os.path.join(folder, name) for folder in folders if os.access(folder, os.W_OK)]
+    return next((path for path in paths if _fits(path)), os.path.join("/tmp", name))
 
 
 def listen(path: str) -> socket.socket:
@@ -31,26 +40,60 @@ def listen(path: str) -> socket.socket:
 
     Raises ConfigError if a live server listens there, or the place cannot be used.
     """
-    if os.path.exists(path):
-        _remove_stale(path)
+    if not _fits(path):
+        raise ConfigError(f"engine_endpoint: {path} is longer than the {_LONGEST} bytes of a socket's path")
     listening = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)  # the file has mode 0600 from its first moment
     try:
+        _remove_stale(path)
         listening.bind(path)
+        os.chmod(path, 0o600)  # nobody can have connected: it does not listen yet
         listening.listen()
     except OSError as error:
         listening.close()
         raise ConfigError(f"engine_endpoint: cannot listen at {path}: {error.strerror}") from error
-    finally:
-        os.umask(before)
+    except ConfigError:
+        listening.close()
+        raise
     return listening
 
 
+def remove(path: str) -> None:
+    """Delete the socket's file; no error if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def peer_is_this_user(connected: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as this user, or as root."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+    return uid in (0, os.geteuid())
+
+
 def _remove_stale(path: str) -> None:
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise ConfigError(f"engine_endpoint: {path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
-        except OSError:
-            os.unlink(path)
+        except ConnectionRefusedError:
+            remove(path)  # its server is dead
             return
     raise ConfigError(f"engine_endpoint: another server listens at {path}")
+
+
+def _fits(path: str) -> bool:
+    return len(os.fsencode(path)) <= _LONGEST
+
+
+def _file_name(model_name: str) -> str:
+    """`model_name` if it can be part of a file name, else something as unique and nearly as readable."""
+    if re.fullmatch(r"[\w.-]+", model_name, re.ASCII) and len(model_name) <= _LONGEST_NAME:
+        return model_name
+    digest = blake2b(model_name.encode(), digest_size=8).hexdigest()
+    readable = re.sub(r"[^\w.-]+", "_", model_name, flags=re.ASCII)
+    return f"{readable[: _LONGEST_NAME - len(digest) - 1]}-{digest}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -28,34 +27,43 @@ from inflight.endpoint.frames import (
     read_frame,
 )
 from inflight.endpoint.mailbox import Mailbox
-from inflight.endpoint.path import listen
-from inflight.errors import InflightError
+from inflight.endpoint.path import listen, remove
+from inflight.errors import InflightError, StepFailed
 
 _log = logging.getLogger(__name__)
 
+# Responses one write takes along. While it is under way, those of the other streams go on being joined.
+_RESPONSES_PER_WRITE = 64
+_FAREWELL_S = 2.0
+_ACCEPT_AGAIN_S = 1.0
+
 
 class EndpointServer:
-    """Serves `client` at `path` from construction to `close`."""
+    """Serves `client` at `path` from construction to `close`; raises ConfigError if the path cannot be used."""
 
     def __init__(self, client: EngineClient, path: str) -> None:
         self._client = client
         self._path = path
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
+        self._closing = threading.Event()
         self._listening = listen(path)
         self._thread = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Accept nobody more, end every connection, remove the socket. Idempotent."""
-        if self._listening.fileno() < 0:
+        """Accept nobody more, send what waits, end every connection, remove the socket. Idempotent.
+
+        Requests still in flight are stopped: end the batcher first where they are to be finished.
+        """
+        if self._closing.is_set():
             return
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accept
         self._thread.join()
         self._listening.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        remove(self._path)
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -66,7 +74,10 @@ class EndpointServer:
             try:
                 accepted, _ = self._listening.accept()
             except OSError:
-                return
+                # Unless closing: out of file descriptors, say, and trying again at once would fail again.
+                if self._closing.wait(_ACCEPT_AGAIN_S):
+                    return
+                continue
             connection = _Connection(self._client, accepted, self._forget)
             with self._lock:
                 self._connections.add(connection)
@@ -97,11 +108,16 @@ class _Connection:
         self._reader.start()
 
     def close(self) -> None:
-        """End the connection and wait for its threads."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Send what waits, as far as the front end takes it, and end the connection and its threads."""
+        self._mailbox.close()
+        self._writer.join(_FAREWELL_S)
+        self._disconnect()
         self._reader.join()
         self._writer.join()
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes both threads
 
     # ---------------------------------------------------------------- reader thread
 
@@ -120,6 +136,8 @@ class _Connection:
 
     def _submit(self, frame: Submit) -> None:
         local_id = frame.request.request_id
+        if local_id in self._engine_ids:
+            raise BadFrame(f"request id {local_id} is in flight already")
         finished = threading.Event()
 
         def on_response(response: Response) -> None:
@@ -131,8 +149,8 @@ class _Connection:
 
         try:
             engine_id = self._client.submit(frame.request, on_response)
-        except InflightError as error:
-            self._mailbox.put(Response(local_id, error=error, is_final=True))
+        except Exception as error:  # one request at fault must not end the connection of all
+            self._mailbox.put(Response(local_id, error=_as_inflight_error(error), is_final=True))
             return
         with self._lock:
             if not finished.is_set():
@@ -150,8 +168,7 @@ class _Connection:
         for engine_id in left:
             self._client.stop(engine_id, StopReason.CANCELLED)
         self._mailbox.close()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._disconnect()
         self._writer.join()
         self._socket.close()
         self._on_end(self)
@@ -161,8 +178,16 @@ class _Connection:
     def _write(self) -> None:
         try:
             self._socket.sendall(encode(Hello(self._client.describe())))
-            while responses := self._mailbox.get():
+            while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
                 self._socket.sendall(b"".join(encode(Answer.of(response)) for response in responses))
-        except (OSError, InflightError):
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # the reader ends the connection
+        except (OSError, InflightError) as error:
+            _log.info("a front end's connection ended: %s", error)
+        finally:
+            self._disconnect()  # the reader ends the connection
+
+
+def _as_inflight_error(error: Exception) -> InflightError:
+    if isinstance(error, InflightError):
+        return error
+    _log.error("a request could not be submitted", exc_info=error)
+    return StepFailed(f"the request could not be submitted: {type(error).__name__}: {error}")

@@ -1,19 +1,24 @@
 """Notices clients that cancelled or went away, by asking Triton about one after the other.
 
-Owns how often and how hard it asks: pb_utils gives no notice, a question is a round trip that competes with the
-responses, so rounds start at most once a period and asking takes at most a share of this thread's time. With
-nothing in flight the thread sleeps. Does not know what cancelling does.
+Owns how often and how hard it asks: pb_utils gives no notice, and a question is a round trip that competes with
+the responses. So rounds start at most once a period, and asking takes a small share of this thread's time, or up
+to half of it where a round would take too long otherwise. With nothing in flight the thread sleeps. Does not know
+what cancelling does.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from inflight.triton.in_flight import InFlight, InFlightRequest
 
+_log = logging.getLogger(__name__)
 _SHARE = 0.2
+_LARGEST_SHARE = 0.5
+_LONGEST_ROUND_S = 0.2
 # Sleeping is only worth it, and only accurate enough, for about a millisecond.
 _SHORTEST_PAUSE_S = 0.001
 
@@ -48,14 +53,15 @@ class CancellationWatch:
         """Ask about each once; takes a period at least, and as long as it needs to keep to its share."""
         started = self._clock()
         asking = 0.0
-        for entry in entries:
+        for position, entry in enumerate(entries, start=1):
             before = self._clock()
             if entry.stream.is_cancelled():
+                _log.debug("request %s: its client is gone", entry.triton_id or entry.engine_id)
                 self._in_flight.cancel(entry)
             asking += self._clock() - before
-            owed = asking / _SHARE - (self._clock() - started)
-            if owed >= _SHORTEST_PAUSE_S:
-                self._pause(owed)
+            ahead = _due(asking, position / len(entries)) - (self._clock() - started)
+            if ahead >= _SHORTEST_PAUSE_S:
+                self._pause(ahead)
         self._pause(max(0.0, self._period_s - (self._clock() - started)))
 
 
@@ -72,3 +78,8 @@ class CancellationWatcher:
         """End the thread; the registry must be closed before."""
         self._closing.set()
         self._thread.join()
+
+
+def _due(asking: float, progress: float) -> float:
+    """Seconds that this much of a round ought to have taken when `asking` seconds went into questions."""
+    return max(min(asking / _SHARE, progress * _LONGEST_ROUND_S), asking / _LARGEST_SHARE)

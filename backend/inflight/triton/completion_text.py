@@ -10,12 +10,16 @@ import logging
 from collections.abc import Callable
 
 from inflight.core.response import Result
+from inflight.core.stop import FinishReason
 from inflight.errors import Unsupported
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 
 # What comes before a completion decides how it starts, by a space or not; the last few ids are enough.
 _PREFIX_TOKENS = 32
+
+# Such a request has no output: no more ids, and neither a prompt nor a completion as text.
+_CUT_SHORT = frozenset({FinishReason.CANCELLED, FinishReason.TIMED_OUT})
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ class CompletionText:
         if self._detokenizer is None:
             prefix_ids = self._prompt_ids[-_PREFIX_TOKENS:]
             self._detokenizer = IncrementalDetokenizer(self._tokenizer, prefix_ids=prefix_ids)
-            lead = self._prompt() if self._lead else ""
+            lead = self._prompt() if self._lead and result.finish_reason not in _CUT_SHORT else ""
         first_new = len(result.output_token_ids) - result.num_output_tokens
         text = lead + self._detokenizer.add(result.output_token_ids[first_new:])
         return text + self._detokenizer.flush() if is_final else text

@@ -34,5 +34,5 @@ def log_to_triton(pb_utils: Any) -> None:
     logger = logging.getLogger("inflight")
     if not any(isinstance(handler, TritonLogHandler) for handler in logger.handlers):
         logger.addHandler(TritonLogHandler(pb_utils))
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)  # Triton drops what is not wanted
         logger.propagate = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,14 @@ class InputTensor(Protocol):
         """The elements; strings as an object array of bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One tensor of the request, under the name that the client used."""
+
+    wire_name: str
+    array: np.ndarray
+
+
 class TensorReader:
     """The inputs of one request. Names are the table's main names; errors use the name the client knows.
 
@@ -46,13 +55,16 @@ class TensorReader:
     def __init__(self, tensors: Iterable[InputTensor], table: TensorTable, vocabulary: Vocabulary) -> None:
         self._table = table
         self._vocabulary = vocabulary
-        self._arrays = {tensor.name(): tensor.as_numpy() for tensor in tensors}
+        self._sent: dict[str, list[_Sent]] = {}
+        for tensor in tensors:
+            # What the table does not know, Triton has refused before.
+            if (spec := table.sent_as(tensor.name(), vocabulary)) is not None:
+                self._sent.setdefault(spec.name, []).append(_Sent(tensor.name(), tensor.as_numpy()))
 
     def shown_name(self, name: str) -> str:
         """The name under which this request's client knows the tensor."""
-        names = self._table[name].names(self._vocabulary)
-        sent = [wire_name for wire_name in names if wire_name in self._arrays]
-        return (*sent, *names, name)[0]
+        sent = [one.wire_name for one in self._sent.get(name, ())]
+        return (*sent, *self._table[name].names(self._vocabulary), name)[0]
 
     @property
     def has_text_vocabulary(self) -> bool:
@@ -89,42 +101,41 @@ class TensorReader:
 
     def array(self, name: str) -> np.ndarray | None:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
-        found = self._find(name)
-        if found is None:
-            return None
-        wire_name, array = found
-        return _without_batch(wire_name, array, self._table[name])
+        found = self._find(self._table[name])
+        return None if found is None else _without_batch(found, self._table[name])
 
     def refuse_unbuilt(self) -> None:
-        """Raise Unsupported for the first tensor that asks for what this version does not do."""
-        for spec in self._table.specs:
+        """Raise Unsupported for a tensor that asks for what this version does not do."""
+        for name in self._sent:
+            spec = self._table[name]
             if spec.neutral is None:
                 continue
-            found = self._find(spec.name)
-            if found is not None and not is_neutral(found[1], spec.neutral):
+            found = self._find(spec)
+            if found is not None and not is_neutral(found.array, spec.neutral):
                 raise Unsupported(
-                    f"{found[0]} is not available in this version: got {_shown(found[1])}; "
+                    f"{found.wire_name} is not available in this version: got {_shown(found.array)}; "
                     f"leave it out or send {spec.neutral}"
                 )
 
     def _scalar(self, name: str) -> np.ndarray | None:
-        found = self._find(name)
+        found = self._find(self._table[name])
         if found is None:
             return None
-        wire_name, array = found
-        if array.size > 1:
-            raise _batch_refused(wire_name, array)
-        return array.reshape(1)
+        if found.array.size > 1:
+            raise _batch_refused(found)
+        return found.array.reshape(1)
 
-    def _find(self, name: str) -> tuple[str, np.ndarray] | None:
-        spec = self._table[name]
-        sent = [(wire, self._arrays[wire]) for wire in spec.names(self._vocabulary) if wire in self._arrays]
-        found = [(wire, _checked(wire, array, spec)) for wire, array in sent if array.size]
-        for wire, array in found[1:]:
-            if not np.array_equal(array.ravel(), found[0][1].ravel()):
+    def _find(self, spec: TensorSpec) -> _Sent | None:
+        """What was sent under any of the row's names, checked; None when absent or empty."""
+        found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
+        for sent in found:
+            if sent.array.dtype != NUMPY_TYPES[spec.dtype]:
+                raise InvalidArgument(f"{sent.wire_name} must be {spec.dtype}, got {sent.array.dtype}")
+        for other in found[1:]:
+            if not np.array_equal(other.array.ravel(), found[0].array.ravel()):
                 raise InvalidArgument(
-                    f"{found[0][0]} is {_shown(found[0][1])} but {wire} is {_shown(array)}: "
-                    "they are two names of one tensor, send one of them"
+                    f"{found[0].wire_name} is {_shown(found[0].array)} but {other.wire_name} is "
+                    f"{_shown(other.array)}: they are two names of one tensor, send one of them"
                 )
         return found[0] if found else None
 
@@ -153,34 +164,32 @@ def decode_utf8(raw: bytes | str, name: str) -> str:
         ) from None
 
 
-def _checked(wire_name: str, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    if array.dtype != NUMPY_TYPES[spec.dtype]:
-        raise InvalidArgument(f"{wire_name} must be {spec.dtype}, got {array.dtype}")
-    return array
-
-
-def _without_batch(wire_name: str, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    rank = len(spec.dims)
+def _without_batch(sent: _Sent, spec: TensorSpec) -> np.ndarray:
+    array, rank = sent.array, len(spec.dims)
     if array.ndim == rank + 1:
         if array.shape[0] != 1:
-            raise _batch_refused(wire_name, array)
+            raise _batch_refused(sent)
         array = array[0]
     if array.ndim != rank or any(want not in (-1, got) for want, got in zip(spec.dims, array.shape)):
-        raise InvalidArgument(f"{wire_name} must have shape {spec.wire_shape}, got {list(array.shape)}")
+        raise InvalidArgument(f"{sent.wire_name} must have shape {spec.wire_shape}, got {list(array.shape)}")
     return array
 
 
-def _batch_refused(wire_name: str, array: np.ndarray) -> Unsupported:
+def _batch_refused(sent: _Sent) -> Unsupported:
     return Unsupported(
-        f"{wire_name} has shape {list(array.shape)}: a request carries one prompt. "
-        f"Send {array.shape[0]} separate requests; they run in one batch all the same"
+        f"{sent.wire_name} has shape {list(sent.array.shape)}: a request carries one prompt. "
+        f"Send {sent.array.shape[0]} separate requests; they run in one batch all the same"
     )
 
 
 def _shown(array: np.ndarray) -> str:
     """A value for a message: the element if there is one, else the shape and the first few."""
-    flat = array.ravel()
-    if flat.size == 1:
-        return repr(flat[0].item() if isinstance(flat[0], np.generic) else flat[0])
-    first = ", ".join(str(value) for value in flat[:4].tolist())
-    return f"{array.dtype} {list(array.shape)} [{first}{', …' if flat.size > 4 else ''}]"
+    first = [_readable(value) for value in array.ravel()[:4].tolist()]
+    if array.size == 1:
+        return repr(first[0])
+    more = ", …" if array.size > len(first) else ""
+    return f"{array.dtype} {list(array.shape)} [{', '.join(map(str, first))}{more}]"
+
+
+def _readable(value: object) -> object:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

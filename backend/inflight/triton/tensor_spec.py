@@ -100,10 +100,15 @@ class TensorTable:
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
         self.specs = specs
         self._by_name = {spec.name: spec for spec in specs}
+        self._by_wire_name = {vocabulary: dict(self.declared(vocabulary)) for vocabulary in Vocabulary}
 
     def __getitem__(self, name: str) -> TensorSpec:
         """The row of that (main) name; KeyError if there is none."""
         return self._by_name[name]
+
+    def sent_as(self, wire_name: str, vocabulary: Vocabulary) -> TensorSpec | None:
+        """The row that a client of this vocabulary means, aliases included; None if there is none."""
+        return self._by_wire_name[vocabulary].get(wire_name)
 
     def declared(self, vocabulary: Vocabulary) -> list[tuple[str, TensorSpec]]:
         """(name on the wire, row) of everything a model with this vocabulary declares, aliases included."""

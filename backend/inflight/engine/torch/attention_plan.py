@@ -44,7 +44,7 @@ class GenerationPlan:
         begin: First row.
         end: Row after the last.
         block_ids: [rows * blocks], equally many for every row.
-        mask: [rows, 1, 1, blocks * tokens_per_block] bool, true where a row sees a key.
+        mask: [rows, 1, 1, blocks * tokens_per_block], 0 where a row sees a key and -inf elsewhere.
     """
 
     begin: int
@@ -68,11 +68,11 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype,
 ) -> AttentionPlan:
-    """The plan for layers with `window` (None: every token sees all before it); masks of chunks are `dtype`."""
+    """The plan for layers with `window` (None: every token sees all before it); masks are `dtype`."""
     return AttentionPlan(
         tuple(_plan_chunk(chunk, block_tables, tokens_per_block, window, dtype) for chunk in packed.chunks),
         tuple(
-            _plan_generation(packed, begin, end, block_tables, tokens_per_block, window)
+            _plan_generation(packed, begin, end, block_tables, tokens_per_block, window, dtype)
             for begin, end in _groups(packed)
         ),
     )
@@ -93,11 +93,10 @@ def _plan_chunk(
     hidden = keys > rows
     if window is not None:
         hidden |= keys <= rows - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
     block_ids = None
     if chunk.start > 0:
         block_ids = block_tables[chunk.slot, first_block : -(-length // tokens_per_block)]
-    return ChunkPlan(chunk.begin, chunk.end, block_ids, length - first_key, mask)
+    return ChunkPlan(chunk.begin, chunk.end, block_ids, length - first_key, _mask(hidden, dtype))
 
 
 def _groups(packed: PackedBatch) -> list[tuple[int, int]]:
@@ -121,6 +120,7 @@ def _plan_generation(
     block_tables: Tensor,
     tokens_per_block: int,
     window: int | None,
+    dtype: torch.dtype,
 ) -> GenerationPlan:
     slots, positions = packed.slots[begin:end], packed.positions[begin:end, None]
     offset = packed.generation_begin
@@ -129,7 +129,7 @@ def _plan_generation(
     if window is None:
         num_blocks = -(-int(lengths[0]) // tokens_per_block)
         block_ids = block_tables[slots, :num_blocks]
-        seen = torch.arange(num_blocks * tokens_per_block, device=device) <= positions
+        hidden = torch.arange(num_blocks * tokens_per_block, device=device) > positions
     else:
         first_blocks = (positions - window + 1).clamp_(min=0) // tokens_per_block
         first_on_host = (lengths - window).clip(min=0) // tokens_per_block
@@ -138,5 +138,10 @@ def _plan_generation(
         # Past the end of the table any block will do: its keys are masked.
         block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
         keys = first_blocks * tokens_per_block + torch.arange(num_blocks * tokens_per_block, device=device)
-        seen = (keys <= positions) & (keys > positions - window)
-    return GenerationPlan(begin, end, block_ids.reshape(-1), seen[:, None, None, :])
+        hidden = (keys > positions) | (keys <= positions - window)
+    return GenerationPlan(begin, end, block_ids.reshape(-1), _mask(hidden, dtype)[:, None, None, :])
+
+
+def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """As it is added to the scores; made here, a boolean one would be converted again in every layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -1,7 +1,7 @@
 """TorchEngine: `inflight.core.ports.Engine` on torch.
 
-Owns the weights, the KV cache and the slots. One thread calls it, the loop's; on a GPU the only wait is the one
-copy of an iteration's tokens to the host, in `decode`.
+Owns the weights, the KV cache and the slots. One thread calls it, the loop's; on a GPU the only waits are, in
+`decode`, the one copy of an iteration's tokens to the host and, if a row has a top-p and no top-k, one count.
 """
 
 from __future__ import annotations

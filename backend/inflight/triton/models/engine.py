@@ -31,7 +31,9 @@ class TritonPythonModel:
         model = read_model_args(args, Role.ENGINE)
         # The stub's parent is the server, so that two servers on one machine do not meet.
         path = model.parameters.engine_endpoint or endpoint_path(os.getppid(), model.name)
-        engine = build_engine(model.parameters, str(model.version_dir), path)
+        engine = build_engine(
+            model.parameters, str(model.version_dir), path, report_stats=pb_utils.Logger.log_verbose
+        )
         tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
         tokenizers.find(engine.client.describe().tokenizer_dir)
         serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters)

@@ -1,0 +1,171 @@
+"""The command line of `scripts/serve`: options in, a READY line out, signals passed on.
+
+Runs on the main thread alone; the server's log is copied to stderr by a thread of `log.ServerLog`.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from inflight.server.checkpoint import find_checkpoint
+from inflight.server.errors import OptionError, ServeError
+from inflight.server.launch import ServerOptions, TritonServer
+from inflight.server.ports import Ports
+from inflight.server.repository import Wanted, default_repository
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until told to end; the exit status."""
+    try:
+        return _serve(parse(arguments))
+    except ServeError as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def parse(arguments: list[str] | None) -> ServerOptions:
+    """The options a command line stands for; raises OptionError, or ends the program for wrong usage."""
+    given = _parser().parse_args(arguments)
+    _refuse_unavailable(given)
+    return ServerOptions(
+        model_repository=given.model_repository,
+        wanted=Wanted(
+            model=find_checkpoint(given.model) if given.model is not None else None,
+            dtype=given.dtype,
+            settings=dict(given.set),
+        ),
+        host=given.host,
+        ports=Ports(given.http_port, given.grpc_port, given.metrics_port),
+        tritonserver=given.tritonserver,
+        log_verbose=given.log_verbose,
+        exit_timeout_s=given.exit_timeout,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/serve",
+        description="Start tritonserver in the foreground and say READY when every model is.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve (default: the demo model)")
+    add("--dtype", choices=_DTYPES, help="data type of the weights")
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        type=_setting,
+        action="append",
+        default=[],
+        help="a config.pbtxt parameter",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--http-port", type=_port, default=8000, metavar="PORT", help="default: %(default)s; 0: any free one")
+    add("--grpc-port", type=_port, default=8001, metavar="PORT", help="default: %(default)s; 0: any free one")
+    add(
+        "--metrics-port",
+        type=_port,
+        default=8002,
+        metavar="PORT",
+        help="default: %(default)s; 0: any free one",
+    )
+    add("--exit-timeout", type=int, default=30, metavar="SECONDS", help="for requests in flight at the end")
+    add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
+    add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
+    add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
+    add("--engine", choices=("torch", "tensorrt"), default="torch")
+    add("--engine-dir", metavar="DIR")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks")
+    add("--mode", choices=("in_process", "leader", "orchestrator"), default="in_process")
+    return parser
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    return key, value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _refuse_unavailable(given: argparse.Namespace) -> None:
+    if given.engine != "torch":
+        raise OptionError(f"--engine {given.engine} is not available in this version, only torch is")
+    if given.engine_dir is not None:
+        raise OptionError("--engine-dir is not available in this version; --model names a checkpoint")
+    if given.tp != 1 or given.pp != 1:
+        raise OptionError(
+            f"--tp {given.tp} --pp {given.pp}: more than one rank is not available in this version"
+        )
+    if given.mode != "in_process":
+        raise OptionError(f"--mode {given.mode} is not available in this version, only in_process is")
+
+
+def _serve(options: ServerOptions) -> int:
+    server = TritonServer(options, echo=sys.stderr)
+    with _Signals() as signals, contextlib.closing(server):
+        server.start()
+        ready = server.wait_ready(interrupted=signals.any)
+        if ready:
+            print(ready_line(server), flush=True)
+            signals.wait(until=lambda: server.returncode is not None)
+            if not signals.any():
+                raise server.ended()
+        in_order = server.shut_down(hurry=signals.several)
+        if signals.several():
+            return 128 + signals.received[-1]
+        if ready and not in_order:
+            raise ServeError(f"tritonserver had not finished after {options.exit_timeout_s} s and was ended")
+        return 0
+
+
+def ready_line(server: TritonServer) -> str:
+    """What a ready server says of itself on one line."""
+    model = server.repository.checkpoint or "none"
+    return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics} model={model}"
+
+
+class _Signals:
+    """Signals as they arrive, and a way to sleep until one does.
+
+    The handlers only take note; a byte in a pipe wakes the sleeper, for the end of a child process too.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> "_Signals":
+        self._wakeup, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, _: self.received.append(number))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The process is about to end: the handlers stay, so that no late signal changes its exit status."""
+
+    def any(self) -> bool:
+        return bool(self.received)
+
+    def several(self) -> bool:
+        return len(self.received) > 1
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Sleep until a signal arrives or, looked at whenever a child process ends, `until` is true."""
+        while not self.received and not until():
+            os.read(self._wakeup, 64)

@@ -1,0 +1,146 @@
+"""Read and fill the `parameters` of a config.pbtxt without disturbing the rest of its text.
+
+Owns just enough of protobuf's text format to find the entries: comments, quoted strings, braces and brackets.
+Does not know what any parameter means.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_TOKEN = re.compile(
+    r"""(?P<space>(?:\s|\#[^\n]*)+)
+      | (?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+      | (?P<word>[^\s\#"'{}\[\]<>:,;]+)
+      | (?P<mark>.)""",
+    re.VERBOSE,
+)
+_OPEN, _CLOSE = frozenset("{[<"), frozenset("}]>")
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|[0-7]{1,3}|.)", re.DOTALL)
+_NAMED_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One `parameters` entry: its key, its value, and where the value's quoted text stands."""
+
+    key: str
+    value: str
+    start: int
+    end: int
+
+
+def read_parameters(config_text: str) -> dict[str, str]:
+    """Every parameter with a string value, in the order of the file."""
+    return {entry.key: entry.value for entry in _entries(config_text)}
+
+
+def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
+    """The same text with these parameters replaced where they stand, or appended where they do not."""
+    missing = dict(values)
+    pieces: list[str] = []
+    position = 0
+    for entry in _entries(config_text):
+        if entry.key in values:
+            pieces += [config_text[position : entry.start], quote(values[entry.key])]
+            position = entry.end
+            missing.pop(entry.key, None)
+    pieces.append(config_text[position:])
+    if missing and config_text and not config_text.endswith("\n"):
+        pieces.append("\n")
+    pieces += [_new_entry(key, value) for key, value in missing.items()]
+    return "".join(pieces)
+
+
+def is_filled(value: str | None) -> bool:
+    """Whether a parameter says anything: empty text and an unfilled `${...}` count as absent."""
+    return bool(value) and not re.fullmatch(r"\$\{[^}]*\}", value or "")
+
+
+def quote(value: str) -> str:
+    """`value` as a quoted string of protobuf's text format."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + escaped.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") + '"'
+
+
+def unquote(literal: str) -> str:
+    """The text that a quoted string stands for; numeric escapes are bytes of UTF-8."""
+    raw = _ESCAPE.sub(lambda match: _unescape(match[1]), literal[1:-1])
+    return raw.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _unescape(code: str) -> str:
+    if code[0] == "x" and len(code) > 1:
+        byte = int(code[1:], 16)
+    elif code[0] in "01234567":
+        byte = int(code, 8) & 0xFF
+    else:
+        return _NAMED_ESCAPES.get(code, code)
+    return bytes([byte]).decode("utf-8", "surrogateescape")
+
+
+def _new_entry(key: str, value: str) -> str:
+    return f"parameters {{\n  key: {quote(key)}\n  value {{ string_value: {quote(value)} }}\n}}\n"
+
+
+def _tokens(text: str) -> list[_Token]:
+    matches = _TOKEN.finditer(text)
+    return [_Token(m.lastgroup or "", m[0], m.start(), m.end()) for m in matches if m.lastgroup != "space"]
+
+
+def _entries(text: str) -> Iterator[_Entry]:
+    tokens = _tokens(text)
+    index = depth = 0
+    while index < len(tokens):
+        token = tokens[index]
+        if depth == 0 and token.text == "parameters":
+            end = _end_of_block(tokens, index + 1)
+            yield from _entries_in(tokens[index + 1 : end])
+            index = end
+            continue
+        depth += (token.text in _OPEN) - (token.text in _CLOSE)
+        index += 1
+
+
+def _end_of_block(tokens: list[_Token], index: int) -> int:
+    """The index behind the bracket that closes the block starting at `index` (a colon may come first)."""
+    depth = 0
+    for position in range(index, len(tokens)):
+        depth += (tokens[position].text in _OPEN) - (tokens[position].text in _CLOSE)
+        if depth == 0 and tokens[position].text in _CLOSE:
+            return position + 1
+    return len(tokens)
+
+
+def _entries_in(block: list[_Token]) -> Iterator[_Entry]:
+    """`{ key: "k" value: { string_value: "v" } }`, or a list of such: a value belongs to the key before it."""
+    key: str | None = None
+    for index, token in enumerate(block):
+        if token.text == "key":
+            key = "".join(unquote(part.text) for part in _strings_after(block, index))
+        elif token.text == "string_value" and key is not None:
+            parts = _strings_after(block, index)
+            if parts:
+                value = "".join(unquote(part.text) for part in parts)
+                yield _Entry(key, value, parts[0].start, parts[-1].end)
+            key = None
+
+
+def _strings_after(block: list[_Token], index: int) -> list[_Token]:
+    """The quoted strings behind a field name; adjacent ones are one value."""
+    position = index + 1
+    if position < len(block) and block[position].text == ":":
+        position += 1
+    parts: list[_Token] = []
+    while position < len(block) and block[position].kind == "string":
+        parts.append(block[position])
+        position += 1
+    return parts

@@ -1,0 +1,17 @@
+"""What can go wrong between the command line and a ready server.
+
+ServeError            starting or running the server failed            exit 1
+└── OptionError       what was asked for cannot be done as it stands   exit 2
+"""
+
+
+class ServeError(Exception):
+    """The server could not be started, or ended by itself; the message says why."""
+
+    exit_code = 1
+
+
+class OptionError(ServeError):
+    """An option, a setting or a folder that cannot be used; the message names it."""
+
+    exit_code = 2

@@ -1,0 +1,108 @@
+"""Which tritonserver to run, and what it needs around it to run from a virtual environment.
+
+Owns finding the server that comes with the nvidia-pytriton wheel and laying out its Python backend for the
+running Python version. Does not start anything.
+"""
+
+import ctypes.util
+import importlib.util
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.server.errors import OptionError, ServeError
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A tritonserver program, the arguments that belong to it and the folders its loader has to search."""
+
+    program: Path
+    arguments: tuple[str, ...] = ()
+    library_path: tuple[Path, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """The environment to start it in: the Python stub takes its interpreter from the first on PATH."""
+        environment = dict(os.environ)
+        _prepend(environment, "PATH", [Path(sys.executable).parent])
+        _prepend(environment, "LD_LIBRARY_PATH", list(self.library_path))
+        return environment
+
+
+def external(program: Path) -> Installation:
+    """A tritonserver from elsewhere, with its own backends."""
+    if not os.access(program, os.X_OK) or program.is_dir():
+        raise OptionError(f"--tritonserver {program}: not a program that can be run")
+    program = program.resolve()
+    backends = program.parent.parent / "backends"
+    arguments = ("--backend-directory", str(backends)) if (backends / "python").is_dir() else ()
+    return Installation(program, arguments)
+
+
+def embedded(folder: Path) -> Installation:
+    """The wheel's tritonserver, with its Python backend laid out under `folder` (a path without spaces)."""
+    package = _package_folder()
+    server = package / "tritonserver"
+    backends = folder / "backends"
+    backend, libraries = backends / "python", folder / "lib"
+    backend.mkdir(parents=True)
+    libraries.mkdir()
+    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
+        (backend / name).symlink_to(server / "backends" / "python" / name)
+    (backend / "triton_python_backend_stub").symlink_to(_stub(server))
+    # Alone in a folder: its own may hold other libraries, which must not win over the environment's.
+    if libpython := _libpython():
+        (libraries / libpython.name).symlink_to(libpython)
+    return Installation(
+        program=server / "bin" / "tritonserver",
+        arguments=("--backend-directory", str(backends)),
+        library_path=(wheel_libraries(package), libraries),
+    )
+
+
+def wheel_libraries(package: Path | None = None) -> Path:
+    """The folder of shared libraries that come with the wheel."""
+    return (package or _package_folder()).parent / "nvidia_pytriton.libs"
+
+
+def _package_folder() -> Path:
+    spec = importlib.util.find_spec("pytriton")
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    if not locations:
+        raise ServeError(
+            "no tritonserver in this Python environment: install the one in nvidia-pytriton "
+            "(pip install --no-deps nvidia-pytriton -c constraints.txt) or name yours with --tritonserver PATH"
+        )
+    return Path(locations[0])
+
+
+def _stub(server: Path) -> Path:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.exists():
+        raise ServeError(f"the embedded tritonserver has no Python backend for Python {version}")
+    return stub
+
+
+def _libpython() -> Path | None:
+    """The interpreter's shared library, or None where the loader finds it by itself."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    name = f"libpython{version}.so.1.0"
+    for folder in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):
+        if folder and (candidate := Path(folder) / name).exists():
+            return candidate
+    if ctypes.util.find_library(f"python{version}"):
+        return None
+    raise ServeError(
+        f"{sys.base_prefix} has no {name}, which the Python backend needs: install it "
+        f"(Debian and Ubuntu: apt-get install libpython{version}) or use a Python built with --enable-shared"
+    )
+
+
+def _prepend(environment: dict[str, str], name: str, folders: list[Path]) -> None:
+    before = [str(folder) for folder in folders]
+    after = [environment[name]] if environment.get(name) else []
+    if before:
+        environment[name] = os.pathsep.join(before + after)

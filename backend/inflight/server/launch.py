@@ -1,0 +1,267 @@
+"""One running tritonserver: started on a private runtime repository, waited for, and ended without leftovers.
+
+`serve` is the context manager for tests and benchmarks, `TritonServer` the object behind it and behind the
+command line. The server and its stubs are a process group of their own, which a keeper ends if the launcher dies.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+from inflight.server import installation, probe, runtime_directory
+from inflight.server.errors import ServeError
+from inflight.server.keeper import Keeper
+from inflight.server.log import ServerLog, find_cause
+from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
+
+_POLL_INTERVAL_S = 0.05
+_UNREADY_GRACE_S = 5.0
+# How long a server with nothing left to do may take to end. While a client keeps a gRPC stream open it never does.
+_DRAINED_GRACE_S = 5.0
+# Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
+_STUB_TIMEOUT_S = 1200
+# Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
+_SHARED_MEMORY_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Everything that decides what runs and where; ports of 0 are chosen free."""
+
+    model_repository: Path = field(default_factory=default_repository)
+    wanted: Wanted = field(default_factory=Wanted)
+    host: str = "127.0.0.1"
+    ports: Ports = field(default_factory=Ports)
+    tritonserver: Path | None = None
+    log_verbose: bool = False
+    exit_timeout_s: int = 30
+
+
+class TritonServer:
+    """A tritonserver and its private folder; construction checks and lays out, `start` runs it."""
+
+    def __init__(self, options: ServerOptions, echo: TextIO | None = None) -> None:
+        self._options = options
+        self._echo = echo
+        self._address = resolve_host(options.host)
+        self.ports = resolve_ports(self._address, options.ports)
+        self._folder = runtime_directory.make()
+        self._keeper: Keeper | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: ServerLog | None = None
+        self._ready = False
+        try:
+            self._installation = _find(options.tritonserver, self._folder)
+            self.repository = self._assemble()
+        except BaseException:
+            runtime_directory.remove(self._folder)
+            raise
+
+    @property
+    def http(self) -> str:
+        """host:port"""
+        return f"{self._options.host}:{self.ports.http}"
+
+    @property
+    def grpc(self) -> str:
+        """host:port"""
+        return f"{self._options.host}:{self.ports.grpc}"
+
+    @property
+    def metrics(self) -> str:
+        """host:port"""
+        return f"{self._options.host}:{self.ports.metrics}"
+
+    @property
+    def pid(self) -> int:
+        """The server's process id, which is its process group's too."""
+        return self._started().pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The server's exit status, None while it runs."""
+        return self._started().poll()
+
+    def log_text(self) -> str:
+        """Everything the server and its models have written so far."""
+        return self._log.text() if self._log else ""
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        self._keeper = Keeper(self._folder)
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            raise ServeError(f"{self._installation.program} cannot be run: {error.strerror}") from None
+        self._keeper.watch(self._process.pid)
+        assert self._process.stdout is not None
+        self._log = ServerLog(self._process.stdout, self._echo, _has_gpu() or self._options.log_verbose)
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            self._command(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self._folder,
+            # The folder is where the engine's socket goes, so that none is left behind by a server that is killed.
+            env={**self._installation.environment(), "XDG_RUNTIME_DIR": str(self._folder)},
+            start_new_session=True,
+        )
+
+    def wait_ready(
+        self, timeout: float | None = None, interrupted: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """True when every model answers that it is ready, False as soon as `interrupted` says so.
+
+        Raises ServeError with the cause if the server ends by itself or takes longer than `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._answers_ready():
+            self._wait(_POLL_INTERVAL_S)
+            if interrupted():
+                return False
+            if self.returncode is not None:
+                raise self.ended()
+            if deadline is not None and time.monotonic() > deadline:
+                raise ServeError(f"not ready after {timeout:g} s:\n{find_cause(self.log_text())}")
+        self._ready = True
+        if self._log:
+            self._log.settle(quiet=0.05, timeout=0.5)
+        return True
+
+    def ended(self) -> ServeError:
+        """What to say of a server that has ended although nobody asked it to."""
+        if self._log:
+            self._log.join(timeout=2)
+        when = "" if self._ready else " before it was ready"
+        return ServeError(
+            f"tritonserver ended{when} (exit status {self.returncode}):\n{find_cause(self.log_text())}"
+        )
+
+    def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Let requests in flight finish, refuse new ones, and end; at once where `hurry` says so.
+
+        Returns whether it ended in order, everything in flight answered within the exit timeout.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            self._started().send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._grace_s
+        idle_since: float | None = None
+        while self.returncode is None and not hurry() and time.monotonic() < deadline:
+            self._wait(_POLL_INTERVAL_S)
+            if probe.requests_in_flight(self._address, self.ports.metrics) != 0:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since > _DRAINED_GRACE_S:
+                break
+        drained = self.returncode is None and idle_since is not None
+        self.kill()
+        return drained or self.returncode == 0
+
+    def kill(self) -> None:
+        """End the server and its stubs at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._started().wait()
+        if self._log:
+            self._log.join(timeout=5)
+
+    def close(self) -> None:
+        """Shut down if it still runs, then remove all it leaves."""
+        try:
+            if self._process and self.returncode is None:
+                self.shut_down()
+            elif self._process:
+                self.kill()  # stubs that have outlived it
+        finally:
+            runtime_directory.remove(self._folder)
+            if self._keeper:
+                self._keeper.dismiss()
+
+    @property
+    def _grace_s(self) -> float:
+        """How long an orderly end may take: before the server is ready nothing can be in flight."""
+        return self._options.exit_timeout_s + _DRAINED_GRACE_S if self._ready else _UNREADY_GRACE_S
+
+    def _assemble(self) -> RuntimeRepository:
+        target = self._folder / "models"
+        return assemble(self._options.model_repository, target, self._options.wanted)
+
+    def _command(self) -> list[str]:
+        gpu = () if _has_gpu() else ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0")
+        backend = "--backend-config=python,"
+        return [
+            str(self._installation.program),
+            *self._installation.arguments,
+            f"--model-repository={self.repository.path}",
+            f"--http-address={self._address}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={self._address}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-address={self._address}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--exit-timeout-secs={self._options.exit_timeout_s}",
+            f"--log-verbose={int(self._options.log_verbose)}",
+            # Auto-completion starts every model's stub twice, to ask what its complete config.pbtxt says.
+            "--disable-auto-complete-config",
+            f"{backend}shm-region-prefix-name={runtime_directory.shared_memory_prefix(self._folder)}",
+            f"{backend}shm-default-byte-size={_SHARED_MEMORY_BYTES}",
+            f"{backend}shm-growth-byte-size={_SHARED_MEMORY_BYTES}",
+            f"{backend}stub-timeout-seconds={_STUB_TIMEOUT_S}",
+            *gpu,
+        ]
+
+    def _answers_ready(self) -> bool:
+        return probe.is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
+
+    def _wait(self, timeout: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._started().wait(timeout)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ServeError("the server has not been started")
+        return self._process
+
+
+@contextlib.contextmanager
+def serve(
+    model_repository: Path | None = None,
+    model: Path | None = None,
+    dtype: str | None = None,
+    settings: Mapping[str, str] | None = None,
+    ready_timeout: float = 120.0,
+    options: ServerOptions | None = None,
+) -> Iterator[TritonServer]:
+    """A ready server on free ports for the length of a `with`; `options` sets the rest, and is overridden."""
+    given = options or ServerOptions()
+    wanted = Wanted(
+        model=model or given.wanted.model,
+        dtype=dtype or given.wanted.dtype,
+        settings={**given.wanted.settings, **(settings or {})},
+    )
+    repository = model_repository or given.model_repository
+    server = TritonServer(replace(given, model_repository=repository, wanted=wanted))
+    try:
+        server.start()
+        server.wait_ready(ready_timeout)
+        yield server
+    finally:
+        server.close()
+
+
+def _find(program: Path | None, folder: Path) -> installation.Installation:
+    return installation.embedded(folder) if program is None else installation.external(program)
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()

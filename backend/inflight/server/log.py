@@ -1,0 +1,91 @@
+"""The server's log: copied on as it comes, kept for whoever asks, and searched for the cause of a failure.
+
+Runs one thread, which ends when the server's output does.
+"""
+
+import collections
+import re
+import threading
+import time
+from collections.abc import Iterable
+from typing import IO, TextIO
+
+_KEPT_LINES = 20_000
+_RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
+# Said at every start on a machine without a GPU, where there is nothing to be done about them.
+_WITHOUT_GPU = (
+    "CudaDriverHelper has not been initialized",
+    "Unable to allocate pinned system memory",
+    "Failed to initialize NVML",
+    "DCGM unable to start",
+)
+
+
+class ServerLog:
+    """Everything the server has written, line by line."""
+
+    def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool) -> None:
+        self._stream = stream
+        self._echo = echo
+        self._unwanted = () if has_gpu else _WITHOUT_GPU
+        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._changed = threading.Condition()
+        self._last_line_at = time.monotonic()
+        self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """The log so far (of a very long one, its end)."""
+        with self._changed:
+            return "".join(self._lines)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the server's last line has been taken in."""
+        self._thread.join(timeout)
+
+    def settle(self, quiet: float, timeout: float) -> None:
+        """Wait until nothing has been written for `quiet` seconds, so that a line after this comes last."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while (left := min(self._last_line_at + quiet, deadline) - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def _copy(self) -> None:
+        for raw in self._stream:
+            line = raw.decode("utf-8", "replace")
+            if any(phrase in line for phrase in self._unwanted):
+                continue
+            with self._changed:
+                self._lines.append(line)
+                self._last_line_at = time.monotonic()
+                self._changed.notify_all()
+            self._pass_on(line)
+
+    def _pass_on(self, line: str) -> None:
+        if self._echo is None:
+            return
+        try:
+            self._echo.write(line)
+            self._echo.flush()
+        except (OSError, ValueError):  # nobody reads it any more; the server's pipe still has to be drained
+            self._echo = None
+
+
+def find_cause(text: str, most_lines: int = 40) -> str:
+    """The errors in a log, each with the lines that belong to it; without any, the log's end."""
+    errors = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
+    # A model that does not load is reported on several levels; this one names it and has the whole reason.
+    errors = [error for error in errors if "failed to load" in error] or errors
+    lines = "\n".join(errors).replace("\\n", "\n").splitlines() or text.splitlines()
+    return "\n".join(line for line in lines[-most_lines:] if line.strip())
+
+
+def _records(lines: Iterable[str]) -> list[list[str]]:
+    """Lines grouped under the one that opens each log record; what comes before the first is left out."""
+    records: list[list[str]] = []
+    for line in lines:
+        if _RECORD.match(line):
+            records.append([line])
+        elif records:
+            records[-1].append(line)
+    return records

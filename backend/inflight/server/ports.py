@@ -1,0 +1,51 @@
+"""The three ports of a server: found free, or checked to be free before anything is started."""
+
+import contextlib
+import socket
+from dataclasses import dataclass
+
+from inflight.server.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Port numbers; 0 asks for any free one."""
+
+    http: int = 0
+    grpc: int = 0
+    metrics: int = 0
+
+
+def resolve_host(host: str) -> str:
+    """The IPv4 address to listen on."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise OptionError(f"--host {host}: {error}") from None
+
+
+def resolve_ports(address: str, asked: Ports) -> Ports:
+    """The same ports with every 0 replaced; raises OptionError for one that is taken, naming its flag."""
+    with contextlib.ExitStack() as held:
+        # All at once, so that no free port is given out twice and a port asked for twice is noticed.
+        return Ports(
+            http=_claim(held, address, asked.http, "--http-port"),
+            grpc=_claim(held, address, asked.grpc, "--grpc-port"),
+            metrics=_claim(held, address, asked.metrics, "--metrics-port"),
+        )
+
+
+def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> int:
+    listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    if port:
+        # A connection of an earlier server that is still in TIME_WAIT does not make the port taken.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OptionError(
+            f"port {port} on {address} cannot be used ({reason}): choose another with {flag}, 0 for any free one"
+        ) from None
+    return int(listener.getsockname()[1])

@@ -1,0 +1,451 @@
+"""Front ends and an engine at the two ends of a socket; the batcher is played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason, StopReason, StopSignal
+from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.server import EndpointServer
+from inflight.errors import InvalidArgument, Unavailable
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
+
+
+class Batcher:
+    """A LocalEngineClient whose loop is the test itself."""
+
+    def __init__(self) -> None:
+        self._work = threading.Semaphore(0)
+        self.client = LocalEngineClient(DESCRIPTION, self._work.release)
+
+    def take(self) -> Request:
+        """Wait for the next request."""
+        while not (requests := self.client.get_inference_requests(1)):
+            assert self._work.acquire(timeout=PATIENCE_S)
+        return requests[0]
+
+    def stops(self, count: int) -> set[StopSignal]:
+        """Wait for `count` stop signals."""
+        signals: set[StopSignal] = set()
+        while len(signals) < count:
+            signals.update(self.client.poll_stop_signals())
+            assert len(signals) >= count or self._work.acquire(timeout=PATIENCE_S)
+        return signals
+
+    def answer(self, request: Request, *tokens: int, final: bool = True) -> None:
+        self.client.send_response(delta(request.request_id, *tokens, final=final))
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="endpoint-")  # pytest's own folders can be too deep for a socket
+    yield str(Path(folder, "engine.sock"))
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def batcher() -> Batcher:
+    return Batcher()
+
+
+@pytest.fixture
+def server(batcher: Batcher, path: str) -> Iterator[EndpointServer]:
+    server = EndpointServer(batcher.client, path)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def front_end(server: EndpointServer, path: str) -> Iterator[SocketEngineClient]:
+    client = SocketEngineClient(path)
+    yield client
+    client.close()
+
+
+@contextlib.contextmanager
+def raw_connection(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.settimeout(PATIENCE_S)
+        connected.connect(path)
+        yield connected
+
+
+def framed(content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + content
+
+
+def read_all(connected: socket.socket) -> bytes:
+    with contextlib.suppress(ConnectionResetError):
+        while connected.recv(1 << 16):
+            pass
+    return b""
+
+
+# -------------------------------------------------------------------- what crosses
+
+
+def test_the_description_crosses(front_end) -> None:
+    assert front_end.describe() == DESCRIPTION
+
+
+def test_a_request_arrives_as_it_was_sent(front_end, batcher) -> None:
+    sampling = SamplingConfig(0.5, 40, 0.9, 2**64 - 1)
+    request = make_request((7, 8), new=9, end_ids=(2, 3), pad_id=0, sampling=sampling)
+    front_end.submit(request, Inbox())
+    taken = batcher.take()
+    assert taken.request_id == 1
+    assert taken == Request(1, (7, 8), 9, True, (2, 3), 0, sampling)
+
+
+def test_responses_arrive_in_order_and_end_with_one_final(front_end, batcher) -> None:
+    inbox = Inbox()
+    front_end.submit(make_request(), inbox)
+    request = batcher.take()
+    for token in range(100):
+        batcher.answer(request, token, final=False)
+    batcher.answer(request, 100)
+    assert inbox.final().result.finish_reason is FinishReason.LENGTH
+    assert inbox.tokens == list(range(101))
+
+
+def test_an_error_arrives_as_what_it_is(front_end, batcher) -> None:
+    inbox = Inbox()
+    request_id = front_end.submit(make_request(), inbox)
+    error = InvalidArgument("too long")
+    batcher.client.send_response(Response(batcher.take().request_id, error=error, is_final=True))
+    final = inbox.final()
+    assert (final.request_id, type(final.error), str(final.error)) == (
+        request_id,
+        InvalidArgument,
+        "too long",
+    )
+
+
+def test_front_ends_side_by_side_do_not_mix(server, batcher, path) -> None:
+    clients = [SocketEngineClient(path) for _ in range(2)]
+    inboxes = [Inbox(), Inbox()]
+    ids = [
+        client.submit(make_request((n,)), inbox) for n, (client, inbox) in enumerate(zip(clients, inboxes))
+    ]
+    assert ids == [1, 1]  # each counts on its own
+    for request in (batcher.take(), batcher.take()):
+        batcher.answer(request, 10 + request.input_token_ids[0])
+    assert [inbox.final().result.output_token_ids for inbox in inboxes] == [(10,), (11,)]
+    for client in clients:
+        client.close()
+
+
+# -------------------------------------------------------------------- stopping
+
+
+def test_a_stop_reaches_the_batcher_with_its_reason(front_end, batcher) -> None:
+    request_id = front_end.submit(make_request(), Inbox())
+    request = batcher.take()
+    front_end.stop(request_id, StopReason.STOP_WORDS)
+    front_end.stop(12345, StopReason.CANCELLED)
+    assert batcher.stops(1) == {StopSignal(request.request_id, StopReason.STOP_WORDS)}
+
+
+def test_a_stop_while_queued_ends_the_request(front_end, batcher) -> None:
+    queued, next_one = Inbox(), Inbox()
+    front_end.stop(front_end.submit(make_request(), queued), StopReason.CANCELLED)
+    front_end.submit(make_request((99,)), next_one)
+    # Frames keep their order, so the first request is gone when the second is there.
+    while len(batcher.client._queue) != 1 or 2 not in batcher.client._queue:
+        assert batcher._work.acquire(timeout=PATIENCE_S)
+    assert batcher.take().input_token_ids == (99,)
+    assert queued.final().result.finish_reason is FinishReason.CANCELLED
+
+
+def test_requests_of_a_front_end_that_goes_are_stopped(server, batcher, path) -> None:
+    leaving, staying = SocketEngineClient(path), SocketEngineClient(path)
+    inboxes = [Inbox() for _ in range(3)]
+    for inbox in inboxes:
+        leaving.submit(make_request(), inbox)
+    taken = [batcher.take() for _ in inboxes]
+    kept = Inbox()
+    staying.submit(make_request(), kept)
+    last = batcher.take()
+
+    leaving.close()
+    assert batcher.stops(3) == {StopSignal(request.request_id, StopReason.CANCELLED) for request in taken}
+    for inbox in inboxes:
+        assert isinstance(inbox.final().error, Unavailable)
+    batcher.answer(taken[0], 5)  # nobody listens any more
+    batcher.answer(last, 6)
+    assert kept.final().error is None
+    staying.close()
+
+
+# -------------------------------------------------------------------- ending
+
+
+def test_when_the_engine_goes_each_request_gets_one_unavailable(front_end, server, batcher, path) -> None:
+    running, answered = Inbox(), Inbox()
+    front_end.submit(make_request(), running)
+    batcher.take()
+    front_end.submit(make_request(), answered)
+    batcher.answer(batcher.take(), 5)
+    assert answered.final().error is None
+    server.close()
+    assert isinstance(running.final().error, Unavailable)
+    with pytest.raises(Unavailable, match=r"engine\.sock"):
+        front_end.submit(make_request(), Inbox())
+    with pytest.raises(Unavailable):
+        front_end.describe()
+    assert not Path(path).exists()
+
+
+def test_what_was_answered_before_the_end_still_arrives(front_end, server, batcher) -> None:
+    inboxes = [Inbox() for _ in range(200)]
+    for inbox in inboxes:
+        front_end.submit(make_request(), inbox)
+    for request in [batcher.take() for _ in inboxes]:
+        batcher.answer(request, *range(1000))
+    server.close()
+    for inbox in inboxes:
+        assert inbox.final().error is None
+
+
+def test_a_dead_batcher_answers_through_the_socket(front_end, batcher) -> None:
+    running = Inbox()
+    front_end.submit(make_request(), running)
+    batcher.take()
+    batcher.client.fail_all(Unavailable("the generation loop died"))
+    assert str(running.final().error) == "the generation loop died"
+    late = Inbox()
+    front_end.submit(make_request(), late)
+    assert isinstance(late.final().error, Unavailable)
+
+
+def test_a_front_end_finds_an_engine_that_comes_later_and_comes_back(batcher, path) -> None:
+    client = SocketEngineClient(path)
+    with pytest.raises(Unavailable, match=r"engine\.sock"):
+        client.submit(make_request(), Inbox())
+    ids = []
+    for _ in range(2):
+        server = EndpointServer(batcher.client, path)
+        inbox = Inbox()
+        ids.append(client.submit(make_request(), inbox))
+        batcher.answer(batcher.take(), 5)
+        assert inbox.final().error is None
+        server.close()
+    assert len(set(ids)) == 2
+    client.close()
+
+
+def test_closing_is_idempotent_and_final(front_end, server) -> None:
+    front_end.describe()
+    for _ in range(2):
+        front_end.close()
+        server.close()
+    with pytest.raises(Unavailable):
+        front_end.submit(make_request(), Inbox())
+
+
+def test_a_callback_may_submit_stop_and_close(front_end, batcher) -> None:
+    second, closed = Inbox(), threading.Event()
+
+    def again(response: Response) -> None:
+        front_end.stop(front_end.submit(make_request(), second), StopReason.CANCELLED)
+        front_end.close()
+        closed.set()
+
+    front_end.submit(make_request(), again)
+    batcher.answer(batcher.take(), 5)
+    assert closed.wait(PATIENCE_S)
+    assert isinstance(second.final().error, Unavailable)
+
+
+def test_many_threads_and_a_restart_leave_nobody_without_an_answer(path) -> None:
+    batcher = Batcher()
+    client = SocketEngineClient(path)
+    inboxes: list[Inbox] = []
+    refused = []
+
+    def submit_many() -> None:
+        for _ in range(100):
+            inbox = Inbox()
+            try:
+                client.submit(make_request(), inbox)
+                inboxes.append(inbox)
+            except Unavailable as error:
+                refused.append(error)
+
+    for _ in range(3):
+        server = EndpointServer(batcher.client, path)
+        threads = [threading.Thread(target=submit_many) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            batcher.answer(batcher.take(), 5)
+        server.close()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    client.close()
+    assert len(inboxes) + len(refused) == 1200
+    for inbox in inboxes:
+        inbox.final()
+
+
+# -------------------------------------------------------------------- ill-behaved peers
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        framed(b"\xc1"),
+        framed(msgspec.msgpack.encode({"type": "Nothing"})),
+        framed(msgspec.msgpack.encode(["nothing"])),
+    ],
+)
+def test_noise_ends_its_own_connection_only(front_end, batcher, path, noise: bytes) -> None:
+    inbox = Inbox()
+    front_end.submit(make_request(), inbox)
+    with raw_connection(path) as noisy:
+        noisy.sendall(noise)
+        read_all(noisy)
+    batcher.answer(batcher.take(), 5)
+    assert inbox.final().error is None
+
+
+@contextlib.contextmanager
+def impostor(path: str, *sends: bytes) -> Iterator[None]:
+    """Listens like an engine, sends what it is told to, and reads nothing."""
+    done = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def serve() -> None:
+            connected, _ = listener.accept()
+            with connected:
+                connected.sendall(b"".join(sends))
+                done.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        done.set()
+        thread.join(PATIENCE_S)
+
+
+def hello(path: str) -> bytes:
+    """What an engine says first."""
+    aside = path + "2"
+    server = EndpointServer(Batcher().client, aside)
+    with raw_connection(aside) as connected:
+        header = connected.recv(4, socket.MSG_WAITALL)
+        content = connected.recv(int.from_bytes(header, "big"), socket.MSG_WAITALL)
+    server.close()
+    return header + content
+
+
+def test_something_else_at_the_path_is_no_engine(path) -> None:
+    client = SocketEngineClient(path)
+    with impostor(path, framed(b"\x05")), pytest.raises(Unavailable):
+        client.describe()
+    client.close()
+
+
+def test_an_engine_that_talks_nonsense_is_left(path) -> None:
+    greeting, client, inbox = hello(path), SocketEngineClient(path), Inbox()
+    with impostor(path, greeting, framed(b"\x05")), contextlib.suppress(Unavailable):
+        client.submit(make_request(), inbox)
+        assert isinstance(inbox.final().error, Unavailable)
+    client.close()
+
+
+def test_submit_does_not_wait_for_an_engine_that_hangs(path, monkeypatch) -> None:
+    monkeypatch.setattr("inflight.endpoint.client._SEND_TIMEOUT_S", 1)
+    greeting, client, inbox = hello(path), SocketEngineClient(path), Inbox()
+    with impostor(path, greeting):
+        client.submit(make_request(tuple(range(300_000))), inbox)
+        assert isinstance(inbox.final().error, Unavailable)
+    client.close()
+
+
+# -------------------------------------------------------------------- load
+
+
+def test_a_front_end_that_does_not_read_delays_nobody(front_end, batcher, path) -> None:
+    deaf_inbox, inbox = Inbox(), Inbox()
+    gate = threading.Event()
+
+    def deaf(response: Response) -> None:
+        assert gate.wait(PATIENCE_S)
+        deaf_inbox(response)
+
+    other = SocketEngineClient(path)
+    other.submit(make_request(), deaf)
+    deaf_request = batcher.take()
+    front_end.submit(make_request(), inbox)
+    request = batcher.take()
+    for token in range(20_000):
+        batcher.answer(deaf_request, token, final=False)
+    batcher.answer(request, 5)
+    assert inbox.final().error is None
+    batcher.answer(deaf_request, 20_000)
+    gate.set()
+    deaf_inbox.final()
+    assert deaf_inbox.tokens == list(range(20_001))
+    assert len(deaf_inbox.responses) < 20_000
+    other.close()
+
+
+def test_idle_costs_no_cpu(front_end, batcher) -> None:
+    front_end.submit(make_request(), Inbox())
+    batcher.take()
+    threads = [t for t in threading.enumerate() if t is not threading.main_thread() and t.native_id]
+    assert len(threads) >= 4  # accept, read, write; the front end's reader
+
+    def switches() -> int:
+        texts = [Path(f"/proc/self/task/{thread.native_id}/status").read_text() for thread in threads]
+        return sum(int(line.split()[1]) for t in texts for line in t.splitlines() if "voluntary" in line)
+
+    settled = threading.Event()
+    before = -1
+    while before != (before := switches()):
+        settled.wait(0.05)
+    settled.wait(0.3)
+    assert switches() == before
+
+
+def test_throughput(front_end, batcher, capsys) -> None:
+    inboxes = [Inbox() for _ in range(64)]
+    for inbox in inboxes:
+        front_end.submit(make_request(), inbox)
+    requests = [batcher.take() for _ in inboxes]
+    begin = time.perf_counter()
+    for token in range(160):
+        for request in requests:
+            batcher.answer(request, token, final=token == 159)
+    sent = time.perf_counter()
+    for inbox in inboxes:
+        inbox.final()
+    end = time.perf_counter()
+    received = sum(len(inbox.responses) for inbox in inboxes)
+    assert all(inbox.tokens == list(range(160)) for inbox in inboxes)
+    with capsys.disabled():
+        print(
+            f"\n10,240 responses of 64 streams: {10240 / (sent - begin):,.0f}/s taken from the loop, "
+            f"{10240 / (end - begin):,.0f}/s delivered (in {received} frames)"
+        )

@@ -1,0 +1,81 @@
+"""A model repository that needs no engine: one decoupled model that counts, and that can be told to fail."""
+
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+backend: "python"
+max_batch_size: 0
+model_transaction_policy { decoupled: true }
+input [
+  { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "GAP_MS" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+output [ { name: "NUMBER" data_type: TYPE_INT32 dims: [ 1 ] } ]
+instance_group [ { kind: KIND_CPU count: 1 } ]
+parameters: {
+  key: "gpt_model_path"
+  value: { string_value: "${engine_dir}" }
+}
+parameters { key: "tokenizer_dir" value { string_value: "${tokenizer_dir}" } }
+parameters { key: "dtype" value { string_value: "" } }
+parameters { key: "fail_with" value { string_value: "" } }
+"""
+
+MODEL = """
+import json
+import threading
+import time
+
+import numpy
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        parameters = json.loads(args["model_config"])["parameters"]
+        reason = parameters["fail_with"]["string_value"]
+        if reason:
+            raise ValueError(reason)
+        self.lock, self.active = threading.Lock(), 0
+        family = pb_utils.MetricFamily(
+            name="nv_trt_llm_request_metrics", description="requests", kind=pb_utils.MetricFamily.GAUGE
+        )
+        self.family, self.gauge = family, family.Metric(labels={"model": "tensorrt_llm", "request_type": "active"})
+        print("serving", parameters["gpt_model_path"]["string_value"], flush=True)
+
+    def execute(self, requests):
+        for request in requests:
+            count, gap = (
+                int(pb_utils.get_input_tensor_by_name(request, name).as_numpy()[0]) for name in ("COUNT", "GAP_MS")
+            )
+            sender = request.get_response_sender()
+            self.count(1)
+            threading.Thread(target=self.answer, args=(sender, count, gap / 1000)).start()
+
+    def answer(self, sender, count, gap):
+        for number in range(count):
+            time.sleep(gap)
+            tensor = pb_utils.Tensor("NUMBER", numpy.array([number], numpy.int32))
+            sender.send(pb_utils.InferenceResponse([tensor]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self.count(-1)
+
+    def count(self, change):
+        with self.lock:
+            self.active += change
+            self.gauge.set(self.active)
+"""
+
+
+@pytest.fixture
+def counting_repository(tmp_path: Path) -> Path:
+    """`tensorrt_llm` in name and parameters, a counter in behavior, with an empty demo model."""
+    repository = tmp_path / "a repository"
+    version = repository / "tensorrt_llm" / "1"
+    (version / "demo_model").mkdir(parents=True)
+    (version / "demo_model" / "config.json").write_text("{}")
+    (version / "model.py").write_text(MODEL)
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(CONFIG)
+    return repository

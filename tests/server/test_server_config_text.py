@@ -1,0 +1,72 @@
+"""Parameters of config.pbtxt as text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.server.config_text import is_filled, quote, read_parameters, set_parameters, unquote
+
+FORMS = [
+    'parameters { key: "a" value { string_value: "old" } }',
+    'parameters: {\n  key: "a",\n  value: {\n    string_value: "old"\n  }\n}',
+    "parameters [ { key: 'a' value: { string_value: 'old' } } ]",
+    'parameters {key:"a" value{string_value:"o" "ld"}}',
+    '# parameters { key: "a" }\nparameters { key: "a" # the key\n value < string_value: "old" > }',
+]
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_each_form_is_read_and_replaced(text: str) -> None:
+    assert read_parameters(text) == {"a": "old"}
+    changed = set_parameters(text, {"a": 'new "quoted" \\ path'})
+    assert read_parameters(changed) == {"a": 'new "quoted" \\ path'}
+
+
+def test_the_rest_of_the_text_stays_as_it_is() -> None:
+    text = 'name: "m" # parameters\n' + FORMS[1] + "\ninstance_group [ { count: 1 } ]\n"
+    assert set_parameters(text, {"a": "old"}) == text
+    assert set_parameters(text, {"a": "b"}) == text.replace('"old"', '"b"')
+
+
+def test_a_list_of_entries() -> None:
+    text = (
+        'parameters [\n{ key: "a" value { string_value: "1" } },\n{ key: "b" value { string_value: "2" } }\n]'
+    )
+    assert read_parameters(set_parameters(text, {"b": "3"})) == {"a": "1", "b": "3"}
+
+
+def test_a_missing_entry_is_appended() -> None:
+    text = 'name: "m"'
+    assert read_parameters(set_parameters(text, {"new": "value"})) == {"new": "value"}
+    assert set_parameters(text, {"new": "value"}).startswith('name: "m"\n')
+
+
+def test_parameters_inside_other_blocks_are_not_the_models() -> None:
+    text = 'model_warmup [ { parameters { key: "a" value { string_value: "no" } } } ]'
+    assert read_parameters(text) == {}
+
+
+def test_nothing_to_set_changes_nothing() -> None:
+    assert set_parameters("", {}) == ""
+    assert set_parameters("name: 'm'", {}) == "name: 'm'"
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text()))
+def test_what_is_set_is_read_back(values: dict[str, str]) -> None:
+    assert read_parameters(set_parameters('name: "m"\n' + FORMS[0], values)) == {"a": "old"} | values
+
+
+@given(st.text())
+def test_quoting_round_trip(text: str) -> None:
+    assert unquote(quote(text)) == text
+
+
+def test_numeric_escapes_are_bytes_of_utf8() -> None:
+    assert unquote(r'"\303\xa9\n"') == "é\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "filled"), [(None, False), ("", False), ("${engine_dir}", False), ("x${y}", True), ("/m", True)]
+)
+def test_unfilled_placeholders_count_as_absent(value: str | None, filled: bool) -> None:
+    assert is_filled(value) is filled

@@ -1,0 +1,235 @@
+"""The real tritonserver under a trivial model: ready, ended in every way, and nothing left behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Queue
+
+import numpy
+import pytest
+import tritonclient.grpc as grpcclient
+
+from inflight.server import perf_analyzer
+from inflight.server.errors import OptionError, ServeError
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.ports import Ports
+
+pytestmark = pytest.mark.e2e
+
+
+def ask(
+    url: str, count: int, gap_ms: int, numbers: "Queue[int | Exception]"
+) -> grpcclient.InferenceServerClient:
+    """Start a stream of `count` numbers; the client has to be closed."""
+
+    def receive(result: grpcclient.InferResult | None, error: Exception | None) -> None:
+        numbers.put(error if result is None else int(result.as_numpy("NUMBER")[0]))
+
+    client = grpcclient.InferenceServerClient(url)
+    client.start_stream(receive)
+    inputs = []
+    for name, value in (("COUNT", count), ("GAP_MS", gap_ms)):
+        inputs.append(grpcclient.InferInput(name, [1], "INT32"))
+        inputs[-1].set_data_from_numpy(numpy.array([value], numpy.int32))
+    client.async_stream_infer("tensorrt_llm", inputs)
+    return client
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def shared_memory_of(server_folder: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(server_folder + "*"))
+
+
+class Command:
+    """`python -m inflight.server` with free ports, as a child process."""
+
+    def __init__(self, repository: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "inflight.server", "--model-repository", str(repository), *arguments]
+        for service in ("http", "grpc", "metrics"):
+            if f"--{service}-port" not in arguments:
+                command += [f"--{service}-port", "0"]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", bufsize=1
+        )
+
+    def ready_line(self) -> dict[str, str]:
+        assert self.process.stdout is not None
+        word, *pairs = self.process.stdout.readline().rstrip("\n").split(" ", 4)
+        assert word == "READY"
+        return dict(pair.split("=", 1) for pair in pairs)
+
+    def server(self) -> int:
+        """The tritonserver's process id."""
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return next(
+            pid for pid in map(int, listed.split()) if "tritonserver" in os.readlink(f"/proc/{pid}/exe")
+        )
+
+
+@contextlib.contextmanager
+def command(repository: Path, *arguments: str) -> Iterator[Command]:
+    running = Command(repository, *arguments)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+def group_members(group: int) -> list[int]:
+    """Live processes of a process group."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+def test_a_ready_server_answers_and_leaves_nothing(counting_repository: Path) -> None:
+    numbers: Queue[int | Exception] = Queue()
+    with serve(counting_repository, settings={"dtype": "float32"}) as server:
+        folder, pid = server.repository.path.parent, server.pid
+        assert shared_memory_of(folder.name)
+        assert "serving" in server.log_text()
+        client = ask(server.grpc, 3, 0, numbers)
+        assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        client.close()
+    assert server.returncode == 0
+    assert group_members(pid) == []
+    assert shared_memory_of(folder.name) == []
+    assert not folder.exists()
+
+
+def test_a_model_that_fails_to_load_is_the_cause(counting_repository: Path) -> None:
+    with (
+        pytest.raises(ServeError, match="the reason it gave"),
+        serve(counting_repository, settings={"fail_with": "the reason it gave"}),
+    ):
+        pass
+
+
+def test_a_server_that_dies_is_reported(counting_repository: Path) -> None:
+    with command(counting_repository) as serving:
+        serving.ready_line()
+        server = serving.server()
+        os.kill(server, signal.SIGKILL)
+        _, errors = serving.process.communicate(timeout=20)
+    assert serving.process.returncode == 1
+    assert "tritonserver ended (exit status -9)" in errors
+    assert group_members(server) == []
+
+
+def test_a_server_stopped_before_it_is_ready(counting_repository: Path) -> None:
+    server = TritonServer(ServerOptions(model_repository=counting_repository))
+    server.start()
+    assert server.wait_ready(30, interrupted=lambda: True) is False
+    server.close()
+    assert not server.repository.path.exists()
+
+
+def test_a_failed_construction_leaves_no_folder(counting_repository: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = Ports(http=taken.getsockname()[1])
+        with pytest.raises(OptionError, match="--http-port"):
+            TritonServer(ServerOptions(model_repository=counting_repository, ports=ports))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_finishes_what_is_in_flight_and_exits_with_0(
+    counting_repository: Path, number: signal.Signals
+) -> None:
+    """Although the client keeps its stream open, for which this tritonserver would wait forever."""
+    numbers: Queue[int | Exception] = Queue()
+    with command(counting_repository) as serving:
+        ready = serving.ready_line()
+        assert ready["model"].endswith("demo_model")
+        client = ask(ready["grpc"], 10, 100, numbers)
+        assert numbers.get(timeout=10) == 0
+        server = serving.server()
+        serving.process.send_signal(number)
+        assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
+        assert serving.process.wait(20) == 0
+        client.close()
+        assert group_members(server) == []
+
+
+def test_what_is_still_in_flight_after_the_exit_timeout_is_an_error(counting_repository: Path) -> None:
+    numbers: Queue[int | Exception] = Queue()
+    with command(counting_repository, "--exit-timeout", "1") as serving:
+        client = ask(serving.ready_line()["grpc"], 1000, 100, numbers)
+        assert numbers.get(timeout=10) == 0
+        serving.process.terminate()
+        _, errors = serving.process.communicate(timeout=30)
+        client.close()
+    assert serving.process.returncode == 1
+    assert "not finished after 1 s" in errors
+
+
+def test_a_second_signal_does_not_wait(counting_repository: Path) -> None:
+    numbers: Queue[int | Exception] = Queue()
+    with command(counting_repository) as serving:
+        client = ask(serving.ready_line()["grpc"], 1000, 100, numbers)
+        assert numbers.get(timeout=10) == 0
+        serving.process.send_signal(signal.SIGTERM)
+        assert numbers.get(timeout=10) == 1
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(10) == 128 + signal.SIGTERM
+        client.close()
+
+
+def test_the_server_ends_with_a_launcher_that_is_killed(counting_repository: Path) -> None:
+    with command(counting_repository) as serving:
+        serving.ready_line()
+        server = serving.server()
+        folder = Path(os.readlink(f"/proc/{server}/cwd"))
+        serving.process.kill()
+        serving.process.wait()
+        assert eventually(lambda: not folder.exists())
+        assert group_members(server) == []
+        assert shared_memory_of(folder.name) == []
+
+
+def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with command(counting_repository, "--grpc-port", port) as serving:
+            output, errors = serving.process.communicate(timeout=20)
+    assert serving.process.returncode == 2
+    assert output == ""
+    assert f"port {port}" in errors
+    assert "--grpc-port" in errors
+    assert "tritonserver" not in errors
+
+
+def test_a_setting_that_no_model_has_is_reported(counting_repository: Path) -> None:
+    with command(counting_repository, "--set", "dtpe=float32") as serving:
+        output, errors = serving.process.communicate(timeout=20)
+    assert serving.process.returncode == 2
+    assert output == ""
+    assert "'dtpe'" in errors
+    assert "did you mean dtype?" in errors
+
+
+def test_perf_analyzer_runs_on_a_decoupled_model(counting_repository: Path, tmp_path: Path) -> None:
+    data = tmp_path / "input.json"
+    data.write_text('{"data": [{"COUNT": [3], "GAP_MS": [1]}]}')
+    with serve(counting_repository) as server:
+        arguments = f"-m tensorrt_llm -u {server.grpc} -i grpc --streaming --async --input-data {data}"
+        measuring = "--measurement-mode count_windows --measurement-request-count 20 --max-trials 3 -s 999"
+        finished = perf_analyzer.run([*arguments.split(), *measuring.split()], timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "Throughput:" in finished.stdout

@@ -1,0 +1,57 @@
+"""The server's log and the causes found in it."""
+
+import io
+
+from inflight.server.log import ServerLog, find_cause
+
+FAILED = r"""I1121 07:32:04.136206 3786 model_lifecycle.cc:472] "loading: m:1"
+hello from the model
+E1121 07:32:05.438735 3786 backend_model.cc:692] "ERROR: Failed to create instance: ValueError: no"
+E1121 07:32:05.438736 3786 lifecycle.cc:642] "failed to load 'm' version 1: ValueError: no\n\nAt:\n  model.py(3)\n"
+I1121 07:32:05.547399 3786 server.cc:604] "table"
+E1121 07:32:05.600000 3786 main.cc:11] "error: creating server"
+more of it
+"""
+DRIVER_LINE = 'E1121 07:32:04.135175 3786 server.cc:241] "CudaDriverHelper has not been initialized."\n'
+
+
+def test_the_cause_of_a_model_that_does_not_load_is_its_reason() -> None:
+    lines = find_cause(FAILED).splitlines()
+    assert len(lines) == 4
+    assert "failed to load 'm' version 1: ValueError: no" in lines[0]
+    assert lines[2] == "  model.py(3)"
+
+
+def test_other_causes_are_all_errors_with_what_follows_them() -> None:
+    lines = find_cause(FAILED.replace("failed to load", "x")).splitlines()
+    assert "Failed to create instance" in lines[0]
+    assert lines[-1] == "more of it"
+    assert not any("table" in line or "loading" in line for line in lines)
+
+
+def test_without_errors_the_cause_is_the_end() -> None:
+    assert find_cause("one\ntwo\nthree\n", most_lines=2) == "two\nthree"
+    assert find_cause("") == ""
+
+
+def test_lines_are_kept_and_passed_on() -> None:
+    echo = io.StringIO()
+    log = ServerLog(io.BytesIO(b"one\n\xff two\nthree"), echo, has_gpu=False)
+    log.join(5)
+    assert log.text() == "one\n\ufffd two\nthree"
+    assert echo.getvalue() == log.text()
+
+
+def test_complaints_about_a_missing_gpu_are_left_out_where_there_is_none() -> None:
+    for has_gpu, expected in ((True, DRIVER_LINE + "x\n"), (False, "x\n")):
+        log = ServerLog(io.BytesIO(DRIVER_LINE.encode() + b"x\n"), None, has_gpu)
+        log.join(5)
+        assert log.text() == expected
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_log() -> None:
+    echo = io.StringIO()
+    echo.close()
+    log = ServerLog(io.BytesIO(b"one\ntwo\n"), echo, has_gpu=True)
+    log.join(5)
+    assert log.text() == "one\ntwo\n"

@@ -1,0 +1,92 @@
+"""What --model, --dtype and --set come to in the runtime repository."""
+
+from pathlib import Path
+
+import pytest
+
+from inflight.server.config_text import read_parameters
+from inflight.server.errors import OptionError
+from inflight.server.repository import Wanted, assemble, fill
+
+PRESENT = {"gpt_model_path": "${engine_dir}", "tokenizer_dir": "${tokenizer_dir}", "dtype": "", "policy": "a"}
+NO_DEMO = Path("nowhere")
+
+
+def parameters_of(folder: Path, model: str = "tensorrt_llm") -> dict[str, str]:
+    return read_parameters((folder / model / "config.pbtxt").read_text())
+
+
+def test_without_options_the_demo_model_is_served(counting_repository: Path, tmp_path: Path) -> None:
+    runtime = assemble(counting_repository, tmp_path / "out", Wanted())
+    demo = str((counting_repository / "tensorrt_llm" / "1" / "demo_model").resolve())
+    assert runtime.checkpoint == demo
+    assert runtime.models == ("tensorrt_llm",)
+    assert parameters_of(runtime.path)["gpt_model_path"] == demo
+    assert parameters_of(runtime.path)["tokenizer_dir"] == demo
+
+
+def test_code_is_copied_and_weights_are_linked(counting_repository: Path, tmp_path: Path) -> None:
+    (counting_repository / "tensorrt_llm" / "1" / "__pycache__").mkdir()
+    version = assemble(counting_repository, tmp_path / "out", Wanted()).path / "tensorrt_llm" / "1"
+    assert sorted(entry.name for entry in version.iterdir()) == ["demo_model", "model.py"]
+    assert not (version / "model.py").is_symlink()
+    assert (version / "demo_model").is_symlink()
+    assert (version / "demo_model" / "config.json").read_text() == "{}"
+
+
+def test_the_source_is_not_written_to(counting_repository: Path, tmp_path: Path) -> None:
+    before = (counting_repository / "tensorrt_llm" / "config.pbtxt").read_text()
+    assemble(counting_repository, tmp_path / "out", Wanted(dtype="float32"))
+    assert (counting_repository / "tensorrt_llm" / "config.pbtxt").read_text() == before
+
+
+def test_each_model_gets_the_parameters_it_has(counting_repository: Path, tmp_path: Path) -> None:
+    front_end = counting_repository / "preprocessing"
+    (front_end / "1").mkdir(parents=True)
+    (front_end / "config.pbtxt").write_text(
+        'parameters { key: "tokenizer_dir" value { string_value: "${tokenizer_dir}" } }\n'
+        'parameters { key: "add_special_tokens" value { string_value: "true" } }\n'
+    )
+    wanted = Wanted(model=tmp_path / "m", settings={"add_special_tokens": "false"})
+    runtime = assemble(counting_repository, tmp_path / "out", wanted)
+    assert runtime.models == ("preprocessing", "tensorrt_llm")
+    assert parameters_of(runtime.path, "preprocessing") == {
+        "tokenizer_dir": str(tmp_path / "m"),
+        "add_special_tokens": "false",
+    }
+    assert "add_special_tokens" not in parameters_of(runtime.path)
+
+
+def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
+    values = fill(PRESENT, Wanted(model=tmp_path, dtype="bfloat16"), NO_DEMO)
+    assert values == {"gpt_model_path": str(tmp_path), "tokenizer_dir": str(tmp_path), "dtype": "bfloat16"}
+
+
+def test_settings_win(tmp_path: Path) -> None:
+    wanted = Wanted(model=tmp_path, dtype="bfloat16", settings={"dtype": "float32", "tokenizer_dir": "/t"})
+    values = fill(PRESENT, wanted, NO_DEMO)
+    assert values == {"gpt_model_path": str(tmp_path), "tokenizer_dir": "/t", "dtype": "float32"}
+
+
+def test_a_repository_that_names_its_model_keeps_it(tmp_path: Path) -> None:
+    present = PRESENT | {"gpt_model_path": "/own"}
+    assert fill(present, Wanted(), tmp_path) == {"tokenizer_dir": "/own"}
+    assert fill(present | {"tokenizer_dir": "/own_too"}, Wanted(), tmp_path) == {}
+
+
+def test_another_model_brings_its_own_tokenizer(tmp_path: Path) -> None:
+    present = PRESENT | {"gpt_model_path": "/own", "tokenizer_dir": "/own"}
+    values = fill(present, Wanted(settings={"gpt_model_path": "/other"}), tmp_path)
+    assert values == {"gpt_model_path": "/other", "tokenizer_dir": "/other"}
+
+
+def test_an_unknown_key_is_refused_with_what_is_near() -> None:
+    with pytest.raises(OptionError, match=r"'polcy'.*did you mean policy\?"):
+        fill(PRESENT, Wanted(settings={"polcy": "b"}), NO_DEMO)
+    with pytest.raises(OptionError, match=r"'xyzzy'.*there are dtype, gpt_model_path"):
+        fill(PRESENT, Wanted(settings={"xyzzy": "b"}), NO_DEMO)
+
+
+def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--model-repository"):
+        assemble(tmp_path, tmp_path / "out", Wanted())

@@ -1,0 +1,129 @@
+"""Ports, the private folder, and the installed server: what a start needs before there is a process."""
+
+import os
+import socket
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from inflight.server import installation, probe, runtime_directory
+from inflight.server.errors import OptionError, ServeError
+from inflight.server.keeper import Keeper
+from inflight.server.ports import Ports, resolve_host, resolve_ports
+
+LOCALHOST = "127.0.0.1"
+
+
+def test_free_ports_differ() -> None:
+    ports = resolve_ports(LOCALHOST, Ports())
+    assert len({ports.http, ports.grpc, ports.metrics}) == 3
+    assert 0 not in (ports.http, ports.grpc, ports.metrics)
+
+
+def test_a_port_in_use_is_named_with_its_flag() -> None:
+    with socket.create_server((LOCALHOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=rf"port {port} .*--grpc-port"):
+            resolve_ports(LOCALHOST, Ports(grpc=port))
+
+
+def test_one_port_for_two_services_is_refused() -> None:
+    port = resolve_ports(LOCALHOST, Ports()).http
+    with pytest.raises(OptionError, match="--metrics-port"):
+        resolve_ports(LOCALHOST, Ports(http=port, metrics=port))
+
+
+def test_hosts_are_resolved_or_refused() -> None:
+    assert resolve_host("localhost") == LOCALHOST
+    with pytest.raises(OptionError, match="--host"):
+        resolve_host("no such host")
+
+
+def test_removing_the_folder_takes_its_shared_memory_along() -> None:
+    folder = runtime_directory.make()
+    prefix = runtime_directory.shared_memory_prefix(folder)
+    mine, other = (Path("/dev/shm") / f"{name}-test" for name in (prefix, "inflight-other"))
+    for path in (mine, other):
+        path.touch()
+    try:
+        assert runtime_directory.shared_memory_files(folder) == [mine]
+        runtime_directory.remove(folder)
+        assert not mine.exists()
+        assert other.exists()
+        assert not folder.exists()
+    finally:
+        other.unlink()
+
+
+def test_a_temporary_folder_with_spaces_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spaced = tmp_path / "with space"
+    spaced.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spaced))
+    folder = runtime_directory.make()
+    assert " " not in str(folder)
+    runtime_directory.remove(folder)
+
+
+def test_a_dismissed_keeper_removes_nothing(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path)
+    keeper.watch(os.getpgid(0))
+    keeper.dismiss()
+    assert tmp_path.exists()
+
+
+METRICS = """# TYPE nv_trt_llm_request_metrics gauge
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 2
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 3.0
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 64
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [(METRICS, 5), (METRICS.replace("2", "0").replace("3.", "0."), 0), ("", None), (None, None)],
+)
+def test_requests_in_flight_are_those_waiting_and_running(
+    body: "str | None", expected: "int | None", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_get", lambda *_: body)
+    assert probe.requests_in_flight(LOCALHOST, 8002) == expected
+
+
+def test_the_embedded_server_is_laid_out(tmp_path: Path) -> None:
+    found = installation.embedded(tmp_path)
+    backend = Path(found.arguments[1]) / "python"
+    assert os.access(found.program, os.X_OK)
+    assert os.access(backend / "triton_python_backend_stub", os.X_OK)
+    assert (backend / "libtriton_python.so").exists()
+    assert found.environment()["LD_LIBRARY_PATH"].startswith(str(found.library_path[0]))
+
+
+def test_a_python_without_a_shared_library_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: None)
+    monkeypatch.setattr("sys.base_prefix", str(tmp_path))
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    with pytest.raises(ServeError, match=r"libpython3\.\d+\.so\.1\.0.*apt-get install"):
+        installation.embedded(tmp_path)
+
+
+def test_a_missing_wheel_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ServeError, match=r"nvidia-pytriton.*--tritonserver"):
+        installation.embedded(tmp_path)
+
+
+def test_a_server_from_elsewhere_uses_the_backends_beside_it(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "tritonserver"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    assert installation.external(program).arguments == ()
+    (tmp_path / "backends" / "python").mkdir(parents=True)
+    assert installation.external(program).arguments == ("--backend-directory", str(tmp_path / "backends"))
+
+
+def test_a_server_that_cannot_be_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--tritonserver"):
+        installation.external(tmp_path)

@@ -1,0 +1,23 @@
+"""The package's log lines arrive in Triton's log at the same weight, once."""
+
+from __future__ import annotations
+
+import logging
+
+from inflight.testing.fake_pb_utils import FakePbUtils
+from inflight.triton.log import log_to_triton
+from tests.triton.logging_restored import logging_restored
+
+
+def test_levels() -> None:
+    fake = FakePbUtils()
+    with logging_restored() as logger:
+        log_to_triton(fake)
+        log_to_triton(fake)
+        logger.setLevel(logging.DEBUG)
+        part = logger.getChild("part")
+        part.debug("a")
+        part.info("b %d", 1)
+        part.warning("c")
+        part.error("d")
+    assert fake.Logger.lines == [("verbose", "a"), ("info", "b 1"), ("warn", "c"), ("error", "d")]

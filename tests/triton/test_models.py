@@ -1,0 +1,206 @@
+"""The models as Triton drives them: initialize, execute, finalize, with a fake engine and the real endpoint."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
+from inflight.triton.models import engine, ensemble, infer, postprocessing, preprocessing
+from inflight.triton.models.text_model import TextModel
+from tests.triton.factories import make_model_config, make_triton_request, text_inputs, token_inputs
+from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
+from tests.triton.logging_restored import logging_restored
+
+
+@pytest.fixture
+def pb_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePbUtils]:
+    fake = FakePbUtils()
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake)  # type: ignore[arg-type]
+    with logging_restored():
+        yield fake
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_letter_tokenizer(tmp_path)
+    return tmp_path
+
+
+def make_args(decoupled: bool = True, **parameters: str) -> dict[str, str]:
+    config = make_model_config(decoupled=decoupled, **parameters)
+    return {
+        "model_name": "a_model",
+        "model_version": "1",
+        "model_repository": "",
+        "model_config": json.dumps(config),
+    }
+
+
+@pytest.fixture
+def engine_model(pb_utils: FakePbUtils, folder: Path) -> Iterator[engine.TritonPythonModel]:
+    model = engine.TritonPythonModel()
+    model.initialize(
+        make_args(
+            fake_engine="vocab=26,step_us=0",
+            tokenizer_dir=str(folder),
+            engine_endpoint=str(folder / "engine.sock"),
+        )
+    )
+    yield model
+    model.finalize()
+
+
+def only_arrays(request: InferenceRequest) -> dict[str, np.ndarray]:
+    (sent,) = request.sender.wait_final()
+    assert sent.response is not None and not sent.response.has_error(), (
+        sent.response and sent.response.error()
+    )
+    return sent.response.arrays()
+
+
+def test_the_engine_model_serves_ids(engine_model: engine.TritonPythonModel) -> None:
+    request = make_triton_request()
+    assert engine_model.execute([request]) is None
+    arrays = only_arrays(request)
+    assert arrays["output_ids"].shape == (1, 1, 7) and len(arrays["text_output"].item()) == 7
+
+
+def test_the_front_ends_reach_it_and_give_its_answers(
+    engine_model: engine.TritonPythonModel, folder: Path
+) -> None:
+    by_ids = make_triton_request(token_inputs(input_ids=[letter_tokenizer().encode("hello")]))
+    engine_model.execute([by_ids])
+    expected = only_arrays(by_ids)["text_output"].item()
+
+    args = {"tokenizer_dir": str(folder), "engine_endpoint": str(folder / "engine.sock")}
+    for module, inputs in (
+        (infer, token_inputs(input_ids=None, text_input=b"hello")),
+        (ensemble, text_inputs(text_input=b"hello")),
+    ):
+        model = module.TritonPythonModel()
+        model.initialize(make_args(decoupled=module is ensemble, **args))
+        request = make_triton_request(inputs)
+        model.execute([request])
+        assert only_arrays(request)["text_output"].item() == expected
+        model.finalize()
+
+
+def test_a_front_end_loads_without_an_engine_and_says_so(pb_utils: FakePbUtils, tmp_path: Path) -> None:
+    model = ensemble.TritonPythonModel()
+    model.initialize(make_args(engine_endpoint=str(tmp_path / "nobody.sock")))
+    request = make_triton_request(text_inputs())
+    model.execute([request])
+    (sent,) = request.sender.wait_final()
+    assert sent.response is not None
+    error = sent.response.error()
+    assert error is not None and error.code() == TritonError.UNAVAILABLE
+    model.finalize()
+
+
+@pytest.mark.parametrize("module", [engine, infer, ensemble, preprocessing, postprocessing])
+def test_a_bad_parameter_fails_the_load(pb_utils: FakePbUtils, module: object) -> None:
+    with pytest.raises(ConfigError, match="nonsense: got 'x'"):
+        module.TritonPythonModel().initialize(make_args(nonsense="x"))  # type: ignore[attr-defined]
+
+
+def make_text_model(module: object, folder: Path | None) -> TextModel:
+    model = module.TritonPythonModel()  # type: ignore[attr-defined]
+    model.initialize(make_args(decoupled=False, **({"tokenizer_dir": str(folder)} if folder else {})))
+    return model
+
+
+def answer(model: TextModel, **inputs: np.ndarray) -> InferenceResponse:
+    names = [spec.name for spec in model.outputs.specs]
+    (response,) = model.execute([InferenceRequest(inputs, names)])
+    model.finalize()
+    return response
+
+
+def words(*texts: bytes) -> np.ndarray:
+    return np.array([texts], dtype=np.object_)
+
+
+def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
+    arrays = answer(
+        make_text_model(preprocessing, folder),
+        QUERY=words(b"abc"),
+        REQUEST_OUTPUT_LEN=np.array([[9]], np.int32),
+        STOP_WORDS_DICT=words(b"xy", b"", b"z"),
+        END_ID=np.array([[5]], np.int32),
+    ).arrays()
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "INPUT_ID": [[0, 1, 2]],
+        "REQUEST_INPUT_LEN": [[3]],
+        "REQUEST_OUTPUT_LEN": [[9]],
+        "BAD_WORDS_IDS": [[[0], [-1]]],
+        "STOP_WORDS_IDS": [[[23, 24, 25], [2, 3, -1]]],
+        "OUT_END_ID": [[5]],
+        "OUT_PAD_ID": [[-1]],
+    }
+    types = {name: array.dtype for name, array in arrays.items()}
+    assert set(types.values()) == {np.dtype(np.int32)}
+
+
+def test_postprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
+    arrays = answer(
+        make_text_model(postprocessing, folder),
+        TOKENS_BATCH=np.array([[[0, 1, 2], [3, 4, 5]]], np.int32),
+        SEQUENCE_LENGTH=np.array([[3, 1]], np.int32),
+    ).arrays()
+    assert arrays["OUTPUT"].tolist() == [[b"abc", b"d"]]
+
+
+def test_postprocessing_takes_all_tokens_by_default(pb_utils: FakePbUtils, folder: Path) -> None:
+    response = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=np.array([[[0, 1]]], np.int32))
+    assert response.arrays()["OUTPUT"].tolist() == [[b"ab"]]
+
+
+BAD_TEXT_REQUESTS = [
+    (preprocessing, {}, "a value is required for QUERY"),
+    (preprocessing, {"QUERY": words(b"\xff")}, "QUERY must be UTF-8"),
+    (preprocessing, {"QUERY": np.array([[b"a"], [b"b"]], np.object_)}, "Send 2 separate requests"),
+    (postprocessing, {}, "a value is required for TOKENS_BATCH"),
+    (
+        postprocessing,
+        {"TOKENS_BATCH": np.zeros([1, 1, 2], np.int32), "SEQUENCE_LENGTH": np.array([[3]], np.int32)},
+        "SEQUENCE_LENGTH must have one length from 0 to 2 for each of 1 beams",
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "inputs", "message"), BAD_TEXT_REQUESTS, ids=lambda part: str(part)[:30])
+def test_text_models_answer_a_bad_request_alone(
+    pb_utils: FakePbUtils, folder: Path, module: object, inputs: dict[str, np.ndarray], message: str
+) -> None:
+    error = answer(make_text_model(module, folder), **inputs).error()
+    assert error is not None and message in error.message()
+    assert error.code() in (TritonError.INVALID_ARG, TritonError.UNSUPPORTED)
+
+
+def test_text_models_load_without_a_tokenizer_and_say_so(pb_utils: FakePbUtils) -> None:
+    error = answer(make_text_model(preprocessing, None), QUERY=words(b"abc")).error()
+    assert error is not None and error.code() == TritonError.UNSUPPORTED
+    assert "tokenizer_dir" in error.message()
+
+
+def test_front_ends_import_no_torch() -> None:
+    """Only the engine's process pays for it."""
+    modules = "infer, ensemble, preprocessing, postprocessing"
+    code = f"from inflight.triton.models import {modules}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_model_py_is_one_import() -> None:
+    for path in (Path(__file__).parents[2] / "model_repository").glob("*/1/model.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
+        assert [alias.name for node in imports for alias in node.names] == ["TritonPythonModel"]
