@@ -58,11 +58,6 @@ class Answer:
     def finish_reason(self) -> str:
         return self.outputs["finish_reason"].reshape(-1)[0].decode()
 
-    @property
-    def code(self) -> str:
-        """The gRPC status name, such as INVALID_ARGUMENT."""
-        return str(self.error.status()).replace("StatusCode.", "") if self.error else ""
-
 
 def as_array(name: str, value) -> np.ndarray:
     """[1,1] for a scalar, [1,n] for a list, as is for anything deeper."""
@@ -88,10 +83,10 @@ def make_inputs(library, **tensors) -> list:
 class Stream:
     """A gRPC stream on which any number of requests can be open."""
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self._answers: queue.Queue = queue.Queue()
         self.client = grpc.InferenceServerClient(url)
-        self.client.start_stream(lambda result, error: self._answers.put((result, error)), headers=headers)
+        self.client.start_stream(lambda result, error: self._answers.put((result, error)))
 
     def __enter__(self) -> Stream:
         return self

@@ -191,13 +191,6 @@ def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors
     assert untouched == alone(PROMPT, 25)
 
 
-def test_a_stream_that_asks_for_status_codes_gets_them(fake_server):
-    with Stream(fake_server.grpc, headers={"triton_grpc_error": "true"}) as stream:
-        stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4, beam_width=2)
-        _, refused = stream.receive()
-    assert refused.code == "UNIMPLEMENTED"
-
-
 def test_neutral_values_of_what_is_not_built_are_accepted(fake_server):
     (answer,) = ask(
         fake_server.grpc,

@@ -16,14 +16,15 @@ from typing import TextIO
 
 from inflight.server import installation, probe, runtime_directory
 from inflight.server.errors import ServeError
+from inflight.server.idle import IdleWatch, stubs_processor_time
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
 from inflight.server.ports import Ports, resolve_host, resolve_ports
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
 
-_POLL_INTERVAL_S = 0.05
+_POLL_INTERVAL_S = 0.1
 _UNREADY_GRACE_S = 5.0
-# How long a server with nothing left to do may take to end. While a client keeps a gRPC stream open it never does.
+# How long a server with nothing left to do may take to end (see `idle` for why it may not end at all).
 _DRAINED_GRACE_S = 5.0
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
@@ -154,18 +155,20 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             self._started().send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
-        idle_since: float | None = None
-        while self.returncode is None and not hurry() and time.monotonic() < deadline:
+        watch = self._watch_idleness()
+        drained = False
+        while self.returncode is None and not (drained or hurry()) and time.monotonic() < deadline:
             self._wait(_POLL_INTERVAL_S)
-            if probe.requests_in_flight(self._address, self.ports.metrics) != 0:
-                idle_since = None
-            elif idle_since is None:
-                idle_since = time.monotonic()
-            elif time.monotonic() - idle_since > _DRAINED_GRACE_S:
-                break
-        drained = self.returncode is None and idle_since is not None
+            drained = watch.seconds() > _DRAINED_GRACE_S
+        in_order = self.returncode == 0 or (drained and self.returncode is None)
         self.kill()
-        return drained or self.returncode == 0
+        return in_order
+
+    def _watch_idleness(self) -> IdleWatch:
+        return IdleWatch(
+            count_requests=lambda: probe.requests_in_flight(self._address, self.ports.metrics),
+            processor_time=lambda: stubs_processor_time(self.pid),
+        )
 
     def kill(self) -> None:
         """End the server and its stubs at once."""

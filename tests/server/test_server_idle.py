@@ -1,0 +1,63 @@
+"""When a server is taken to have nothing left to do."""
+
+import os
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from inflight.server.idle import IdleWatch, stubs_processor_time
+
+
+class Readings:
+    """A clock, a processor account and a request count that the test sets."""
+
+    def __init__(self, requests: int | None) -> None:
+        self.now, self.used, self.requests = 0.0, 0.0, requests
+        self.watch = IdleWatch(lambda: self.requests, lambda: self.used, lambda: self.now)
+
+    def after(self, seconds: float, used: float = 0.0) -> float:
+        self.now += seconds
+        self.used += used
+        return self.watch.seconds()
+
+
+def test_the_engines_count_decides_where_there_is_one() -> None:
+    readings = Readings(requests=1)
+    assert readings.after(5) == 0
+    readings.requests = 0
+    assert readings.after(2, used=2.0) == 2
+    readings.requests = 1
+    assert readings.after(1) == 0
+
+
+@pytest.mark.parametrize(("used", "expected"), [(0.0, 3), (0.03, 3), (0.3, 0)])
+def test_without_a_count_processor_time_decides(used: float, expected: int) -> None:
+    assert Readings(requests=None).after(3, used) == expected
+
+
+def test_work_between_rests_starts_the_watch_again() -> None:
+    readings = Readings(requests=None)
+    assert [readings.after(1), readings.after(1, used=0.5), readings.after(1)] == [1, 0, 1]
+
+
+def test_the_leader_of_the_group_is_not_counted(burning: "Callable[[], int]") -> None:
+    group = burning()
+    assert stubs_processor_time(group) >= 0.05
+    assert stubs_processor_time(os.getpid()) == 0
+
+
+@pytest.fixture
+def burning() -> "Callable[[], int]":
+    """Start a resting leader with a child that has used some processor time."""
+    script = "(i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; exec sleep 60) & wait"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+
+    def start() -> int:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        return process.pid
+
+    yield start
+    os.killpg(process.pid, 9)
+    process.communicate()
