@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
+
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
@@ -233,3 +237,29 @@ def test_the_server_itself_refuses_wrong_types_and_unknown_inputs(fake_server):
     with pytest.raises(InferenceServerException, match="input_ids"):
         client.infer("tensorrt_llm_infer", [wrong, *make_inputs(grpc, request_output_len=2)])
     client.close()
+
+
+def http_status(server, path: str, body: dict) -> int:
+    request = urllib.request.Request(f"http://{server.http}/v2/models/{path}", json.dumps(body).encode())
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    assert json.load(caught.value)["error"]
+    return caught.value.code
+
+
+def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
+    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "beam_width": 2}
+    for tensors, status in ((bad, 400), (unsupported, 501)):
+        body = {"input_ids": PROMPT, **tensors}
+        assert http_status(fake_server, "tensorrt_llm/generate", body) == 400
+        shapes = {"input_ids": [1, len(PROMPT)]}
+        inputs = [
+            {
+                "name": name,
+                "datatype": "INT32",
+                "shape": shapes.get(name, [1, 1]),
+                "data": np.ravel(value).tolist(),
+            }
+            for name, value in body.items()
+        ]
+        assert http_status(fake_server, "tensorrt_llm_infer/infer", {"inputs": inputs}) == status
