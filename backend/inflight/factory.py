@@ -94,7 +94,7 @@ def build_engine(
         stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
         on_death=client.fail_all,
     )
-    return RunningEngine(client, manager, EndpointServer(client, endpoint_path))
+    return RunningEngine(client, manager, EndpointServer(client, endpoint_path, client.drain))
 
 
 def _scheduler_config(parameters: Parameters) -> SchedulerConfig:

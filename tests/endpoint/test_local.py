@@ -169,3 +169,37 @@ def test_many_threads_against_one_loop() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+def test_draining_waits_for_what_is_in_flight_and_refuses_what_is_new(client) -> None:
+    inbox = Inbox()
+    client.submit(make_request(), inbox)
+    client.get_inference_requests(-1)
+    draining = threading.Thread(target=client.drain, args=(PATIENCE_S,))
+    draining.start()
+    client.send_response(delta(1, 10, final=True))
+    draining.join(PATIENCE_S)
+    assert not draining.is_alive()
+    assert inbox.final() == delta(1, 10, final=True)
+    with pytest.raises(Unavailable, match="shutting down"):
+        client.submit(make_request(), Inbox())
+
+
+def test_what_takes_longer_than_the_drain_is_ended_with_unavailable(client) -> None:
+    running, waiting = Inbox(), Inbox()
+    client.submit(make_request(), running)
+    client.get_inference_requests(-1)
+    client.submit(make_request(), waiting)
+    draining = threading.Thread(target=client.drain, args=(0.0,))
+    draining.start()
+    while not (signals := client.poll_stop_signals()):
+        pass
+    assert [signal.request_id for signal in signals] == [1]
+    client.send_response(Response(1, Result((), 3, 0, FinishReason.CANCELLED), is_final=True))
+    client.get_inference_requests(-1)
+    while not waiting.finished.is_set():
+        client.get_inference_requests(-1)
+    draining.join(PATIENCE_S)
+    assert not draining.is_alive()
+    assert isinstance(running.final().error, Unavailable)
+    assert isinstance(waiting.final().error, Unavailable)

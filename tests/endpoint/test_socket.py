@@ -19,7 +19,7 @@ from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason, StopReason, StopSignal
-from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.client import SocketEngineClient, drain_engine
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument, Unavailable
@@ -329,7 +329,7 @@ def test_noise_ends_its_own_connection_only(front_end, batcher, path, noise: byt
 
 @contextlib.contextmanager
 def impostor(path: str, *sends: bytes) -> Iterator[None]:
-    """Listens like an engine, sends what it is told to, and reads nothing."""
+    """Takes one connection like an engine, sends what it is told to, and reads nothing."""
     done = threading.Event()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -337,6 +337,7 @@ def impostor(path: str, *sends: bytes) -> Iterator[None]:
 
         def serve() -> None:
             connected, _ = listener.accept()
+            listener.close()
             with connected:
                 connected.sendall(b"".join(sends))
                 done.wait(PATIENCE_S)
@@ -449,3 +450,27 @@ def test_throughput(front_end, batcher, capsys) -> None:
             f"\n10,240 responses of 64 streams: {10240 / (sent - begin):,.0f}/s taken from the loop, "
             f"{10240 / (end - begin):,.0f}/s delivered (in {received} frames)"
         )
+
+
+# -------------------------------------------------------------------- the server ends
+
+
+def test_a_supervisor_is_told_when_everything_is_answered(batcher, path) -> None:
+    server = EndpointServer(batcher.client, path, batcher.client.drain)
+    front_end = SocketEngineClient(path)
+    inbox = Inbox()
+    front_end.submit(make_request(), inbox)
+    request = batcher.take()
+    told: list[bool] = []
+    supervisor = threading.Thread(target=lambda: told.append(drain_engine(path, PATIENCE_S)))
+    supervisor.start()
+    batcher.answer(request, 5)
+    supervisor.join(PATIENCE_S)
+    assert told == [True]
+    assert inbox.final().result.output_token_ids == (5,)
+    front_end.close()
+    server.close()
+
+
+def test_there_is_nothing_to_drain_without_an_engine(path) -> None:
+    assert drain_engine(path, 1.0) is False

@@ -22,6 +22,8 @@ from inflight.core.stop import StopReason
 from inflight.endpoint.frames import (
     Answer,
     BadFrame,
+    Drain,
+    Drained,
     Hello,
     Stop,
     Submit,
@@ -196,3 +198,27 @@ class _Connection:
             f"the connection to the engine at {self._path} was lost while the request was in flight; "
             "the server's log may say why, and a later try may work"
         )
+
+
+def drain_engine(path: str, timeout_s: float) -> bool:
+    """Tell the engine at `path` that its server ends, and wait until everything in flight is answered.
+
+    Args:
+        path: The engine's socket.
+        timeout_s: After so many seconds, what is still in flight is ended with UNAVAILABLE.
+
+    Returns:
+        Whether the engine has answered everything; False if there is no engine to be reached.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s + 2 * _HELLO_TIMEOUT_S)
+        try:
+            connection.connect(path)
+            read_frame(connection)  # its Hello
+            connection.sendall(encode(Drain(timeout_s)))
+            while (body := read_frame(connection)) is not None:
+                if isinstance(decode_from_engine(body), Drained):
+                    return True
+        except (OSError, BadFrame):
+            pass
+    return False

@@ -45,6 +45,16 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     reason: StopReason
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor → engine: refuse new requests, end within `timeout_s` seconds what is in flight, say Drained."""
+
+    timeout_s: float
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Engine → supervisor: every request has its final response."""
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end: one response."""
 
@@ -67,11 +77,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_FROM_ENGINE = msgspec.msgpack.Decoder(Hello | Answer)
-_FROM_FRONT_END = msgspec.msgpack.Decoder(Submit | Stop)
+_FROM_ENGINE = msgspec.msgpack.Decoder(Hello | Answer | Drained)
+_FROM_FRONT_END = msgspec.msgpack.Decoder(Submit | Stop | Drain)
 
 
-def encode(frame: Hello | Answer | Submit | Stop) -> bytes:
+def encode(frame: Hello | Answer | Drained | Submit | Stop | Drain) -> bytes:
     """Length and body; BadFrame if there is more to say than one frame may."""
     body = _ENCODER.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
@@ -79,12 +89,12 @@ def encode(frame: Hello | Answer | Submit | Stop) -> bytes:
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-def decode_from_engine(body: bytes) -> Hello | Answer:
+def decode_from_engine(body: bytes) -> Hello | Answer | Drained:
     """A frame for a front end; BadFrame if it is none."""
     return _decode(_FROM_ENGINE, body)
 
 
-def decode_from_front_end(body: bytes) -> Submit | Stop:
+def decode_from_front_end(body: bytes) -> Submit | Stop | Drain:
     """A frame for the engine; BadFrame if it is none."""
     return _decode(_FROM_FRONT_END, body)
 

@@ -20,10 +20,11 @@ from inflight.core.description import EngineDescription
 from inflight.core.ports import SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.response import Response, Result
-from inflight.core.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
+from inflight.core.stop import CUT_SHORT, FINISH_REASON_OF_STOP, StopReason, StopSignal
 from inflight.errors import InflightError, Unavailable
 
 _log = logging.getLogger(__name__)
+_PATIENCE_S = 5.0
 
 
 class LocalEngineClient:
@@ -44,6 +45,8 @@ class LocalEngineClient:
         self._stopped_in_queue: dict[int, Response] = {}
         self._stop_signals: list[StopSignal] = []
         self._refusal: str | None = None
+        self._farewell: InflightError | None = None  # instead of CANCELLED, for those that drain ends
+        self._all_answered = threading.Condition(self._lock)
 
     # ---------------------------------------------------------------- for front ends, any thread
 
@@ -78,6 +81,24 @@ class LocalEngineClient:
         """Let later submits raise Unavailable, while the requests that are here go on: a graceful shutdown."""
         with self._lock:
             self._refusal = self._refusal or str(error)
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new requests and wait until every other is answered; end with Unavailable what takes longer.
+
+        Returns when all have their final response, or five seconds after the time was up: the loop hangs then.
+        Not for the loop's thread.
+        """
+        error = Unavailable("the server is shutting down")
+        self.refuse(error)
+        with self._lock:
+            if self._all_answered.wait_for(lambda: not self._callbacks, timeout_s):
+                return
+            self._farewell = error
+            late = list(self._callbacks)
+        for request_id in late:
+            self.stop(request_id, StopReason.CANCELLED)
+        with self._lock:
+            self._all_answered.wait_for(lambda: not self._callbacks, _PATIENCE_S)
 
     def fail_all(self, error: InflightError) -> None:
         """Answer every unanswered request with `error`, and let later submits raise Unavailable.
@@ -128,8 +149,15 @@ class LocalEngineClient:
                 on_response = self._callbacks.pop(response.request_id, None)
             else:
                 on_response = self._callbacks.get(response.request_id)
+            farewell = self._farewell
         if on_response is not None:
+            if farewell is not None and response.result and response.result.finish_reason in CUT_SHORT:
+                response = Response(response.request_id, error=farewell, is_final=True)
             _deliver(on_response, response)
+        if response.is_final:
+            with self._lock:
+                if not self._callbacks:
+                    self._all_answered.notify_all()
 
 
 def _ended_without_tokens(request: Request, reason: StopReason) -> Response:

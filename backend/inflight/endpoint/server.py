@@ -19,6 +19,7 @@ from inflight.core.stop import StopReason
 from inflight.endpoint.frames import (
     Answer,
     BadFrame,
+    Drained,
     Hello,
     Stop,
     Submit,
@@ -39,10 +40,15 @@ _ACCEPT_AGAIN_S = 1.0
 
 
 class EndpointServer:
-    """Serves `client` at `path` from construction to `close`; raises ConfigError if the path cannot be used."""
+    """Serves `client` at `path` from construction to `close`; raises ConfigError if the path cannot be used.
 
-    def __init__(self, client: EngineClient, path: str) -> None:
+    `drain` is called with a number of seconds when a supervisor says that the server ends; it returns when
+    everything in flight is answered.
+    """
+
+    def __init__(self, client: EngineClient, path: str, drain: Callable[[float], None] | None = None) -> None:
         self._client = client
+        self._drain = drain
         self._path = path
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
@@ -78,7 +84,7 @@ class EndpointServer:
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
-            connection = _Connection(self._client, accepted, self._forget)
+            connection = _Connection(self._client, accepted, self._forget, self._drain)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
@@ -92,9 +98,14 @@ class _Connection:
     """One front end."""
 
     def __init__(
-        self, client: EngineClient, connected: socket.socket, on_end: Callable[[_Connection], None]
+        self,
+        client: EngineClient,
+        connected: socket.socket,
+        on_end: Callable[[_Connection], None],
+        drain: Callable[[float], None] | None,
     ) -> None:
         self._client = client
+        self._drain = drain
         self._socket = connected
         self._on_end = on_end
         self._mailbox = Mailbox()
@@ -127,8 +138,11 @@ class _Connection:
                 frame = decode_from_front_end(body)
                 if isinstance(frame, Submit):
                     self._submit(frame)
-                else:
+                elif isinstance(frame, Stop):
                     self._stop(frame)
+                elif self._drain is not None:
+                    self._drain(frame.timeout_s)  # a supervisor sends nothing else: nobody waits behind this
+                    self._socket.sendall(encode(Drained()))
         except (OSError, BadFrame) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:

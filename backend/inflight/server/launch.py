@@ -16,6 +16,7 @@ from typing import TextIO
 
 from inflight.server import installation, probe, runtime_directory
 from inflight.server.errors import ServeError
+from inflight.server.farewell import Farewell
 from inflight.server.idle import IdleWatch, stubs_processor_time
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
@@ -26,6 +27,8 @@ _POLL_INTERVAL_S = 0.1
 _UNREADY_GRACE_S = 5.0
 # How long a server with nothing left to do may take to end (see `idle` for why it may not end at all).
 _DRAINED_GRACE_S = 5.0
+# What is still in flight is answered with UNAVAILABLE so long before the server gives up on it.
+_FAREWELL_MARGIN_S = 4.0
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
 # Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
@@ -155,7 +158,7 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             self._started().send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
-        watch = self._watch_idleness()
+        watch = self._say_farewell() or self._watch_idleness()
         drained = False
         while self.returncode is None and not (drained or hurry()) and time.monotonic() < deadline:
             self._wait(_POLL_INTERVAL_S)
@@ -163,6 +166,12 @@ class TritonServer:
         in_order = self.returncode == 0 or (drained and self.returncode is None)
         self.kill()
         return in_order
+
+    def _say_farewell(self) -> Farewell | None:
+        """Tell the engines, if there are any where this launcher had them put their sockets."""
+        sockets = list(self._folder.glob("*.sock"))
+        timeout = self._options.exit_timeout_s
+        return Farewell(sockets, max(timeout - _FAREWELL_MARGIN_S, timeout / 2)) if sockets else None
 
     def _watch_idleness(self) -> IdleWatch:
         return IdleWatch(

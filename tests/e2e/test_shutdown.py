@@ -1,0 +1,36 @@
+"""What clients see when the server is told to end, and what is left of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from inflight.server.launch import ServerOptions, serve
+
+from .clients import Stream
+
+SLOW = {"fake_engine": "vocab=1000,step_us=20000"}
+PROMPT = [1, 2, 3]
+
+
+def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(elsewhere):
+    with serve(settings=SLOW, options=ServerOptions(exit_timeout_s=7)) as server:
+        with Stream(server.grpc) as short, Stream(server.grpc) as long:
+            short.send("tensorrt_llm", input_ids=PROMPT, request_output_len=60, streaming=True)
+            long.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4000, streaming=True)
+            short.receive()
+            long.receive()
+            assert server.shut_down() is True
+            *_, finished = short.until_final()
+            *_, cut = long.until_final()
+        assert finished.finish_reason == "LENGTH"
+        assert "shutting down" in str(cut.error)
+
+
+def test_nothing_is_left_of_a_server_that_was_used(elsewhere):
+    with serve(settings=SLOW) as server, Stream(server.grpc) as stream:
+        folder = server.repository.path.parent
+        stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=3)
+        list(stream.until_final())
+        assert list(Path("/dev/shm").glob(f"{folder.name}*"))
+    assert not list(Path("/dev/shm").glob(f"{folder.name}*"))
+    assert not folder.exists()
