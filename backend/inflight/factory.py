@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.errors import ConfigError, Unavailable
+from inflight.errors import ConfigError
 
 if TYPE_CHECKING:
     from inflight.batch_manager import GptManager
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from inflight.triton.parameters import Parameters
 
 DEMO_MODEL = "demo_model"
+_UNLOAD_TIMEOUT_S = 10.0  # for requests of other models' clients; those of this one are ended before
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class RunningEngine:
     _endpoint: EndpointServer
 
     def close(self) -> None:
-        """Take no more requests, answer those in flight, end every thread, free the device. Idempotent."""
-        self.client.refuse(Unavailable("the server is shutting down"))
+        """Take no more requests, finish or end those in flight, end every thread, free the device. Idempotent."""
+        self.client.drain(_UNLOAD_TIMEOUT_S)
         self._endpoint.close()
         self._manager.shutdown()
         self.client.close()

@@ -113,6 +113,7 @@ class LocalEngineClient:
             self._queue.clear()
             self._stopped_in_queue.clear()
             self._stop_signals.clear()
+            self._all_answered.notify_all()
         for request_id, on_response in unanswered:
             _deliver(on_response, Response(request_id, error=error, is_final=True))
 

@@ -1,0 +1,96 @@
+"""The client for asyncio: `client.Client`'s methods, awaited. Belongs to one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import tritonclient.grpc.aio as grpc_aio
+from tritonclient.utils import InferenceServerException
+
+from inflight_client.client import STREAM_HEADERS
+from inflight_client.errors import ServerError, server_error
+from inflight_client.results import Completion, Delta, completion
+from inflight_client.tensors import TEXT_MODEL, Call, Prompt, delta_of, generate_call, is_final, stop_call
+
+
+class AsyncClient:
+    """Talks to the server's gRPC port; also an asynchronous context manager, which closes the connection.
+
+    Args:
+        url: host:port.
+        model: Serves all requests; by default `ensemble` does for text and `tensorrt_llm` for ids.
+    """
+
+    def __init__(self, url: str = "localhost:8001", model: str | None = None) -> None:
+        self._url = url
+        self._model = model
+        self._in_flight: set[Call] = set()
+        self._connection: grpc_aio.InferenceServerClient | None = None  # made inside of the event loop
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; requests in flight are cancelled. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def generate(
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+    ) -> Completion:
+        """As `Client.generate`; cancelling the task cancels the request."""
+        options["max_tokens"] = max_tokens
+        call = generate_call(prompt, False, options, self._model, request_id)
+        return completion([delta async for delta in self._deltas(call)])
+
+    def stream(
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+    ) -> AsyncIterator[Delta]:
+        """As `Client.stream`; `aclose()` of the iterator cancels the request."""
+        options["max_tokens"] = max_tokens
+        return self._deltas(generate_call(prompt, True, options, self._model, request_id))
+
+    async def cancel(self, request_id: str, model: str | None = None) -> None:
+        """As `Client.cancel`."""
+        own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
+        model = model or (own[0] if own else self._model or TEXT_MODEL)
+        async for _ in self._deltas(stop_call(model, request_id)):
+            pass
+
+    async def _deltas(self, call: Call) -> AsyncIterator[Delta]:
+        if self._connection is None:
+            self._connection = grpc_aio.InferenceServerClient(self._url)
+        self._in_flight.add(call)
+        responses = self._connection.stream_infer(_once(call), headers=STREAM_HEADERS)
+        finished = False
+        try:
+            async for result, error in responses:
+                if error is not None:
+                    raise server_error(error, self._url)
+                finished = is_final(result)
+                delta = delta_of(result)
+                if delta is not None:
+                    yield delta
+            if not finished:
+                raise ServerError("UNAVAILABLE", f"{self._url} closed the stream before its last response")
+        except (InferenceServerException, grpc.RpcError) as error:
+            raise server_error(error, self._url) from error
+        finally:
+            self._in_flight.discard(call)
+            responses.cancel()
+
+
+async def _once(call: Call) -> AsyncIterator[dict[str, Any]]:
+    yield {
+        "model_name": call.model,
+        "inputs": call.inputs,
+        "outputs": call.outputs,
+        "request_id": call.request_id,
+        "parameters": {"triton_enable_empty_final_response": True},
+    }

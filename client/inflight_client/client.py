@@ -1,0 +1,114 @@
+"""The blocking client.
+
+Owns one gRPC stream for each request in flight, because that is what can be cancelled alone. May be used from
+several threads at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from inflight_client.errors import ServerError, server_error
+from inflight_client.results import Completion, Delta, completion
+from inflight_client.tensors import TEXT_MODEL, Call, Prompt, delta_of, generate_call, is_final, stop_call
+
+# Without it an error in a stream is a bare text; with it, it has a status and ends the stream. tritonserver 2.51 has
+# crashed when such a stream had other requests in flight: here every request has a stream of its own.
+STREAM_HEADERS = {"triton_grpc_error": "true"}
+
+Responses = queue.SimpleQueue[tuple[grpc.InferResult | None, Exception | None]]
+
+
+class Client:
+    """Talks to the server's gRPC port.
+
+    Args:
+        url: host:port.
+        model: Serves all requests; by default `ensemble` does for text and `tensorrt_llm` for ids.
+    """
+
+    def __init__(self, url: str = "localhost:8001", model: str | None = None) -> None:
+        self._url = url
+        self._model = model
+        self._in_flight: set[Call] = set()
+
+    def generate(
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+    ) -> Completion:
+        """The whole answer to `prompt`, a text or a sequence of token ids.
+
+        Args:
+            prompt: What to continue.
+            max_tokens: Most tokens to generate.
+            request_id: Chosen by the caller where `cancel` is to be used; unique among requests in flight.
+            options: temperature, top_k, top_p, seed, end_id; None leaves one to the server.
+
+        Raises:
+            ServerError: The server refuses or loses the request, or cannot be reached.
+        """
+        options["max_tokens"] = max_tokens
+        return completion(self._deltas(generate_call(prompt, False, options, self._model, request_id)))
+
+    def stream(
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+    ) -> Iterator[Delta]:
+        """The answer as it comes. The request is sent when the first delta is asked for.
+
+        Closing the iterator, or leaving a `for` over it, cancels the request. Arguments and errors as in
+        `generate`.
+        """
+        options["max_tokens"] = max_tokens
+        return self._deltas(generate_call(prompt, True, options, self._model, request_id))
+
+    def cancel(self, request_id: str, model: str | None = None) -> None:
+        """End a request in flight, this client's or another's; it gets a last delta, CANCELLED.
+
+        Args:
+            request_id: What the request was given; nothing happens if it is not in flight.
+            model: The model that serves it, if another client has sent it and it is not `ensemble`.
+        """
+        own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
+        model = model or (own[0] if own else self._model or TEXT_MODEL)
+        completion(self._deltas(stop_call(model, request_id)))
+
+    def _deltas(self, call: Call) -> Iterator[Delta]:
+        responses: Responses = queue.SimpleQueue()
+        self._in_flight.add(call)
+        connection = grpc.InferenceServerClient(self._url)
+        try:
+            connection.start_stream(
+                lambda result, error: responses.put((result, error)), headers=STREAM_HEADERS
+            )
+            connection.async_stream_infer(
+                call.model,
+                call.inputs,
+                outputs=call.outputs,
+                request_id=call.request_id,
+                enable_empty_final_response=True,
+            )
+            yield from self._until_final(responses)
+            connection.stop_stream()
+        except InferenceServerException as error:
+            connection.stop_stream(cancel_requests=True)
+            # A stream that broke before the request was sent has reported why, and that is the better reason.
+            _, reported = (None, None) if responses.empty() else responses.get()
+            raise server_error(reported or error, self._url) from error
+        finally:
+            self._in_flight.discard(call)
+            connection.stop_stream(cancel_requests=True)
+            connection.close()
+
+    def _until_final(self, responses: Responses) -> Iterator[Delta]:
+        while True:
+            result, error = responses.get()
+            if result is None:
+                raise server_error(error, self._url) if error else ServerError("UNKNOWN", "an empty response")
+            delta = delta_of(result)
+            if delta is not None:
+                yield delta
+            if is_final(result):
+                return

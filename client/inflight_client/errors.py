@@ -1,0 +1,32 @@
+"""What can go wrong on the other side of the wire, in one exception."""
+
+from __future__ import annotations
+
+import grpc
+from tritonclient.utils import InferenceServerException
+
+
+class ServerError(Exception):
+    """The server refused or lost a request, or cannot be reached.
+
+    Attributes:
+        status: gRPC's name of Triton's error code: INVALID_ARGUMENT, UNIMPLEMENTED (Triton's UNSUPPORTED),
+            ALREADY_EXISTS, NOT_FOUND, UNAVAILABLE, CANCELLED, INTERNAL or UNKNOWN.
+    """
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def server_error(error: Exception, url: str) -> ServerError:
+    """The ServerError that says what `error`, raised or reported by tritonclient or gRPC, is about."""
+    status, message = "UNKNOWN", str(error)
+    if isinstance(error, InferenceServerException):
+        status = (error.status() or "UNKNOWN").removeprefix("StatusCode.")
+        message = error.message()
+    elif isinstance(error, grpc.RpcError):
+        status, message = error.code().name, error.details() or ""
+    if status == "UNAVAILABLE" and "connect" in message.lower():
+        message = f"no server answers at {url}; scripts/serve starts one ({message})"
+    return ServerError(status, message)

@@ -1,0 +1,133 @@
+"""A gRPC server that answers like Triton, as far as the client looks, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
+
+PATIENCE_S = 10.0
+
+Response = service_pb2.ModelStreamInferResponse
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as the server saw it."""
+
+    model: str
+    request_id: str
+    inputs: dict[str, list]
+    dtypes: dict[str, str]
+    shapes: dict[str, list[int]]
+    outputs: list[str]
+
+
+class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """`answer` makes the responses to one request; the default says "a", "b", "c" and then stops.
+
+    Attributes:
+        asked: The requests so far.
+        cancelled: Set when a client goes away before its answer is complete.
+        stopped: Set by a `stop` request.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.answer: Callable[[Asked], Iterable[Response]] = lambda asked: answer_with(asked, ["a", "b", "c"])
+        self.cancelled = threading.Event()
+        self.stopped = threading.Event()
+        self._server = grpc.server(ThreadPoolExecutor(max_workers=16))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.url = f"127.0.0.1:{port}"
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(grace=None).wait(PATIENCE_S)
+
+    def ModelStreamInfer(
+        self, request_iterator: Iterator, context: grpc.ServicerContext
+    ) -> Iterator[Response]:
+        assert dict(context.invocation_metadata())["triton_grpc_error"] == "true"
+        request = next(request_iterator)
+        assert request.parameters["triton_enable_empty_final_response"].bool_param
+        asked = _asked(request)
+        self.asked.append(asked)
+        if "stop" in asked.inputs:
+            self.stopped.set()
+            yield response(asked, final=True)
+            return
+        complete = False
+        context.add_callback(lambda: None if complete else self.cancelled.set())
+        try:
+            yield from self.answer(asked)
+        except Refusal as refusal:
+            complete = True
+            context.abort(refusal.code, str(refusal))
+        complete = True
+
+
+class Refusal(Exception):
+    """Raised by an `answer` to end the stream with an error."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def answer_with(
+    asked: Asked, parts: list, reason: str = "LENGTH", empty_final: bool = True
+) -> Iterator[Response]:
+    """One response for each part (a text, or a list of ids), the last with `reason`."""
+    for part in parts:
+        is_last = part is parts[-1]
+        yield response(asked, part, reason if is_last else "NOT_FINISHED", final=is_last and not empty_final)
+    if empty_final:
+        yield response(asked, final=True)
+
+
+def response(
+    asked: Asked, part: str | list[int] | None = None, reason: str = "", final: bool = False
+) -> Response:
+    """One response of a stream; without `part` there are no outputs in it."""
+    message = service_pb2.ModelInferResponse(model_name=asked.model, id=asked.request_id)
+    message.parameters["triton_final_response"].bool_param = final
+    if isinstance(part, str):
+        _add(message, "text_output", "BYTES", np.array([[part.encode()]], dtype=np.object_))
+    elif part is not None:
+        padded = [*part, -1]  # what is beyond sequence_length is padding
+        _add(message, "output_ids", "INT32", np.array([[padded]], dtype=np.int32))
+        _add(message, "sequence_length", "INT32", np.array([[len(part)]], dtype=np.int32))
+    if part is not None:
+        _add(message, "finish_reason", "BYTES", np.array([[reason.encode()]], dtype=np.object_))
+    return Response(infer_response=message)
+
+
+def _add(message: service_pb2.ModelInferResponse, name: str, datatype: str, array: np.ndarray) -> None:
+    message.outputs.add(name=name, datatype=datatype, shape=array.shape)
+    raw = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
+    message.raw_output_contents.append(raw)
+
+
+def _asked(request: service_pb2.ModelInferRequest) -> Asked:
+    values = {}
+    for tensor, raw in zip(request.inputs, request.raw_input_contents):
+        if tensor.datatype == "BYTES":
+            values[tensor.name] = [raw[4:].decode()]  # one string, behind its length
+        else:
+            values[tensor.name] = np.frombuffer(raw, triton_to_np_dtype(tensor.datatype)).tolist()
+    return Asked(
+        request.model_name,
+        request.id,
+        values,
+        {tensor.name: tensor.datatype for tensor in request.inputs},
+        {tensor.name: list(tensor.shape) for tensor in request.inputs},
+        [output.name for output in request.outputs],
+    )

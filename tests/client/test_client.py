@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from inflight_client import Client, Completion, Delta, ServerError
+from tests.client.fake_server import (
+    PATIENCE_S,
+    Asked,
+    FakeServer,
+    Refusal,
+    Response,
+    answer_with,
+    response,
+)
+
+OPTIONS = {"temperature": 0.5, "top_k": 40, "top_p": 0.75, "seed": 2**64 - 1, "end_id": -1}
+
+
+@pytest.fixture
+def client(server: FakeServer) -> Client:
+    return Client(server.url)
+
+
+def until_stopped(server: FakeServer, asked: Asked) -> Iterator[Response]:
+    """A first token, and then nothing until somebody ends the request."""
+    yield response(asked, "a", "NOT_FINISHED")
+    while not server.stopped.is_set() and not server.cancelled.is_set():
+        server.stopped.wait(0.05)
+    yield from answer_with(asked, [""], "CANCELLED")
+
+
+# -------------------------------------------------------------------- what is asked
+
+
+def test_text_goes_to_the_ensemble_under_its_names(server, client) -> None:
+    client.generate("déjà vu 🎉", max_tokens=7, **OPTIONS)
+    (asked,) = server.asked
+    assert asked.model == "ensemble"
+    assert asked.outputs == ["text_output", "finish_reason"]
+    assert asked.inputs == {
+        "text_input": ["déjà vu 🎉"],
+        "stream": [False],
+        "exclude_input_in_output": [True],
+        "max_tokens": [7],
+        "temperature": [0.5],
+        "top_k": [40],
+        "top_p": [0.75],
+        "seed": [2**64 - 1],
+        "end_id": [-1],
+    }
+
+
+def test_ids_go_to_the_engine_s_model_under_its_names(server, client) -> None:
+    list(client.stream([5, 6, 7], max_tokens=7, **OPTIONS))
+    (asked,) = server.asked
+    assert asked.model == "tensorrt_llm"
+    assert asked.outputs == ["output_ids", "sequence_length", "finish_reason"]
+    assert asked.inputs["input_ids"] == [5, 6, 7]
+    assert asked.inputs["streaming"] == [True]
+    assert asked.inputs["request_output_len"] == [7]
+    assert (asked.inputs["runtime_top_k"], asked.inputs["runtime_top_p"]) == ([40], [0.75])
+    assert asked.inputs["random_seed"] == [2**64 - 1]
+
+
+def test_tensors_have_the_server_s_types_and_a_batch_of_one(server, client) -> None:
+    client.generate("x", **OPTIONS)
+    client.generate(range(3), **OPTIONS)
+    text, ids = server.asked
+    assert all(shape == [1, 1] for shape in text.shapes.values())
+    assert ids.shapes["input_ids"] == [1, 3]
+    assert text.dtypes == {
+        "text_input": "BYTES",
+        "stream": "BOOL",
+        "exclude_input_in_output": "BOOL",
+        "max_tokens": "INT32",
+        "temperature": "FP32",
+        "top_k": "INT32",
+        "top_p": "FP32",
+        "seed": "UINT64",
+        "end_id": "INT32",
+    }
+
+
+def test_what_the_caller_leaves_out_is_left_to_the_server(server, client) -> None:
+    client.generate("x", temperature=None)
+    assert set(server.asked[0].inputs) == {"text_input", "stream", "exclude_input_in_output", "max_tokens"}
+
+
+def test_a_model_can_be_named(server) -> None:
+    Client(server.url, model="other").generate("x")
+    assert server.asked[0].model == "other"
+
+
+def test_ids_are_the_caller_s_or_unique(server, client) -> None:
+    for request_id in ("mine", None, None):
+        client.generate("x", request_id=request_id)
+    ids = [asked.request_id for asked in server.asked]
+    assert ids[0] == "mine"
+    assert len({*ids, ""}) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("x", {"seed": -1}, r"seed must be in \[0, 18446744073709551615\], got -1"),
+        ("x", {"max_tokens": 2**31}, "max_tokens must be in"),
+        ([2**31], {}, "input_ids must be in"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_not_sent(server, client, prompt, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        client.generate(prompt, **options)
+    assert not server.asked
+
+
+def test_an_unknown_option_is_an_error(client) -> None:
+    with pytest.raises(TypeError, match="unknown option 'topk'; there are max_tokens, temperature, top_k"):
+        client.generate("x", topk=5)
+
+
+# -------------------------------------------------------------------- what comes back
+
+
+@pytest.mark.parametrize("empty_final", [True, False])
+def test_a_stream_of_text(server, client, empty_final: bool) -> None:
+    server.answer = lambda asked: answer_with(asked, ["Hé", "", "🎉"], "END_ID", empty_final)
+    assert list(client.stream("x")) == [
+        Delta("Hé", (), "NOT_FINISHED"),
+        Delta("", (), "NOT_FINISHED"),
+        Delta("🎉", (), "END_ID"),
+    ]
+
+
+def test_a_stream_of_ids(server, client) -> None:
+    server.answer = lambda asked: answer_with(asked, [[5, 6], [7]])
+    assert list(client.stream([1])) == [Delta("", (5, 6), "NOT_FINISHED"), Delta("", (7,), "LENGTH")]
+
+
+def test_generate_adds_up(server, client) -> None:
+    assert client.generate("x") == Completion("abc", (), "LENGTH")
+    server.answer = lambda asked: answer_with(asked, [[5, 6], [7]], "END_ID")
+    assert client.generate([1]) == Completion("", (5, 6, 7), "END_ID")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_has_the_server_s_status_and_words(server, client, stream: bool) -> None:
+    def refuse(asked: Asked) -> Iterator[Response]:
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "request_output_len must be at least 1, got 0")
+        yield
+
+    server.answer = refuse
+    with pytest.raises(ServerError, match="must be at least 1, got 0") as caught:
+        list(client.stream("x") if stream else [client.generate("x")])
+    assert caught.value.status == "INVALID_ARGUMENT"
+
+
+def test_an_error_after_some_deltas_comes_after_them(server, client) -> None:
+    def break_off(asked: Asked) -> Iterator[Response]:
+        yield response(asked, "a", "NOT_FINISHED")
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "the generation loop died")
+
+    server.answer = break_off
+    deltas = client.stream("x")
+    assert next(deltas).text == "a"
+    with pytest.raises(ServerError, match="the generation loop died") as caught:
+        next(deltas)
+    assert caught.value.status == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("attempt", range(5))  # the refusal races with the sending of the request
+def test_no_server_is_said_with_what_to_do(attempt: int) -> None:
+    with pytest.raises(
+        ServerError, match=r"no server answers at localhost:9; scripts/serve starts one"
+    ) as caught:
+        Client("localhost:9").generate("x")
+    assert caught.value.status == "UNAVAILABLE"
+
+
+# -------------------------------------------------------------------- ending early
+
+
+@pytest.mark.parametrize("how", ["close", "break"])
+def test_leaving_a_stream_cancels_the_request(server, client, how: str) -> None:
+    server.answer = lambda asked: until_stopped(server, asked)
+    if how == "close":
+        deltas = client.stream("x")
+        next(deltas)
+        deltas.close()
+    else:
+        for _ in client.stream("x"):
+            break
+    assert server.cancelled.wait(PATIENCE_S)
+
+
+def test_a_complete_stream_is_not_cancelled(server, client) -> None:
+    list(client.stream("x"))
+    server.close()
+    assert not server.cancelled.is_set()
+
+
+@pytest.mark.parametrize(("prompt", "model"), [("x", "ensemble"), ([5], "tensorrt_llm")])
+def test_cancel_ends_a_request_by_its_id(server, client, prompt, model: str) -> None:
+    server.answer = lambda asked: until_stopped(server, asked)
+    deltas = client.stream(prompt, request_id="mine")
+    next(deltas)
+    client.cancel("mine")
+    assert [delta.finish_reason for delta in deltas] == ["CANCELLED"]
+    stop = server.asked[-1]
+    assert (stop.model, stop.request_id, stop.inputs) == (model, "mine", {"stop": [True]})
+
+
+def test_cancel_of_another_client_s_request_asks_the_model_it_is_told(server, client) -> None:
+    client.cancel("theirs")
+    client.cancel("theirs", model="tensorrt_llm")
+    assert [asked.model for asked in server.asked] == ["ensemble", "tensorrt_llm"]
+
+
+def test_one_client_serves_many_threads(server, client) -> None:
+    barrier = threading.Barrier(8)
+    server.answer = lambda asked: answer_with(asked, [asked.inputs["text_input"][0], "!"])
+    texts: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        barrier.wait(PATIENCE_S)
+        texts[number] = client.generate(str(number)).text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert texts == {number: f"{number}!" for number in range(8)}
+
+
+def test_the_client_stands_alone() -> None:
+    program = "import sys, inflight_client; sys.exit('inflight' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
