@@ -16,8 +16,8 @@ from inflight_client.errors import ServerError, server_error
 from inflight_client.results import Completion, Delta, completion
 from inflight_client.tensors import TEXT_MODEL, Call, Prompt, delta_of, generate_call, is_final, stop_call
 
-# Without it an error in a stream is a bare text; with it, it has a status and ends the stream. tritonserver 2.51 has
-# crashed when such a stream had other requests in flight: here every request has a stream of its own.
+# Without it an error in a stream is a bare text; with it, it has a status and ends the stream. tritonserver 2.51
+# has crashed when such a stream had other requests in flight: here every request has a stream of its own.
 STREAM_HEADERS = {"triton_grpc_error": "true"}
 
 Responses = queue.SimpleQueue[tuple[grpc.InferResult | None, Exception | None]]
