@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 
@@ -60,14 +61,12 @@ def test_text_and_ids_are_the_same_request(demo_server, prompt):
     assert by_text.as_numpy("output_ids").reshape(-1).tolist()[: len(ids)] == ids
 
 
-def test_a_completion_is_plausible_python(demo_server):
-    body = {
-        "text_input": "import os\nimport sys\n\n\ndef main(",
-        "max_tokens": 40,
-        "exclude_input_in_output": True,
-    }
-    text = json.loads(curl(demo_server, "ensemble/generate", body))["text_output"]
-    assert "):" in text and "\n    " in text
+@pytest.mark.parametrize("prompt", ["def read_lines(path):\n", "def parse_args(argv):\n    parser = "])
+def test_a_completion_is_python_and_ends_by_itself(demo_server, prompt):
+    text = json.loads(curl(demo_server, "ensemble/generate", {"text_input": prompt, "max_tokens": 80}))
+    (definition,) = ast.parse(text["text_output"]).body
+    assert isinstance(definition, ast.FunctionDef) and definition.body
+    assert text["finish_reason"] == "END_ID"
 
 
 def test_text_ends_at_the_checkpoints_end_id(demo_server):
