@@ -9,55 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import time
 
-import numpy as np
-import tritonclient.grpc as grpc
-
+from inflight.bench.endless_streams import log_since, open_streams
 from inflight.server.launch import ServerOptions, TritonServer, serve
-
-_LINE = re.compile(r"^I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d\.\d+) (.*)$", re.M)
-_MODEL = "tensorrt_llm"
-
-
-def _open_stream(url: str, num_requests: int) -> tuple[grpc.InferenceServerClient, list[int]]:
-    """A stream with requests that run until they are cancelled; the list grows by one with each response."""
-    responses: list[int] = []
-    client = grpc.InferenceServerClient(url)
-    client.start_stream(lambda result, error: responses.append(1))
-    for number in range(num_requests):
-        tensors = {
-            "input_ids": np.array([[number + 1, 2, 3]], np.int32),
-            "request_output_len": np.array([[4000]], np.int32),
-            "streaming": np.array([[True]]),
-        }
-        inputs = []
-        for name, value in tensors.items():
-            inputs.append(grpc.InferInput(name, value.shape, "BOOL" if value.dtype == bool else "INT32"))
-            inputs[-1].set_data_from_numpy(value)
-        client.async_stream_infer(_MODEL, inputs)
-    return client, responses
-
-
-def _seconds_after(log: str, started: float) -> list[tuple[float, str]]:
-    """(seconds since `started`, text) of the log's lines from then on."""
-    base = time.localtime(started)
-    midnight = time.mktime((base.tm_year, base.tm_mon, base.tm_mday, 0, 0, 0, 0, 0, -1))
-    lines = []
-    for _, _, hours, minutes, seconds, text in _LINE.findall(log):
-        when = midnight + 3600 * int(hours) + 60 * int(minutes) + float(seconds) - started
-        if when >= 0:
-            lines.append((when, text))
-    return lines
 
 
 def measure(server: TritonServer, num_streams: int) -> dict[str, float]:
     """One round; milliseconds."""
-    staying, _ = _open_stream(server.grpc, 1)
-    leaving, responses = _open_stream(server.grpc, num_streams)
+    staying, _ = open_streams(server.grpc, 1)
+    leaving, responses = open_streams(server.grpc, num_streams)
     while len(responses) < 4 * num_streams:
         time.sleep(0.01)
     cancelled = time.time()
@@ -65,7 +28,7 @@ def measure(server: TritonServer, num_streams: int) -> dict[str, float]:
     freed = noticed = None
     while freed is None:
         time.sleep(0.05)
-        lines = _seconds_after(server.log_text().replace('\\"', '"'), cancelled)
+        lines = log_since(server, cancelled)
         noticed = [when for when, text in lines if "its client is gone" in text]
         freed = next((when for when, text in lines if '"Active Request Count": 1,' in text), None)
         if time.time() - cancelled > 20:

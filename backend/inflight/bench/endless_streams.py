@@ -1,0 +1,45 @@
+"""What benchmarks of a real server share: streams that run until they are cancelled, and the log with times."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import tritonclient.grpc as grpc
+
+from inflight.server.launch import TritonServer
+
+_LINE = re.compile(r"^I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d\.\d+) (.*)$", re.M)
+
+
+def open_streams(url: str, num_requests: int) -> tuple[grpc.InferenceServerClient, list[int]]:
+    """A stream with requests that run until they are cancelled; the list grows by one with each response."""
+    responses: list[int] = []
+    client = grpc.InferenceServerClient(url)
+    client.start_stream(lambda result, error: responses.append(1))
+    for number in range(num_requests):
+        tensors = {
+            "input_ids": np.array([[number + 1, 2, 3]], np.int32),
+            "request_output_len": np.array([[4000]], np.int32),
+            "streaming": np.array([[True]]),
+        }
+        inputs = []
+        for name, value in tensors.items():
+            inputs.append(grpc.InferInput(name, value.shape, "BOOL" if value.dtype == bool else "INT32"))
+            inputs[-1].set_data_from_numpy(value)
+        client.async_stream_infer("tensorrt_llm", inputs)
+    return client, responses
+
+
+def log_since(server: TritonServer, started: float) -> list[tuple[float, str]]:
+    """(seconds since `started`, text) of the log's lines from then on, without the escapes of quotes."""
+    log = server.log_text().replace('\\"', '"')
+    base = time.localtime(started)
+    midnight = time.mktime((base.tm_year, base.tm_mon, base.tm_mday, 0, 0, 0, 0, 0, -1))
+    lines = []
+    for _, _, hours, minutes, seconds, text in _LINE.findall(log):
+        when = midnight + 3600 * int(hours) + 60 * int(minutes) + float(seconds) - started
+        if when >= 0:
+            lines.append((when, text))
+    return lines
