@@ -132,6 +132,18 @@ def test_an_id_can_be_used_again_after_its_final_response():
     assert [response.error for response in harness.responses] == [None, None]
 
 
+def test_a_stop_that_comes_after_the_end_does_not_touch_the_next_request_of_that_id():
+    harness = Harness()
+    harness.pending.append(Request(1, (1, 2), 1))
+    harness.stops.append(StopSignal(1))
+    harness.manager.step()
+    harness.pending.append(Request(1, (1, 2), 3))
+    for _ in range(3):
+        harness.manager.step()
+    reasons = [response.result.finish_reason for response in harness.responses]
+    assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH]
+
+
 class FailingEngine(FakeEngine):
     def __init__(self) -> None:
         super().__init__(LIMITS)
@@ -172,6 +184,21 @@ def test_the_thread_serves_idles_and_finishes_what_is_active_before_it_ends():
     harness.manager.shutdown()
 
 
+def test_requests_beyond_the_bound_are_fetched_without_another_notice():
+    harness = Harness(config=SchedulerConfig(max_num_requests=2))
+    harness.pending += [Request(number, (1, 2), 3) for number in range(5)]
+    harness.manager._thread.start()
+    assert all(harness.finals.acquire(timeout=10) for _ in range(5))
+    harness.manager.shutdown()
+
+
+def test_shutdown_takes_what_waits_beyond_the_bound():
+    harness = Harness(config=SchedulerConfig(max_num_requests=1), start=True)
+    harness.pending += [Request(number, (1, 2), 3) for number in range(3)]
+    harness.manager.shutdown()
+    assert sorted(response.request_id for response in harness.responses) == [0, 1, 2]
+
+
 def test_an_idle_loop_does_not_iterate():
     harness = Harness(start=True)
     harness.pending.append(Request(1, (1,), 1))
@@ -191,4 +218,29 @@ def test_when_the_loop_itself_dies_everyone_is_answered():
     harness.manager._scheduler.schedule = lambda: 1 / 0
     harness.manager._loop()
     assert isinstance(harness.responses[-1].error, Unavailable) and harness.responses[-1].is_final
+    assert len(harness.deaths) == 1
+
+
+def test_a_receiver_that_raises_ends_nobody_elses_request():
+    harness = Harness()
+    taken = harness.manager._send_response
+
+    def send(response: Response) -> None:
+        if response.request_id == 1:
+            raise ConnectionError("gone")
+        taken(response)
+
+    harness.manager._send_response = send
+    harness.pending += [Request(1, (1, 2), 3, streaming=True), Request(2, (1, 2), 3)]
+    for _ in range(3):
+        harness.manager.step()
+    assert [(response.request_id, response.error) for response in harness.responses] == [(2, None)]
+
+
+def test_the_death_of_the_loop_is_told_although_the_receiver_raises():
+    harness = Harness()
+    harness.pending.append(Request(1, (1, 2), 9))
+    harness.manager.step()
+    harness.manager._send_response = harness.manager._scheduler.schedule = lambda *_: 1 / 0
+    harness.manager._loop()
     assert len(harness.deaths) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import ContextChunk, SlotStart
+from inflight.core.batch import ContextChunk, ModelOutput, SlotStart
 from inflight.core.config import CapacitySchedulerPolicy
 from inflight.core.output_config import OutputConfig
 from inflight.core.sampling_config import SamplingConfig
@@ -179,6 +179,21 @@ def test_a_failed_batch_ends_its_requests_and_no_others():
     assert final.request_id == 2 and final.error is None
 
 
+@pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
+@pytest.mark.parametrize("ended_by", ["stop", "end id"])
+def test_an_ended_request_is_not_scheduled_again_while_its_last_batch_is_in_flight(policy, ended_by):
+    scheduler = make_scheduler(policy)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=3, new=50, end_ids=(7,)))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    if ended_by == "stop":
+        assert driver.accept(stop=(1,)) == []
+    assert scheduler.update(first, ModelOutput(0, [(7,)])) == []
+    assert scheduler.schedule() is None
+    (final,) = scheduler.update(second, ModelOutput(1, [(8,)]))
+    assert final.is_final and scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
+
+
 def test_fail_all_answers_everyone_once():
     scheduler = make_scheduler(max_num_sequences=1)
     driver = Driver(scheduler)
@@ -202,3 +217,10 @@ def test_a_budget_too_small_for_the_batch_or_a_block_fails_the_load(max_num_toke
         make_scheduler(max_num_tokens=max_num_tokens, max_num_sequences=max_num_tokens)
     with pytest.raises(ConfigError, match="max_batch_size"):
         make_scheduler(max_num_tokens=8, max_num_sequences=9)
+
+
+def test_a_budget_in_which_streams_would_starve_prompts_fails_the_load():
+    make_scheduler(max_num_tokens=6)
+    make_scheduler(max_num_tokens=7, chunked=True)
+    with pytest.raises(ConfigError, match="must be at least 7"):
+        make_scheduler(max_num_tokens=6, chunked=True)

@@ -33,14 +33,15 @@ def _demand(**changes: Any) -> KvCacheDemand:
 @pytest.mark.parametrize(
     ("changes", "num_blocks", "decided_by"),
     [
-        ({}, 50, "kv_cache_free_cpu_mem_fraction"),
-        ({"fraction": 1.0}, 100, "kv_cache_free_cpu_mem_fraction"),
+        # One block of what fits is the null block.
+        ({}, 49, "kv_cache_free_cpu_mem_fraction"),
+        ({"fraction": 1.0}, 99, "kv_cache_free_cpu_mem_fraction"),
         ({"max_tokens": 400}, 12, "max_tokens_in_paged_kv_cache"),
-        ({"max_tokens": 32 * 51}, 50, "kv_cache_free_cpu_mem_fraction"),
+        ({"max_tokens": 32 * 51}, 49, "kv_cache_free_cpu_mem_fraction"),
         # 100 tokens take 4 blocks; 4 sequences, twice.
         ({"bounded_by_use": True}, 32, "2 times what max_num_sequences can hold"),
         ({"bounded_by_use": True, "max_tokens": 128}, 4, "max_tokens_in_paged_kv_cache"),
-        ({"free_bytes": 8000}, 4, "kv_cache_free_cpu_mem_fraction"),
+        ({"free_bytes": 10_000}, 4, "kv_cache_free_cpu_mem_fraction"),
     ],
 )
 def test_the_least_of_all_limits(changes: dict[str, Any], num_blocks: int, decided_by: str) -> None:
@@ -48,7 +49,7 @@ def test_the_least_of_all_limits(changes: dict[str, Any], num_blocks: int, decid
     assert (plan.num_blocks, plan.decided_by) == (num_blocks, decided_by)
 
 
-@pytest.mark.parametrize("changes", [{"free_bytes": 7999}, {"max_tokens": 127}, {"free_bytes": 0}])
+@pytest.mark.parametrize("changes", [{"free_bytes": 9999}, {"max_tokens": 127}, {"free_bytes": 0}])
 def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="fewer than one for each of 4 sequences") as error:
         plan_kv_cache(_demand(**changes))

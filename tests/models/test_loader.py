@@ -170,6 +170,10 @@ def test_files_that_are_missing_or_damaged(edited: Callable[..., Path]) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     with pytest.raises(ConfigError, match=r"model-2\.safetensors does not exist"):
         _load(folder)
+    for file_name in (3, None, "../model.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": file_name}}))
+        with pytest.raises(ConfigError, match="expected the name of a file in the same folder"):
+            _load(folder)
     index.unlink()
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):

@@ -84,6 +84,12 @@ def test_model_type_decides_without_architectures(tmp_path: Path) -> None:
             {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
             (None, None, None, 7),
         ),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+            (None,) * 4,
+        ),
         (
             "Qwen3ForCausalLM",
             {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},

@@ -1,8 +1,9 @@
 """A whole server without model, threads or clock: scheduler and fake engine, driven by one random seed.
 
-`run(seed)` draws a configuration and a set of requests, runs them to the end and checks, after every step, that
-blocks and slots are conserved; at the end, that every request had exactly one final response and the tokens it
-would have had alone.
+`draw(seed)` makes a configuration and a set of requests. `run` runs them to the end and checks, after every step,
+that blocks and slots are conserved, chunks end on block boundaries and nobody is overtaken; at the end, that every
+stop was answered in its iteration, every request had exactly one final response and the tokens it would have had
+alone.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Outcome:
     """What a run did, over and above the tokens, which `run` has checked."""
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
+    final_iterations: dict[int, int] = field(default_factory=dict)
+    started: list[int] = field(default_factory=list)  # request ids, in order of their first start
     num_iterations: int = 0
     num_pauses: int = 0
     num_reused_blocks: int = 0
@@ -59,11 +62,13 @@ def draw(seed: int) -> Scenario:
     num_sequences = rng.randint(1, 6)
     num_blocks = -(-longest // tokens_per_block) + rng.choice([0, 1, 3, 10, 40])
     chunked = rng.random() < 0.5
-    needed = 1 if chunked else max(request.prompt_length for request in requests)
+    needed = num_sequences - 1 + tokens_per_block
+    if not chunked:
+        needed = max(num_sequences, tokens_per_block, *(request.prompt_length for request in requests))
     limits = EngineLimits(VOCABULARY, 200, num_sequences, num_blocks, tokens_per_block)
     config = SchedulerConfig(
         policy=rng.choice(list(CapacitySchedulerPolicy)),
-        max_num_tokens=max(needed, num_sequences, tokens_per_block) + rng.choice([0, 1, 5, 100]),
+        max_num_tokens=needed + rng.choice([0, 1, 5, 100]),
         enable_chunked_context=chunked,
         enable_kv_cache_reuse=rng.random() < 0.7,
     )
@@ -111,13 +116,13 @@ def run(scenario: Scenario) -> Outcome:
     iteration = 0
     while iteration <= last_arrival or scheduler.num_active:
         assert iteration < 5000, "the scheduler makes no progress"
-        _record(outcome, scheduler.accept(_inputs(scenario, iteration)))
+        _record(outcome, iteration, scheduler.accept(_inputs(scenario, iteration)))
         batch = scheduler.schedule()
         if batch is not None:
             in_flight.append((batch, engine.decode(batch, engine.forward(batch))))
             _observe(outcome, scenario, scheduler, batch)
         if in_flight and (batch is None or len(in_flight) == scenario.depth):
-            _record(outcome, scheduler.update(*in_flight.popleft()))
+            _record(outcome, iteration, scheduler.update(*in_flight.popleft()))
         scheduler.check_integrity()
         iteration += 1
     assert scheduler.kv_cache.pool.num_held == 0, "blocks leaked"
@@ -137,16 +142,29 @@ def _observe(outcome: Outcome, scenario: Scenario, scheduler: Scheduler, batch: 
     outcome.num_pauses += scheduler.stats(batch).num_paused_requests
     outcome.num_chunks += sum(not chunk.is_last for chunk in batch.context)
     outcome.max_rows = max(outcome.max_rows, batch.num_rows)
+    outcome.started += [start.request_id for start in batch.starts if start.request_id not in outcome.started]
+    for chunk in batch.context:
+        end = chunk.start + len(chunk.token_ids)
+        assert chunk.is_last or end % scenario.limits.tokens_per_block == 0, "a chunk ends inside a block"
 
 
-def _record(outcome: Outcome, responses: list[Response]) -> None:
+def _record(outcome: Outcome, iteration: int, responses: list[Response]) -> None:
     for response in responses:
         earlier = outcome.responses.setdefault(response.request_id, [])
         assert not (earlier and earlier[-1].is_final), "a response after the final one"
         earlier.append(response)
+        if response.is_final:
+            outcome.final_iterations[response.request_id] = iteration
 
 
 def _check(scenario: Scenario, outcome: Outcome) -> None:
+    arrived = [
+        request.request_id for _, requests in sorted(scenario.arrivals.items()) for request in requests
+    ]
+    assert outcome.started == sorted(outcome.started, key=arrived.index), "a request was overtaken"
+    for iteration, signals in scenario.stops.items():
+        for signal in signals:
+            assert outcome.final_iterations[signal.request_id] <= iteration, "a stop was not heeded at once"
     for request in scenario.requests.values():
         responses = outcome.responses[request.request_id]
         assert responses[-1].is_final and sum(response.is_final for response in responses) == 1

@@ -37,8 +37,10 @@ class GptManager:
         scheduler: Requests, slots and KV blocks.
         get_inference_requests: Called at the start of every iteration with the most requests that can be
             accepted, negative for any number.
-        send_response: Called with each response, exactly one of which is final for each request.
-        poll_stop_signal: Called at the end of every iteration.
+        send_response: Called with each response, exactly one of which is final for each request. An exception
+            is logged and touches no other response.
+        poll_stop_signal: Called at the end of every iteration; stops of requests that are not active by then
+            mean nothing, also if their ids come back.
         return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
             JSON string.
         stats_period_ns: Leave out statistics that come sooner than this after the last ones; 0 for none.
@@ -100,31 +102,39 @@ class GptManager:
         try:
             while True:
                 self._work.clear()
-                self.step()
-                if self._scheduler.num_active == 0 and not self._work.is_set():
-                    if self._shutting_down:
-                        return
-                    self._work.wait()
+                if self.step() or self._work.is_set():
+                    continue
+                if self._shutting_down:
+                    return
+                self._work.wait()
         except Exception:
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
-            error = Unavailable("the generation loop died; see the server's log")
+            self._die(Unavailable("the generation loop died; see the server's log"))
+
+    def _die(self, error: InflightError) -> None:
+        try:
             self._send(self._scheduler.fail_all(error))
+        finally:
             if self._on_death:
                 self._on_death(error)
 
-    def step(self) -> None:
-        """One iteration: get, schedule, run, decode, update, send, stop, report."""
-        responses = self._scheduler.accept(self._get())
+    def step(self) -> bool:
+        """One iteration: get, schedule, run, decode, update, send, stop, report.
+
+        Returns whether there was anything to do. Only when there was not can the loop rest: requests that had to
+        wait for room are fetched by the iteration after the one that made it.
+        """
+        inputs = self._get()
+        responses = self._scheduler.accept(inputs)
         batch = self._scheduler.schedule()
         if batch is not None:
             responses += self._run(batch)
         had_work = batch is not None or self._scheduler.num_active > 0
         self._send(responses)
-        self._stops = tuple(self._poll_stop_signal()) if self._poll_stop_signal else ()
-        if self._stops:
-            self.notify()
+        self._stops = self._poll_stops()
         if had_work:
             self._report(batch)
+        return had_work or bool(inputs.new_requests) or bool(self._stops)
 
     def _get(self) -> IterationInput:
         requests = self._get_inference_requests(self._scheduler.room)
@@ -141,9 +151,18 @@ class GptManager:
             return self._scheduler.fail(batch, _as_step_failure(error))
         return self._scheduler.update(batch, output)
 
+    def _poll_stops(self) -> tuple[StopSignal, ...]:
+        signals = self._poll_stop_signal() if self._poll_stop_signal else ()
+        return tuple(signal for signal in signals if self._scheduler.is_active(signal.request_id))
+
     def _send(self, responses: list[Response]) -> None:
         for response in responses:
-            self._send_response(response)
+            try:
+                self._send_response(response)
+            except Exception:  # the fault of one receiver must not end everybody's requests
+                _log.exception(
+                    "the send callback failed to take a response of request %d", response.request_id
+                )
 
     def _report(self, batch: ScheduledBatch | None) -> None:
         if self._return_stats is None or (now_ns := self._clock_ns()) < self._next_stats_ns:

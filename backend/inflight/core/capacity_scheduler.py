@@ -18,7 +18,7 @@ from typing import Protocol
 
 from inflight.core.config import CapacitySchedulerPolicy
 from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.llm_request import LlmRequest
+from inflight.core.llm_request import LlmRequest, RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ class MaxUtilization:
         """Blocks beyond its reservation for the next generated token; only at a block's start is there one."""
         position = request.next_position
         if position % kv_cache.tokens_per_block or position >= request.request.max_kv_tokens:
+            return 0
+        if request.state is RequestState.FINISHED:
             return 0
         return 0 if request.in_context else kv_cache.missing_blocks(request.request_id, position + 1)
 

@@ -51,6 +51,13 @@ class SchedulerConfig:
                 f"max_num_tokens is {self.max_num_tokens}; it must hold at least one KV block of "
                 f"{limits.tokens_per_block} tokens, because long contexts are computed in chunks of blocks"
             )
+        beside_others = limits.max_num_sequences - 1 + limits.tokens_per_block
+        if self.enable_chunked_context and self.max_num_tokens < beside_others:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}; with enable_chunked_context it must be at least "
+                f"{beside_others}, so that a chunk of one KV block ({limits.tokens_per_block} tokens) fits beside "
+                "a token for every other running request; else running streams would keep prompts waiting"
+            )
 
     def model_limits(self, limits: EngineLimits) -> ModelLimits:
         """What one request may ask for under this configuration on an engine of such limits."""

@@ -97,11 +97,6 @@ class LlmRequest:
         return self.request.request_id
 
     @property
-    def num_generated_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.input_token_ids)
-
-    @property
     def next_position(self) -> int:
         """Position of the next token to be computed."""
         return self.num_computed_tokens + self.num_scheduled_tokens

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.core.llm_request import LlmRequest
+from inflight.core.llm_request import LlmRequest, RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class MicroBatchScheduler:
         in_context: list[LlmRequest] = []
         generating: list[LlmRequest] = []
         for request in running:
+            if request.state is RequestState.FINISHED:  # it only waits for its batches in flight
+                continue
             position = request.num_computed_tokens + request.num_scheduled_tokens
             if position < request.context_length:
                 in_context.append(request)

@@ -55,6 +55,10 @@ class Scheduler:
         """Requests without a final response."""
         return len(self._requests)
 
+    def is_active(self, request_id: int) -> bool:
+        """Whether a request of this id has been accepted and has no final response yet."""
+        return request_id in self._requests
+
     @property
     def room(self) -> int:
         """How many more requests can be accepted; negative means any number."""
@@ -208,9 +212,7 @@ class Scheduler:
     def _advance(
         self, llm_request: LlmRequest, new_tokens: tuple[int, ...], responses: list[Response]
     ) -> None:
-        if (
-            llm_request.state is RequestState.FINISHED
-        ):  # overshoot of a batch that was in flight when it ended
+        if llm_request.state is RequestState.FINISHED:  # its batch was in flight when it ended
             responses.extend(self._drain(llm_request))
             return
         reason = FinishReason.NOT_FINISHED

@@ -90,9 +90,11 @@ class Checkpoint:
 def _file_names(folder: Path) -> dict[str, set[str]]:
     """Files to open, each with the tensors that an index expects in it."""
     if (folder / _INDEX).exists():
-        weight_map = ConfigFile.load(folder / _INDEX).child("weight_map").values
+        weight_map = ConfigFile.load(folder / _INDEX).child("weight_map")
         files: dict[str, set[str]] = {}
-        for tensor, file in weight_map.items():
+        for tensor, file in weight_map.values.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise weight_map.error(tensor, "the name of a file in the same folder")
             files.setdefault(file, set()).add(tensor)
         return files
     if (folder / _SINGLE).exists():

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from inflight.errors import ConfigError
 
-REUSE_ROOM = (
-    2  # on a CPU: times the tokens that all slots can hold, so that ended sequences stay to be reused
-)
+REUSE_ROOM = 2
+"""On a CPU, times the tokens that all slots can hold, so that ended sequences stay to be reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class KvCachePlan:
 
 def plan_kv_cache(demand: KvCacheDemand) -> KvCachePlan:
     """The number of blocks. Raises ConfigError if they would not be one for each slot."""
-    in_memory = int(demand.free_bytes * demand.fraction) // demand.block_bytes
-    bounds = [KvCachePlan(in_memory, demand.fraction_name)]
+    in_memory = int(demand.free_bytes * demand.fraction) // demand.block_bytes - 1  # the null block
+    bounds = [KvCachePlan(max(0, in_memory), demand.fraction_name)]
     if demand.max_tokens is not None:
         in_tokens = demand.max_tokens // demand.tokens_per_block
         bounds.append(KvCachePlan(in_tokens, "max_tokens_in_paged_kv_cache"))

@@ -7,7 +7,7 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import Family, read_llama_like
 from inflight.models.families.llama import LLAMA_NAMES
 
-_DEFAULT_WINDOW = 4096
+_DEFAULT_WINDOW = 4096  # transformers' default where the key is absent; null means none
 _DEFAULT_FULL_LAYERS = 28
 
 
@@ -26,7 +26,9 @@ def read_sliding_windows(config: ConfigFile) -> tuple[int | None, ...]:
     if type(full) is not int or full < 0:
         raise config.error("max_window_layers", "an integer >= 0")
     slides = [kind == "sliding_attention" for kind in types] or [i >= full for i in range(num_layers)]
-    window = config.int_or_none("sliding_window") or _DEFAULT_WINDOW
+    window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _DEFAULT_WINDOW
+    if window is None and "sliding_attention" in types:
+        raise config.error("sliding_window", "an integer >= 1, since layer_types has sliding_attention")
     return tuple(window if sliding else None for sliding in slides)
 
 
