@@ -28,7 +28,7 @@ def curl(server, path: str, body: dict) -> str:
 
 def events(streamed: str) -> list[dict]:
     return [
-        json.loads(line.removeprefix("data:")) for line in streamed.splitlines() if line.startswith("data:")
+        json.loads(line.removeprefix("data:")) for line in streamed.split("\n") if line.startswith("data:")
     ]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,22 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(broken)
         with pytest.raises(ConfigError, match=rf"tokenizer_config\.json.*{message}"):
             Tokenizer.from_dir(tmp_path)
+
+
+def test_a_long_prompt_leaves_the_processor_to_other_threads() -> None:
+    """The loop runs in the same process."""
+    ticks = 0
+    done = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.0005):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    tokenizer("byte_level").encode("x " * 200_000)
+    seen = ticks
+    done.set()
+    thread.join()
+    assert seen >= 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -268,3 +269,37 @@ def test_close_answers_even_what_the_engine_client_forgot() -> None:
     stage.client._callbacks.clear()
     stage.front_end.close()
     assert error_of(sender.wait_final()[0])[0] == TritonError.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "key", "message"),
+    [
+        (
+            Vocabulary.TEXT,
+            "runtime_top_k",
+            "runtime_top_k is not an input of this model: here it is called top_k",
+        ),
+        (Vocabulary.TEXT, "draft_input_ids", "draft_input_ids is not an input of this model"),
+        (Vocabulary.TOKENS, "top_p", "here it is called runtime_top_p"),
+    ],
+)
+def test_a_tensor_under_the_other_vocabularys_name_is_not_ignored(
+    build: Build, vocabulary: Vocabulary, key: str, message: str
+) -> None:
+    """HTTP generate hands a key that is no input on as a parameter."""
+    inputs = text_inputs() if vocabulary is Vocabulary.TEXT else token_inputs()
+    request = InferenceRequest(inputs, sorted(ALL_OUTPUTS), parameters=json.dumps({key: 5}))
+    (sent,) = build(vocabulary).take(request).wait_final()
+    assert sent.response is not None
+    error = sent.response.error()
+    assert error is not None and error.code() == TritonError.INVALID_ARG
+    assert message in error.message()
+
+
+def test_other_parameters_are_ignored(build: Build) -> None:
+    stage = build()
+    request = InferenceRequest(
+        token_inputs(), sorted(ALL_OUTPUTS), parameters='{"Streaming": true, "model": "m"}'
+    )
+    stage.take(request)
+    assert len(stage.client.submitted) == 1

@@ -150,6 +150,17 @@ def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
     assert set(types.values()) == {np.dtype(np.int32)}
 
 
+def test_preprocessing_ends_and_pads_with_the_tokenizers_tokens(pb_utils: FakePbUtils, folder: Path) -> None:
+    """What tensorrtllm_backend does, so that a client that hands the ids on gets answers that end."""
+    for settings, end_and_pad in (({}, [-1, -1]), ({"eos_token": "z"}, [25, 25])):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        arrays = answer(make_text_model(preprocessing, folder), QUERY=words(b"abc")).arrays()
+        assert [arrays[name].item() for name in ("OUT_END_ID", "OUT_PAD_ID")] == end_and_pad
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "z", "pad_token": "y"}))
+    arrays = answer(make_text_model(preprocessing, folder), QUERY=words(b"abc")).arrays()
+    assert arrays["OUT_PAD_ID"].item() == 24
+
+
 def test_postprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
     arrays = answer(
         make_text_model(postprocessing, folder),

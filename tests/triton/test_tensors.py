@@ -130,6 +130,17 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
     return [empty, wire(spec, 7)] if spec.neutral.rule is NeutralRule.ANY else [empty]
 
 
+def test_neutral_values_are_said_as_a_client_has_to_send_them() -> None:
+    assert str(INPUTS["no_repeat_ngram_size"].neutral) == "0 or 1073741824"
+    assert str(INPUTS["return_log_probs"].neutral) == "false"
+    assert str(INPUTS["runtime_top_p_min"].neutral) == "0 or 1e-06"
+
+
+@pytest.mark.parametrize("name", ["embedding_bias_words", "embedding_bias_weights", "prompt_table_extra_id"])
+def test_the_ensembles_own_tensors_are_there(name: str) -> None:
+    assert INPUTS.sent_as(name, Vocabulary.TEXT) is not None
+
+
 # (name, value, where it lands, what is there then)
 LANDINGS = [
     ("input_ids", [[1, 2]], "input_token_ids", (1, 2)),

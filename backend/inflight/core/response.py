@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.errors import InflightError
@@ -43,16 +45,18 @@ class Response:
     is_final: bool = False
 
 
-def merge_responses(earlier: Response, later: Response) -> Response:
-    """One response that says what `earlier` and `later`, consecutive deltas of one stream, say together.
+def merge_responses(responses: Sequence[Response]) -> Response:
+    """One response that says what consecutive responses of one request say together.
 
     Tokens that were waiting when an error or a cancellation came are dropped: it is the request's last word.
     """
-    if later.result is None or earlier.result is None or later.result.finish_reason in CUT_SHORT:
-        return later
+    last = responses[-1]
+    if len(responses) == 1 or last.result is None or last.result.finish_reason in CUT_SHORT:
+        return last
+    results = [response.result for response in responses if response.result is not None]
     joined = replace(
-        later.result,
-        output_token_ids=earlier.result.output_token_ids + later.result.output_token_ids,
-        num_output_tokens=earlier.result.num_output_tokens + later.result.num_output_tokens,
+        last.result,
+        output_token_ids=tuple(chain.from_iterable(result.output_token_ids for result in results)),
+        num_output_tokens=sum(result.num_output_tokens for result in results),
     )
-    return replace(later, result=joined)
+    return replace(last, result=joined)

@@ -11,7 +11,6 @@ more consumer threads sit in `get`. Nobody polls: an idle consumer sleeps in a c
 from __future__ import annotations
 
 import threading
-from functools import reduce
 from itertools import islice
 
 from inflight.core.response import Response, merge_responses
@@ -64,7 +63,7 @@ class Mailbox:
             if not self._waiting and not self._closed:
                 self._sleep(timeout)
             backlogs = self._take(limit)
-        return [reduce(merge_responses, backlog) for backlog in backlogs]
+        return [merge_responses(backlog) for backlog in backlogs]
 
     def close(self) -> None:
         """Accept nothing more. What waits is still delivered; after that `get` returns an empty list."""

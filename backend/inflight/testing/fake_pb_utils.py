@@ -133,17 +133,20 @@ class InferenceRequest:
         requested_output_names: Iterable[str] = (),
         request_id: str = "",
         sender: ResponseSender | None = None,
+        parameters: str = "{}",
     ) -> None:
         """Args:
         inputs: Arrays by name, in the shapes that a model sees.
         requested_output_names: The real server puts all outputs here if the client named none.
         request_id: The client's.
         sender: Where responses go.
+        parameters: What the client sent beside tensors, as JSON.
         """
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._requested_output_names = list(requested_output_names)
         self._request_id = request_id
         self.sender = sender or ResponseSender()
+        self._parameters = parameters
 
     def inputs(self) -> list[Tensor]:
         """The input tensors."""
@@ -156,6 +159,10 @@ class InferenceRequest:
     def request_id(self) -> str:
         """The client's id, "" without one."""
         return self._request_id
+
+    def parameters(self) -> str:
+        """A JSON object; HTTP generate puts every key there that is no input."""
+        return self._parameters
 
     def get_response_sender(self) -> ResponseSender:
         """The way to answer later."""

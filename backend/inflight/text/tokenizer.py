@@ -27,6 +27,7 @@ class Tokenizer:
     Attributes:
         bos_token_id: Id of the beginning-of-sequence token that the configuration files name, or None.
         eos_token_id: Id of their end-of-sequence token, or None.
+        pad_token_id: Id of their padding token, or None.
         token_decoder: How token strings become text.
     """
 
@@ -40,6 +41,7 @@ class Tokenizer:
         )
         self.bos_token_id = _token_id(backend, settings.get("bos_token"))
         self.eos_token_id = _token_id(backend, settings.get("eos_token"))
+        self.pad_token_id = _token_id(backend, settings.get("pad_token"))
         self.token_decoder = TokenDecoder(backend)
 
     @classmethod
@@ -72,7 +74,10 @@ class Tokenizer:
 
         The `add_bos_token` of a tokenizer_config.json has no say in that, as with transformers.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, because only batches are encoded with the GIL released: a prompt of a megabyte takes a
+        # second, and the process that holds the engine has others to serve meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside of the vocabulary, negative ones too, decode to nothing."""

@@ -19,7 +19,7 @@ from inflight.triton.client_stream import ClientStream
 from inflight.triton.completion_text import CompletionText, TokenizerFinder
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
 from inflight.triton.parameters import Parameters
-from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_stop
+from inflight.triton.requests import FrontEndOptions, ServingContext, convert, refuse_misnamed, wants_stop
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
 from inflight.triton.tensor_reader import TensorReader
@@ -97,6 +97,7 @@ class FrontEnd:
             self._refuse(entry.stream, Unavailable("the model was unloaded before the request was done"))
 
     def _admit(self, triton_request: Any, stream: ClientStream) -> None:
+        refuse_misnamed(triton_request.parameters(), self._model.vocabulary)
         reader = TensorReader(triton_request.inputs(), INPUTS, self._model.vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())

@@ -6,6 +6,7 @@ raised before anyone knows of the request. Runs on the thread that calls execute
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument
 from inflight.triton.tensor_reader import TensorReader
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import INPUTS
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids; raises Unsupported where the model has no tokenizer."""
@@ -62,6 +65,23 @@ class FrontEndOptions:
 def wants_stop(reader: TensorReader) -> bool:
     """Whether this is a request to end another one; then none of its other tensors mean anything."""
     return bool(reader.boolean("stop"))
+
+
+def refuse_misnamed(parameters: str, vocabulary: Vocabulary) -> None:
+    """Raise InvalidArgument for a tensor of the other vocabulary among a Triton request's `parameters` (JSON).
+
+    HTTP generate makes a parameter of every key that is no input of the model, and nobody reads those.
+    """
+    if not parameters or parameters == "{}":
+        return
+    own = {name for name, _ in INPUTS.declared(vocabulary)}
+    (other,) = set(Vocabulary) - {vocabulary}
+    for key in json.loads(parameters or "{}"):
+        spec = INPUTS.sent_as(key, other)
+        if spec is not None and key not in own:
+            names = spec.names(vocabulary)
+            called = f"here it is called {names[0]}" if names else "this model does not take it"
+            raise InvalidArgument(f"{key} is not an input of this model: {called}")
 
 
 def convert(

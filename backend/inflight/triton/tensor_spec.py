@@ -41,7 +41,7 @@ class Neutral:
 
     def __str__(self) -> str:
         if self.rule is NeutralRule.VALUES:
-            return " or ".join(f"{value:g}" for value in self.values)
+            return " or ".join("false" if value is False else f"{value:.10g}" for value in self.values)
         return {
             NeutralRule.EMPTY: "an empty tensor",
             NeutralRule.NO_WORDS: "[[0], [-1]]",

@@ -20,7 +20,8 @@ def _values(*values: float) -> Neutral:
 
 
 _EMPTY = Neutral(NeutralRule.EMPTY)
-_ZERO = _FALSE = _values(0)
+_ZERO = _values(0)
+_FALSE = _values(False)
 _ONE = _values(1)
 _NO_WORDS = Neutral(NeutralRule.NO_WORDS)
 _NO_TEXT = Neutral(NeutralRule.NO_TEXT)
@@ -51,6 +52,12 @@ _PROMPT = (
     TensorSpec("stop_words", "BYTES", (-1,), "texts that end the output", (), ("stop_words",), _NO_TEXT),
     TensorSpec("bad_words", "BYTES", (-1,), "texts never to generate", (), ("bad_words",), _NO_TEXT),
     TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits", neutral=_ZERO),
+    TensorSpec(
+        "embedding_bias_words", "BYTES", (-1,), "texts to bias", (), ("embedding_bias_words",), _NO_TEXT
+    ),
+    TensorSpec(
+        "embedding_bias_weights", "FP32", (-1,), "one per text", (), ("embedding_bias_weights",), _ANY
+    ),
 )
 
 _SAMPLING = (
@@ -111,7 +118,15 @@ _ADAPTERS = (
         "prompt_embedding_table", "FP16", (-1, -1), "[rows, hidden]", (), ("prompt_embedding_table",), _EMPTY
     ),
     TensorSpec("prompt_vocab_size", "INT32", (), "rows of that table", (), ("prompt_vocab_size",), _ANY),
-    TensorSpec("prompt_table_extra_ids", "UINT64", (-1,), "one per prompt token; 0: text", neutral=_ZERO),
+    TensorSpec(
+        "prompt_table_extra_ids",
+        "UINT64",
+        (-1,),
+        "one per prompt token; 0: text",
+        (),
+        ("prompt_table_extra_id",),
+        _ZERO,
+    ),
     TensorSpec("lora_task_id", "UINT64", (), "names the adapter", (), ("lora_task_id",), _EMPTY),
     TensorSpec("lora_weights", "FP16", (-1, -1), "[modules, D*Hi + Ho*D]", (), ("lora_weights",), _EMPTY),
     TensorSpec("lora_config", "INT32", (-1, 3), "rows module, layer, rank", (), ("lora_config",), _EMPTY),

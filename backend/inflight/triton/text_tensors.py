@@ -14,8 +14,8 @@ PREPROCESSING_INPUTS = TensorTable(
         TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
         TensorSpec("BAD_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
         TensorSpec("STOP_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
-        TensorSpec("END_ID", "INT32", (1,), "handed through; -1 by default"),
-        TensorSpec("PAD_ID", "INT32", (1,), "handed through; -1 by default"),
+        TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
+        TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
     )
 )
 

@@ -33,8 +33,10 @@ class TritonPythonModel(TextModel):
         outputs = {
             "INPUT_ID": np.array(ids),
             "REQUEST_INPUT_LEN": np.array([len(ids)]),
-            "OUT_END_ID": np.array([_handed_through(reader, "END_ID", NO_ID)]),
-            "OUT_PAD_ID": np.array([_handed_through(reader, "PAD_ID", NO_ID)]),
+            "OUT_END_ID": np.array([_first(reader.integer("END_ID"), tokenizer.eos_token_id)]),
+            "OUT_PAD_ID": np.array(
+                [_first(reader.integer("PAD_ID"), tokenizer.pad_token_id, tokenizer.eos_token_id)]
+            ),
         }
         if (length := reader.integer("REQUEST_OUTPUT_LEN")) is not None:
             outputs["REQUEST_OUTPUT_LEN"] = np.array([length])
@@ -45,9 +47,8 @@ class TritonPythonModel(TextModel):
         return outputs
 
 
-def _handed_through(reader: TensorReader, name: str, default: int) -> int:
-    value = reader.integer(name)
-    return default if value is None else value
+def _first(*ids: int | None) -> int:
+    return next((token_id for token_id in ids if token_id is not None), NO_ID)
 
 
 def _word_list(reader: TensorReader, name: str, encode: Callable[[str], Sequence[int]]) -> np.ndarray:
