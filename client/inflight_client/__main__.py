@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the answer has enough of it, as in `… --stream | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes to
+        return 0
     except (ServerError, ValueError) as error:
         status = f"{error.status}: " if isinstance(error, ServerError) else ""
         print(f"error: {status}{error}", file=sys.stderr)

@@ -7,6 +7,7 @@ several threads at a time.
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 
 import tritonclient.grpc as grpc
@@ -80,9 +81,7 @@ class Client:
         self._in_flight.add(call)
         connection = grpc.InferenceServerClient(self._url)
         try:
-            connection.start_stream(
-                lambda result, error: responses.put((result, error)), headers=STREAM_HEADERS
-            )
+            _start_stream(connection, responses)
             connection.async_stream_infer(
                 call.model,
                 call.inputs,
@@ -112,3 +111,19 @@ class Client:
                 yield delta
             if is_final(result):
                 return
+
+
+def _start_stream(connection: grpc.InferenceServerClient, responses: Responses) -> None:
+    """Start the connection's stream so that nobody has to close it for the program to end.
+
+    tritonclient's thread inherits whether it is a daemon. If it were not, an exception that leaves a loop over
+    `stream`, and so keeps the iterator alive in its traceback, would stop the interpreter from exiting for ever.
+    """
+    starter = threading.Thread(
+        target=connection.start_stream,
+        args=(lambda result, error: responses.put((result, error)),),
+        kwargs={"headers": STREAM_HEADERS},
+        daemon=True,
+    )
+    starter.start()
+    starter.join()

@@ -7,7 +7,7 @@ connections. Plain functions, any thread.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from inflight_client.results import Delta
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
+# Models that take a text too, under the names of the id models.
+_ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
 
 Prompt = str | Sequence[int]
 
@@ -66,11 +68,14 @@ def generate_call(
         ValueError: A value does not fit its tensor.
     """
     as_text = isinstance(prompt, str)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise TypeError(f"the prompt must be a text or a sequence of token ids, got {prompt!r}")
+    text_names = as_text and model not in _ENGINE_MODELS
     inputs = [
         _tensor("text_input", [prompt.encode()], np.object_)
         if isinstance(prompt, str)
         else _tensor("input_ids", prompt, np.int32),
-        _tensor("stream" if as_text else "streaming", [streaming], np.bool_),
+        _tensor("stream" if text_names else "streaming", [streaming], np.bool_),
         _tensor("exclude_input_in_output", [True], np.bool_),
     ]
     for name, value in options.items():
@@ -78,7 +83,7 @@ def generate_call(
         if option is None:
             raise TypeError(f"unknown option {name!r}; there are {', '.join(_OPTIONS)}")
         if value is not None:
-            inputs.append(_tensor(option.text_name if as_text else option.ids_name, [value], option.dtype))
+            inputs.append(_tensor(option.text_name if text_names else option.ids_name, [value], option.dtype))
     wanted = ("text_output",) if as_text else ("output_ids", "sequence_length")
     return Call(
         model=model or (TEXT_MODEL if as_text else IDS_MODEL),
@@ -123,6 +128,10 @@ def _tensor(name: str, values: Sequence[Any], dtype: type[np.generic]) -> InferI
     if issubclass(dtype, np.integer):
         limits = np.iinfo(dtype)
         for value in values:
+            if not isinstance(value, (int, np.integer)):
+                raise ValueError(
+                    f"{name} must be {'integers' if len(values) > 1 else 'an integer'}, got {value!r}"
+                )
             if not limits.min <= value <= limits.max:
                 raise ValueError(f"{name} must be in [{limits.min}, {limits.max}], got {value}")
     array = np.array([values], dtype=dtype)

@@ -238,6 +238,41 @@ def test_one_client_serves_many_threads(server, client) -> None:
     assert texts == {number: f"{number}!" for number in range(8)}
 
 
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
+def test_a_text_goes_to_the_engine_s_models_under_their_names(server, model: str) -> None:
+    assert Client(server.url, model).generate("x", max_tokens=7, top_k=2).text == "abc"
+    (asked,) = server.asked
+    assert (asked.model, asked.outputs) == (model, ["text_output", "finish_reason"])
+    assert set(asked.inputs) == {
+        "text_input", "streaming", "exclude_input_in_output", "request_output_len", "runtime_top_k"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        (b"x", {}, TypeError),
+        (7, {}, TypeError),
+        ([1.5], {}, ValueError),
+        (["a"], {}, ValueError),
+        ("x", {"seed": 1.5}, ValueError),
+    ],
+)
+def test_what_is_no_prompt_and_no_integer_is_refused(client, prompt, options, error) -> None:
+    with pytest.raises(error, match=r"must be"):
+        client.generate(prompt, **options)
+
+
+def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
+    """And does not leave it waiting for a thread that reads the stream."""
+    server.answer = lambda asked: until_stopped(server, asked)
+    program = f"from inflight_client import Client\nfor _ in Client({server.url!r}).stream('x'): 1 / 0"
+    done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)
+    assert done.returncode == 1
+    assert b"ZeroDivisionError" in done.stderr
+    assert server.cancelled.wait(PATIENCE_S)
+
+
 def test_the_client_stands_alone() -> None:
     program = "import sys, inflight_client; sys.exit('inflight' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

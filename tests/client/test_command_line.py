@@ -69,3 +69,13 @@ def test_interrupting_cancels_the_request(server: FakeServer) -> None:
         assert process.wait(PATIENCE_S) == 130
         assert b"Traceback" not in process.stderr.read()
     assert server.cancelled.wait(PATIENCE_S)
+
+
+def test_a_reader_who_has_enough_ends_it(server: FakeServer) -> None:
+    server.answer = lambda asked: answer_with(asked, ["x" * 4096] * 100)
+    command = [sys.executable, "-m", "inflight_client", "generate", "x", "--stream", "--url", server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b"x"
+        process.stdout.close()
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stderr.read() == b""

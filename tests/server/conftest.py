@@ -38,11 +38,6 @@ class TritonPythonModel:
         reason = parameters["fail_with"]["string_value"]
         if reason:
             raise ValueError(reason)
-        self.lock, self.active = threading.Lock(), 0
-        family = pb_utils.MetricFamily(
-            name="nv_trt_llm_request_metrics", description="requests", kind=pb_utils.MetricFamily.GAUGE
-        )
-        self.family, self.gauge = family, family.Metric(labels={"model": "tensorrt_llm", "request_type": "active"})
         print("serving", parameters["gpt_model_path"]["string_value"], flush=True)
 
     def execute(self, requests):
@@ -51,7 +46,6 @@ class TritonPythonModel:
                 int(pb_utils.get_input_tensor_by_name(request, name).as_numpy()[0]) for name in ("COUNT", "GAP_MS")
             )
             sender = request.get_response_sender()
-            self.count(1)
             threading.Thread(target=self.answer, args=(sender, count, gap / 1000)).start()
 
     def answer(self, sender, count, gap):
@@ -60,12 +54,6 @@ class TritonPythonModel:
             tensor = pb_utils.Tensor("NUMBER", numpy.array([number], numpy.int32))
             sender.send(pb_utils.InferenceResponse([tensor]))
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        self.count(-1)
-
-    def count(self, change):
-        with self.lock:
-            self.active += change
-            self.gauge.set(self.active)
 """
 
 

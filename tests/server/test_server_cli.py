@@ -38,6 +38,7 @@ def test_a_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         ["--mode", "leader"],
         ["--engine", "tensorrt"],
         ["--engine-dir", "somewhere"],
+        ["--dtype", "int8"],
     ],
 )
 def test_what_is_not_available_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +48,10 @@ def test_what_is_not_available_says_so(arguments: list[str], capsys: pytest.Capt
     assert arguments[0] in message
 
 
-@pytest.mark.parametrize("arguments", [["--set", "novalue"], ["--http-port", "99999"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--set", "novalue"], ["--http-port", "99999"], ["--exit-timeout", "-1"], ["--nonsense"]],
+)
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.parse(arguments)

@@ -10,11 +10,11 @@ from inflight.server.idle import IdleWatch, stubs_processor_time
 
 
 class Readings:
-    """A clock, a processor account and a request count that the test sets."""
+    """A clock and a processor account that the test sets."""
 
-    def __init__(self, requests: int | None) -> None:
-        self.now, self.used, self.requests = 0.0, 0.0, requests
-        self.watch = IdleWatch(lambda: self.requests, lambda: self.used, lambda: self.now)
+    def __init__(self) -> None:
+        self.now, self.used = 0.0, 0.0
+        self.watch = IdleWatch(lambda: self.used, lambda: self.now)
 
     def after(self, seconds: float, used: float = 0.0) -> float:
         self.now += seconds
@@ -22,22 +22,13 @@ class Readings:
         return self.watch.seconds()
 
 
-def test_the_engines_count_decides_where_there_is_one() -> None:
-    readings = Readings(requests=1)
-    assert readings.after(5) == 0
-    readings.requests = 0
-    assert readings.after(2, used=2.0) == 2
-    readings.requests = 1
-    assert readings.after(1) == 0
-
-
 @pytest.mark.parametrize(("used", "expected"), [(0.0, 3), (0.03, 3), (0.3, 0)])
-def test_without_a_count_processor_time_decides(used: float, expected: int) -> None:
-    assert Readings(requests=None).after(3, used) == expected
+def test_processor_time_decides(used: float, expected: int) -> None:
+    assert Readings().after(3, used) == expected
 
 
 def test_work_between_rests_starts_the_watch_again() -> None:
-    readings = Readings(requests=None)
+    readings = Readings()
     assert [readings.after(1), readings.after(1, used=0.5), readings.after(1)] == [1, 0, 1]
 
 

@@ -167,11 +167,7 @@ def test_the_command_finishes_what_is_in_flight_and_exits_with_0(
         assert group_members(server) == []
 
 
-def test_an_idle_stream_does_not_keep_a_server_that_counts_nothing(counting_repository: Path) -> None:
-    model = counting_repository / "tensorrt_llm" / "1" / "model.py"
-    model.write_text(
-        model.read_text().replace("self.gauge.set(self.active)", "pass").replace("nv_trt_llm", "other")
-    )
+def test_an_idle_stream_does_not_keep_the_server(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         client = ask(serving.ready_line()["grpc"], 1, 0, numbers)
@@ -184,7 +180,7 @@ def test_an_idle_stream_does_not_keep_a_server_that_counts_nothing(counting_repo
 def test_what_is_still_in_flight_after_the_exit_timeout_is_an_error(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository, "--exit-timeout", "1") as serving:
-        client = ask(serving.ready_line()["grpc"], 1000, 100, numbers)
+        client = ask(serving.ready_line()["grpc"], 100_000, 1, numbers)
         assert numbers.get(timeout=10) == 0
         serving.process.terminate()
         _, errors = serving.process.communicate(timeout=30)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.server import installation, probe, runtime_directory
+from inflight.server import installation, runtime_directory
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.keeper import Keeper
 from inflight.server.ports import Ports, resolve_host, resolve_ports
@@ -70,24 +70,6 @@ def test_a_dismissed_keeper_removes_nothing(tmp_path: Path) -> None:
     keeper.watch(os.getpgid(0))
     keeper.dismiss()
     assert tmp_path.exists()
-
-
-METRICS = """# TYPE nv_trt_llm_request_metrics gauge
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 2
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 3.0
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 64
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [(METRICS, 5), (METRICS.replace("2", "0").replace("3.", "0."), 0), ("", None), (None, None)],
-)
-def test_requests_in_flight_are_those_waiting_and_running(
-    body: "str | None", expected: "int | None", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "_get", lambda *_: body)
-    assert probe.requests_in_flight(LOCALHOST, 8002) == expected
 
 
 def test_the_embedded_server_is_laid_out(tmp_path: Path) -> None:

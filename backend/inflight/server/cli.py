@@ -53,18 +53,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/serve",
         description="Start tritonserver in the foreground and say READY when every model is.",
+        epilog="--no-venv, first seen by the script, uses the active Python environment instead of .venv. "
+        "model_repository/tensorrt_llm/config.pbtxt says what can be --set.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve (default: the demo model)")
-    add("--dtype", choices=_DTYPES, help="data type of the weights")
+    add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
     add(
         "--set",
         metavar="KEY=VALUE",
         type=_setting,
         action="append",
         default=[],
-        help="a config.pbtxt parameter",
+        help="a config.pbtxt parameter, as often as wanted",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--http-port", type=_port, default=8000, metavar="PORT", help="default: %(default)s; 0: any free one")
@@ -76,15 +78,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="default: %(default)s; 0: any free one",
     )
-    add("--exit-timeout", type=int, default=30, metavar="SECONDS", help="for requests in flight at the end")
+    add(
+        "--exit-timeout",
+        type=_seconds,
+        default=30,
+        metavar="SECONDS",
+        help="for requests in flight at the end (default: %(default)s)",
+    )
     add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
     add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
     add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
-    add("--engine", choices=("torch", "tensorrt"), default="torch")
-    add("--engine-dir", metavar="DIR")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks")
-    add("--mode", choices=("in_process", "leader", "orchestrator"), default="in_process")
+    add("--engine", choices=("torch", "tensorrt"), default="torch", help="only torch in this version")
+    add("--engine-dir", metavar="DIR", help="not in this version")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks; only 1 in this version")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks; only 1 in this version")
+    add(
+        "--mode",
+        choices=("in_process", "leader", "orchestrator"),
+        default="in_process",
+        help="where the engine runs; only in_process in this version",
+    )
     return parser
 
 
@@ -101,7 +114,17 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of seconds, got {text!r}")
+    return int(text)
+
+
 def _refuse_unavailable(given: argparse.Namespace) -> None:
+    if given.dtype == "int8":
+        raise OptionError(
+            "--dtype int8 is not available in this version, only float32, bfloat16, float16 are"
+        )
     if given.engine != "torch":
         raise OptionError(f"--engine {given.engine} is not available in this version, only torch is")
     if given.engine_dir is not None:

@@ -1,8 +1,8 @@
 """Whether a server that has been told to end still works on requests.
 
 The embedded tritonserver keeps a model loaded, and so itself alive, while any client holds a gRPC stream open,
-with or without requests on it; so somebody else has to see that the last request is done. The engine's own count
-says so exactly. Where no model publishes one, a model that is left without work is known by using no processor.
+with or without requests on it; so somebody else has to see that the last request is done. An engine is asked
+(`farewell`); models of a repository without one are known to be left without work by using no processor.
 """
 
 import os
@@ -20,12 +20,8 @@ class IdleWatch:
     """Asked again and again, says for how long nothing has been going on."""
 
     def __init__(
-        self,
-        count_requests: Callable[[], int | None],
-        processor_time: Callable[[], float],
-        now: Callable[[], float] = time.monotonic,
+        self, processor_time: Callable[[], float], now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._count_requests = count_requests
         self._processor_time = processor_time
         self._now = now
         self._restart(now())
@@ -38,9 +34,6 @@ class IdleWatch:
         return now - self._since
 
     def _is_busy(self, now: float) -> bool:
-        requests = self._count_requests()
-        if requests is not None:
-            return requests > 0
         used = self._processor_time() - self._used_before
         return used > _RESOLUTION_S + _RESTING_SHARE * (now - self._since)
 

@@ -158,7 +158,7 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             self._started().send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
-        watch = self._say_farewell() or self._watch_idleness()
+        watch = self._say_farewell() or IdleWatch(lambda: stubs_processor_time(self.pid))
         drained = False
         while self.returncode is None and not (drained or hurry()) and time.monotonic() < deadline:
             self._wait(_POLL_INTERVAL_S)
@@ -168,16 +168,12 @@ class TritonServer:
         return in_order
 
     def _say_farewell(self) -> Farewell | None:
-        """Tell the engines, if there are any where this launcher had them put their sockets."""
+        """Tell the engines, if there are any where this launcher or a setting had them put their sockets."""
         sockets = list(self._folder.glob("*.sock"))
+        if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
+            sockets.append(Path(elsewhere))
         timeout = self._options.exit_timeout_s
         return Farewell(sockets, max(timeout - _FAREWELL_MARGIN_S, timeout / 2)) if sockets else None
-
-    def _watch_idleness(self) -> IdleWatch:
-        return IdleWatch(
-            count_requests=lambda: probe.requests_in_flight(self._address, self.ports.metrics),
-            processor_time=lambda: stubs_processor_time(self.pid),
-        )
 
     def kill(self) -> None:
         """End the server and its stubs at once."""
