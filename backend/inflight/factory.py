@@ -127,7 +127,9 @@ def _load_checkpoint(parameters: Parameters, version_dir: str) -> LoadedModel:
             num_threads=parameters.engine_threads,
         )
     )
-    return LoadedModel(engine, model_path, engine.dtype, engine.eos_token_ids)
+    # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
+    end_ids = tuple(token_id for token_id in engine.eos_token_ids if token_id < engine.limits.vocab_size)
+    return LoadedModel(engine, model_path, engine.dtype, end_ids)
 
 
 def _load_fake(parameters: Parameters) -> LoadedModel:

@@ -6,7 +6,7 @@ import pytest
 
 from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
-from inflight.server.repository import Wanted, assemble, fill
+from inflight.server.repository import Wanted, assemble, default_repository, fill
 
 PRESENT = {"gpt_model_path": "${engine_dir}", "tokenizer_dir": "${tokenizer_dir}", "dtype": "", "policy": "a"}
 NO_DEMO = Path("nowhere")
@@ -90,3 +90,17 @@ def test_an_unknown_key_is_refused_with_what_is_near() -> None:
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--model-repository"):
         assemble(tmp_path, tmp_path / "out", Wanted())
+
+
+def test_the_batch_size_is_every_models(tmp_path: Path) -> None:
+    wanted = Wanted(settings={"max_batch_size": "7", "dtype": "float32"})
+    runtime = assemble(default_repository(), tmp_path / "out", wanted)
+    for model in runtime.models:
+        assert "\nmax_batch_size: 7\n" in (runtime.path / model / "config.pbtxt").read_text()
+    assert parameters_of(runtime.path)["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", ""])
+def test_a_batch_size_that_is_none_is_refused(value: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="max_batch_size"):
+        assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_batch_size": value}))

@@ -21,9 +21,11 @@ from inflight.core.response import Response
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
 from inflight.core.stop import FinishReason, StopSignal
+from inflight.errors import StepFailed
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 
 VOCABULARY = 23
+PLANNED_FAILURE = StepFailed("planned")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Scenario:
     arrivals: dict[int, list[Request]]
     stops: dict[int, list[StopSignal]]
     requests: dict[int, Request]
+    failures: frozenset[int]  # iterations whose batch comes back as an error
 
 
 @dataclass
@@ -81,7 +84,8 @@ def draw(seed: int) -> Scenario:
         if rng.random() < 0.2:
             stops.setdefault(arrival + rng.randint(0, 20), []).append(StopSignal(request.request_id))
     by_id = {request.request_id: request for request in requests}
-    return Scenario(seed, limits, config, rng.choice([1, 1, 2]), arrivals, stops, by_id)
+    failures = frozenset(rng.sample(range(40), 3)) if rng.random() < 0.2 else frozenset()
+    return Scenario(seed, limits, config, rng.choice([1, 1, 2]), arrivals, stops, by_id, failures)
 
 
 def _draw_requests(rng: random.Random) -> list[Request]:
@@ -122,7 +126,7 @@ def run(scenario: Scenario) -> Outcome:
             in_flight.append((batch, engine.decode(batch, engine.forward(batch))))
             _observe(outcome, scenario, scheduler, batch)
         if in_flight and (batch is None or len(in_flight) == scenario.depth):
-            _record(outcome, iteration, scheduler.update(*in_flight.popleft()))
+            _record(outcome, iteration, _come_back(scenario, scheduler, *in_flight.popleft()))
         scheduler.check_integrity()
         iteration += 1
     assert scheduler.kv_cache.pool.num_held == 0, "blocks leaked"
@@ -130,6 +134,14 @@ def run(scenario: Scenario) -> Outcome:
     outcome.num_reused_blocks = scheduler.kv_cache.num_reused_blocks
     _check(scenario, outcome)
     return outcome
+
+
+def _come_back(
+    scenario: Scenario, scheduler: Scheduler, batch: ScheduledBatch, output: ModelOutput
+) -> list[Response]:
+    if batch.iteration in scenario.failures:
+        return scheduler.fail(batch, PLANNED_FAILURE)
+    return scheduler.update(batch, output)
 
 
 def _inputs(scenario: Scenario, iteration: int) -> IterationInput:
@@ -168,13 +180,14 @@ def _check(scenario: Scenario, outcome: Outcome) -> None:
     for request in scenario.requests.values():
         responses = outcome.responses[request.request_id]
         assert responses[-1].is_final and sum(response.is_final for response in responses) == 1
-        assert all(response.error is None and response.result for response in responses)
+        assert all(response.error is None for response in responses[:-1])
         assert request.streaming or len(responses) == 1
-        received = [token for response in responses for token in response.result.output_token_ids]
+        results = [response.result for response in responses if response.result]
+        received = [token for result in results for token in result.output_token_ids]
         alone, reason = run_alone(request)
         final = responses[-1].result
-        if final.finish_reason is FinishReason.CANCELLED:
-            assert final.output_token_ids == ()
+        if final is None or final.finish_reason is FinishReason.CANCELLED:
+            assert scenario.failures if final is None else final.output_token_ids == ()
             assert received == alone[: len(received)]
             continue
         assert final.finish_reason is reason

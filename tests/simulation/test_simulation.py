@@ -33,6 +33,8 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes):
     assert sum(outcome.num_pauses > 0 for _, outcome in outcomes) > len(SEEDS) // 20
     assert sum(outcome.num_chunks > 0 for _, outcome in outcomes) > len(SEEDS) // 20
     assert sum(outcome.num_reused_blocks > 0 for _, outcome in outcomes) > len(SEEDS) // 10
+    errors = [r for _, outcome in outcomes for rs in outcome.responses.values() for r in rs if r.error]
+    assert len(errors) > len(SEEDS) // 20
     assert sum(outcome.max_rows > 3 for _, outcome in outcomes) > len(SEEDS) // 20
 
 

@@ -11,7 +11,7 @@ is among them. Deterministic: a function of the calls alone. Called by the loop 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict
 
 from inflight.core.batch import ContextChunk, EngineLimits, ModelOutput, ScheduledBatch, SlotStart
 from inflight.core.capacity_scheduler import make_capacity_scheduler
@@ -42,7 +42,8 @@ class Scheduler:
             config.max_num_tokens, limits.tokens_per_block, config.enable_chunked_context
         )
         self._requests: dict[int, LlmRequest] = {}
-        self._waiting: deque[LlmRequest] = deque()  # paused requests first, each part in order of arrival
+        # By id: paused requests first, then those that never ran, each part in order of arrival.
+        self._waiting: OrderedDict[int, LlmRequest] = OrderedDict()
         self._running: list[LlmRequest] = []  # in order of admission
         self._by_slot: dict[int, LlmRequest] = {}
         self._free_slots = list(range(limits.max_num_sequences))
@@ -75,7 +76,7 @@ class Scheduler:
             error = self._refusal(request)
             if error is None:
                 self._requests[request.request_id] = llm_request = LlmRequest(request)
-                self._waiting.append(llm_request)
+                self._waiting[request.request_id] = llm_request
             else:
                 responses.append(Response(request.request_id, error=error, is_final=True))
         for stop in inputs.stops:
@@ -98,7 +99,7 @@ class Scheduler:
         if llm_request is None or llm_request.state is RequestState.FINISHED:
             return []
         if llm_request.state is not RequestState.RUNNING:
-            self._waiting.remove(llm_request)
+            del self._waiting[stop.request_id]
         return self._finish(llm_request, FINISH_REASON_OF_STOP[stop.reason])
 
     # ---------------------------------------------------------------- what runs
@@ -136,13 +137,13 @@ class Scheduler:
         """Start waiting requests, in order, while slots and blocks beyond `claimed_blocks` last."""
         starts = []
         while self._waiting and self._free_slots:
-            llm_request = self._waiting[0]
+            llm_request = next(iter(self._waiting.values()))
             request_id, num_tokens = llm_request.request_id, self._capacity.tokens_to_reserve(llm_request)
             match = self.kv_cache.match_prefix(request_id, llm_request.tokens)
             needed = self.kv_cache.blocks_to_admit(match, num_tokens)
             if needed > self.kv_cache.num_unreserved - claimed_blocks:
                 break
-            self._waiting.popleft()
+            del self._waiting[request_id]
             self.kv_cache.admit(request_id, match, num_tokens)
             slot = heapq.heappop(self._free_slots)
             llm_request.start(slot, len(match.block_ids) * self.kv_cache.tokens_per_block)
@@ -184,7 +185,8 @@ class Scheduler:
         self._leave_slot(llm_request)
         self._running.remove(llm_request)
         llm_request.pause()
-        self._waiting.appendleft(llm_request)
+        self._waiting[llm_request.request_id] = llm_request
+        self._waiting.move_to_end(llm_request.request_id, last=False)
 
     # ---------------------------------------------------------------- what came of it
 

@@ -54,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="scripts/serve",
         description="Start tritonserver in the foreground and say READY when every model is.",
         epilog="--no-venv, first seen by the script, uses the active Python environment instead of .venv. "
-        "model_repository/tensorrt_llm/config.pbtxt says what can be --set.",
+        "model_repository/tensorrt_llm/config.pbtxt says what can be --set; "
+        "--set max_batch_size=N is how many requests run at a time.",
         allow_abbrev=False,
     )
     add = parser.add_argument

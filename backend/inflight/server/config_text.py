@@ -60,6 +60,11 @@ def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
+def set_max_batch_size(text: str, size: int) -> str:
+    """The text with another `max_batch_size`, if it has one."""
+    return re.sub(r"^max_batch_size\s*:\s*\d+", f"max_batch_size: {size}", text, flags=re.MULTILINE)
+
+
 def is_filled(value: str | None) -> bool:
     """Whether a parameter says anything: empty text and an unfilled `${...}` count as absent."""
     return bool(value) and not re.fullmatch(r"\$\{[^}]*\}", value or "")

@@ -8,13 +8,14 @@ processes, nor what a parameter does.
 import difflib
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from inflight.server.config_text import is_filled, read_parameters, set_parameters
+from inflight.server.config_text import is_filled, read_parameters, set_max_batch_size, set_parameters
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
+MAX_BATCH_SIZE = "max_batch_size"
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = Path("tensorrt_llm", "1", "demo_model")
 
@@ -47,14 +48,19 @@ def assemble(source: Path, target: Path, wanted: Wanted) -> RuntimeRepository:
     source = source.resolve()
     configs = _read_configs(source)
     present = _merged(configs.values())
-    values = fill(present, wanted, source / _DEMO_MODEL)
+    settings = dict(wanted.settings)
+    batch_size = _batch_size(settings.pop(MAX_BATCH_SIZE, None))
+    values = fill(present, replace(wanted, settings=settings), source / _DEMO_MODEL)
     for model, text in configs.items():
         known = read_parameters(text)
         folder = target / model
         folder.mkdir(parents=True)
         _lay_out(source / model, folder)
         mine = {key: value for key, value in values.items() if key in known}
-        (folder / _CONFIG).write_text(set_parameters(text, mine), encoding="utf-8")
+        text = set_parameters(text, mine)
+        if batch_size is not None:
+            text = set_max_batch_size(text, batch_size)
+        (folder / _CONFIG).write_text(text, encoding="utf-8")
     checkpoint = (present | values).get(MODEL_PATH)
     return RuntimeRepository(target, tuple(configs), checkpoint if is_filled(checkpoint) else None)
 
@@ -81,6 +87,13 @@ def fill(present: Mapping[str, str], wanted: Wanted, demo_model: Path) -> dict[s
     if is_filled(checkpoint) and TOKENIZER in present and TOKENIZER not in values and not keeps_tokenizer:
         values[TOKENIZER] = checkpoint
     return values
+
+
+def _batch_size(value: str | None) -> int | None:
+    """How many requests run at a time: a field of Triton's own, and of every model, not a parameter."""
+    if value is not None and not (value.isdecimal() and int(value) > 0):
+        raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
+    return None if value is None else int(value)
 
 
 def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
