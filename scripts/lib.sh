@@ -26,6 +26,8 @@ bootstrap() {
   command -v flock >/dev/null && flock 9
   [ -n "$PYTHON" ] || make_venv
   ensure_libpython
+  # The tests ask the server as README's readers do.
+  [ "$purpose" != test ] || command -v curl >/dev/null || apt_install curl || say "the tests need curl; install it"
   install "$purpose"
   printf '%s' "$wanted" >"$(stamp_file "$purpose")"
   exec 9<&-
