@@ -1,4 +1,4 @@
-"""What goes back to a front end, and how waiting responses of one stream are joined."""
+"""What goes back to a front end, and how waiting responses of one sequence are joined."""
 
 from __future__ import annotations
 
@@ -7,25 +7,109 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from inflight.core.stop import CUT_SHORT, FinishReason
+from inflight.core.tensor import FloatTensor, concatenate_rows
 from inflight.errors import InflightError
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """TensorRT-LLM's `Result` for one sequence.
+class PerfMetrics:
+    """What a sequence took. Times are monotonic, in nanoseconds; 0 for what has not happened yet.
 
     Attributes:
-        output_token_ids: Streaming: the tokens since the last response. Otherwise: the prompt, unless excluded,
-            and everything generated. End ids are not returned. Tensor `output_ids`.
-        num_input_tokens: Prompt tokens. Tensor `num_input_tokens`.
-        num_output_tokens: Generated tokens in this response. Tensor `num_output_tokens`.
-        finish_reason: NOT_FINISHED until the sequence's last response. Tensor `finish_reason`.
+        arrival_time_ns: The request was queued. Output `arrival_time_ns`.
+        first_scheduled_time_ns: Its first iteration began. Output `first_scheduled_time_ns`.
+        first_token_time_ns: The first token was there. Output `first_token_time_ns`.
+        last_token_time_ns: The last token was there; 0 until then. Output `last_token_time_ns`.
+        num_new_blocks: KV blocks it took. Output `kv_cache_alloc_new_blocks`.
+        num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
+        num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
+        num_accepted_draft_tokens: Of those, accepted. Output `total_accepted_draft_tokens`.
     """
 
-    output_token_ids: tuple[int, ...]
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+    num_new_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """The likeliest tokens beside one that was chosen, likeliest first.
+
+    Attributes:
+        token_ids: [num_top_log_probs].
+        log_probs: [num_top_log_probs].
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """TensorRT-LLM's `Result` for one sequence, or for the beams of one search, best first.
+
+    Attributes:
+        output_token_ids: Per beam (one, if there are no beams). Streaming: the tokens since the last response;
+            with beams, everything generated so far. Otherwise: the prompt, unless excluded, and everything
+            generated. End ids are not returned. Tensor `output_ids`.
+        num_input_tokens: Prompt tokens. Tensor `num_input_tokens`.
+        num_output_tokens: Per beam, how many of its ids at the end are generated tokens. Tensor
+            `num_output_tokens`.
+        finish_reasons: Per beam; NOT_FINISHED until its last response. Tensor `finish_reason`.
+        sequence_index: Which of num_return_sequences; 0 with beams. Tensor `sequence_index`.
+        is_sequence_final: Whether this is the sequence's last response.
+        is_cumulative: Whether it repeats what earlier responses said, as streamed beams do, instead of adding.
+        log_probs: Per beam, of each generated token in this response; None if not wanted. Tensor
+            `output_log_probs`.
+        cum_log_probs: Per beam, of everything generated so far. With beams whose logits are changed by
+            penalties, a bias or a temperature too: these are log probabilities of the model itself, and beams
+            are ranked by others. Tensor `cum_log_probs`.
+        top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
+            `top_log_probs`.
+        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response with tokens.
+        context_logits: [prompt tokens, vocab_size], in the sequence's first response with tokens.
+        generation_logits: Per beam [tokens in this response, vocab_size]; None with streamed beams.
+        perf_metrics: None if not wanted.
+    """
+
+    output_token_ids: tuple[tuple[int, ...], ...]
     num_input_tokens: int
-    num_output_tokens: int
-    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    num_output_tokens: tuple[int, ...]
+    finish_reasons: tuple[FinishReason, ...]
+    sequence_index: int = 0
+    is_sequence_final: bool = False
+    is_cumulative: bool = False
+    log_probs: tuple[tuple[float, ...], ...] | None = None
+    cum_log_probs: tuple[float, ...] | None = None
+    top_log_probs: tuple[tuple[TopLogProbs, ...], ...] | None = None
+    prompt_log_probs: tuple[float, ...] | None = None
+    context_logits: FloatTensor | None = None
+    generation_logits: tuple[FloatTensor, ...] | None = None
+    perf_metrics: PerfMetrics | None = None
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether the sequence was cancelled or ran out of time: then it returns no tokens."""
+        return self.finish_reasons[0] in CUT_SHORT
+
+
+def ended_without_tokens(
+    num_input_tokens: int, reason: FinishReason, sequence_index: int = 0, num_beams: int = 1
+) -> Result:
+    """The last result of a sequence that was cut short."""
+    return Result(
+        output_token_ids=((),) * num_beams,
+        num_input_tokens=num_input_tokens,
+        num_output_tokens=(0,) * num_beams,
+        finish_reasons=(reason,) * num_beams,
+        sequence_index=sequence_index,
+        is_sequence_final=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +118,7 @@ class Response:
 
     Attributes:
         request_id: Whose response it is.
-        result: The outputs, or None with an error.
+        result: The outputs of one of its sequences, or None with an error.
         error: Why the request failed; then `is_final` is true.
         is_final: Whether this is the request's last response. Its id may be used again afterwards.
     """
@@ -44,19 +128,49 @@ class Response:
     error: InflightError | None = None
     is_final: bool = False
 
+    @property
+    def sequence_index(self) -> int:
+        """Which of the request's sequences it is about; 0 for an error."""
+        return self.result.sequence_index if self.result else 0
+
 
 def merge_responses(responses: Sequence[Response]) -> Response:
-    """One response that says what consecutive responses of one request say together.
+    """One response that says what consecutive responses of one sequence say together.
 
-    Tokens that were waiting when an error or a cancellation came are dropped: it is the request's last word.
+    Tokens that were waiting when an error or a cancellation came are dropped: it is the sequence's last word.
     """
     last = responses[-1]
-    if len(responses) == 1 or last.result is None or last.result.finish_reason in CUT_SHORT:
+    if len(responses) == 1 or last.result is None or last.result.was_cut_short:
         return last
     results = [response.result for response in responses if response.result is not None]
-    joined = replace(
-        last.result,
-        output_token_ids=tuple(chain.from_iterable(result.output_token_ids for result in results)),
-        num_output_tokens=sum(result.num_output_tokens for result in results),
+    return replace(last, result=_merge(results))
+
+
+def _merge(results: list[Result]) -> Result:
+    last = results[-1]
+    prompt_log_probs = next((r.prompt_log_probs for r in results if r.prompt_log_probs is not None), None)
+    context_logits = next((r.context_logits for r in results if r.context_logits is not None), None)
+    if last.is_cumulative:
+        return replace(last, prompt_log_probs=prompt_log_probs, context_logits=context_logits)
+    return replace(
+        last,
+        output_token_ids=_join([r.output_token_ids for r in results]),
+        num_output_tokens=(sum(r.num_output_tokens[0] for r in results),),
+        log_probs=None if last.log_probs is None else _join([r.log_probs or ((),) for r in results]),
+        top_log_probs=(
+            None if last.top_log_probs is None else _join([r.top_log_probs or ((),) for r in results])
+        ),
+        prompt_log_probs=prompt_log_probs,
+        context_logits=context_logits,
+        generation_logits=_join_logits(results),
     )
-    return replace(last, result=joined)
+
+
+def _join(parts: Sequence[tuple[tuple, ...]]) -> tuple[tuple, ...]:
+    """The one beam of every part, one after another."""
+    return (tuple(chain.from_iterable(part[0] for part in parts)),)
+
+
+def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
+    parts = [r.generation_logits[0] for r in results if r.generation_logits is not None]
+    return (concatenate_rows(parts),) if parts else None
