@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from math import inf, prod
+
 import pytest
 
-from inflight.core.request import ModelLimits
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft, ModelLimits, Request
 from inflight.core.sampling_config import SamplingConfig
+from inflight.core.tensor import FloatTensor
 from inflight.errors import InvalidArgument, error_from_code
 
 from .factories import make_request
 
-LIMITS = ModelLimits(vocab_size=100, max_sequence_length=32, max_input_length=20, max_kv_tokens=24)
+LIMITS = ModelLimits(
+    vocab_size=100,
+    max_sequence_length=32,
+    max_input_length=20,
+    num_blocks=6,
+    tokens_per_block=4,
+    max_beam_width=4,
+    max_draft_length=5,
+)
+
+
+def make_sampled(**sampling) -> Request:
+    return make_request(sampling=SamplingConfig(**sampling))
+
+
+def make_drafted(num_tokens: int = 2, new: int = 8, **draft) -> Request:
+    return make_request(new=new, draft=ExternalDraft(tuple(range(num_tokens)), **draft))
+
+
+def make_floats(*shape: int) -> FloatTensor:
+    return FloatTensor(shape, bytes(4 * prod(shape)))
 
 
 def test_a_request_that_fits_passes():
@@ -28,11 +52,44 @@ def test_a_request_that_fits_passes():
         (make_request(prompt=(1,) * 21), ["input_ids", "21 tokens", "at most 20"]),
         (make_request(prompt=(1,) * 20, new=13), ["request_output_len", "13", "at most 12"]),
         (make_request(prompt=(1,) * 20, new=6), ["request_output_len", "24", "at most 5"]),
-        (make_request(sampling=SamplingConfig(temperature=-1)), ["temperature", "-1"]),
-        (make_request(sampling=SamplingConfig(temperature=float("nan"))), ["temperature", "nan"]),
-        (make_request(sampling=SamplingConfig(top_k=-1)), ["runtime_top_k", "-1"]),
-        (make_request(sampling=SamplingConfig(top_p=1.5)), ["runtime_top_p", "1.5"]),
-        (make_request(sampling=SamplingConfig(random_seed=2**64)), ["random_seed", "64"]),
+        (make_sampled(temperature=-1), ["temperature", "-1"]),
+        (make_sampled(temperature=float("nan")), ["temperature", "nan"]),
+        (make_sampled(top_k=-1), ["runtime_top_k", "-1"]),
+        (make_sampled(top_p=1.5), ["runtime_top_p", "1.5"]),
+        (make_sampled(top_p_min=1.5), ["runtime_top_p_min", "[0, 1]"]),
+        (make_sampled(top_p_decay=0.0), ["runtime_top_p_decay", "(0, 1]"]),
+        (make_sampled(top_p_reset_id=-2), ["runtime_top_p_reset_ids", "-2"]),
+        (make_sampled(min_p=1.1), ["min_p", "1.1"]),
+        (make_sampled(random_seed=2**64), ["random_seed", "64"]),
+        (make_sampled(repetition_penalty=0.0), ["repetition_penalty", "> 0"]),
+        (make_sampled(presence_penalty=inf), ["presence_penalty", "inf"]),
+        (make_sampled(frequency_penalty=float("nan")), ["frequency_penalty", "nan"]),
+        (make_sampled(min_length=-1), ["min_length", "-1"]),
+        (make_sampled(no_repeat_ngram_size=-1), ["no_repeat_ngram_size", "-1"]),
+        (make_sampled(beam_width=0), ["beam_width", "[1, 1024]", "0"]),
+        (make_sampled(beam_width=5), ["beam_width", "at most 4", "got 5"]),
+        (
+            make_sampled(beam_width=2, num_return_sequences=3),
+            ["num_return_sequences", "[1, 2]", "beam_width"],
+        ),
+        (make_sampled(num_return_sequences=0), ["num_return_sequences", "got 0"]),
+        (make_sampled(length_penalty=float("nan")), ["len_penalty", "nan"]),
+        (make_sampled(early_stopping=-1), ["early_stopping", "-1"]),
+        (make_sampled(beam_search_diversity_rate=-0.5), ["beam_search_diversity_rate", "-0.5"]),
+        (make_request(prompt=8, new=9, sampling=SamplingConfig(beam_width=3)), ["beam_width 3", "at most 5"]),
+        (make_request(output=OutputConfig(num_top_log_probs=101)), ["num_top_log_probs", "[0, 100]", "101"]),
+        (make_request(stop_words=((1,), ())), ["stop_words_list", "empty word"]),
+        (make_request(bad_words=((1, 100),)), ["bad_words_list", "got 100"]),
+        (make_request(embedding_bias=make_floats(99)), ["embedding_bias", "[1, 100]", "[1, 99]"]),
+        (make_drafted(num_tokens=6), ["draft_input_ids", "(6)", "(5)"]),
+        (make_drafted(num_tokens=2, new=2), ["draft_input_ids", "request_output_len 2", "at most 1"]),
+        (make_drafted(logits=make_floats(1, 100)), ["draft_logits", "[1, 2, 100]", "[1, 1, 100]"]),
+        (make_drafted(acceptance_threshold=-1.0), ["draft_acceptance_threshold", "-1"]),
+        (make_request(prompt_lookup_num_tokens=-1), ["prompt_lookup_num_tokens", "-1"]),
+        (
+            make_request(prompt_lookup_num_tokens=2, sampling=SamplingConfig(beam_width=2)),
+            ["prompt_lookup_num_tokens", "beam_width 1", "got 2"],
+        ),
     ],
 )
 def test_a_refusal_says_what_is_wrong(request_, words):
@@ -40,6 +97,17 @@ def test_a_refusal_says_what_is_wrong(request_, words):
         request_.validate(LIMITS)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4, 7, 8, 11])
+def test_the_length_that_a_refusal_calls_possible_is(prompt):
+    sampling = SamplingConfig(beam_width=2)
+    with pytest.raises(InvalidArgument) as caught:
+        make_request(prompt=prompt, new=32 - prompt, sampling=sampling).validate(LIMITS)
+    most = int(str(caught.value).rsplit(" ", 1)[1])
+    make_request(prompt=prompt, new=most, sampling=sampling).validate(LIMITS)
+    with pytest.raises(InvalidArgument):
+        make_request(prompt=prompt, new=most + 1, sampling=sampling).validate(LIMITS)
 
 
 def test_errors_survive_a_process_boundary():

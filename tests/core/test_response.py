@@ -1,25 +1,73 @@
-"""Joining waiting responses of one stream."""
+"""Joining waiting responses of one sequence."""
 
 from __future__ import annotations
 
-from inflight.core.response import Response, Result, merge_responses
+from array import array
+
+from inflight.core.response import Response, Result, TopLogProbs, ended_without_tokens, merge_responses
 from inflight.core.stop import FinishReason
+from inflight.core.tensor import FloatTensor
 from inflight.errors import StepFailed
 
 
+def make_response(*tokens: int, reason: FinishReason = FinishReason.NOT_FINISHED, **fields) -> Response:
+    final = reason is not FinishReason.NOT_FINISHED
+    result = Result((tokens,), 3, (len(tokens),), (reason,), is_sequence_final=final, **fields)
+    return Response(1, result, is_final=final)
+
+
+def make_logits(*rows: float) -> FloatTensor:
+    """Rows of two equal values."""
+    return FloatTensor((len(rows), 2), array("f", [value for row in rows for value in (row, row)]).tobytes())
+
+
 def test_deltas_are_joined_and_the_later_one_decides():
-    earlier = Response(1, Result((5, 6), 3, 2))
-    later = Response(1, Result((7,), 3, 1, FinishReason.LENGTH), is_final=True)
-    assert merge_responses([earlier, later]) == Response(
-        1, Result((5, 6, 7), 3, 3, FinishReason.LENGTH), is_final=True
+    merged = merge_responses([make_response(5, 6), make_response(7, reason=FinishReason.LENGTH)])
+    assert merged == make_response(5, 6, 7, reason=FinishReason.LENGTH)
+
+
+def test_details_of_tokens_are_joined_and_sums_are_the_last():
+    first, second = TopLogProbs((5,), (-1.0,)), TopLogProbs((6,), (-2.0,))
+    merged = merge_responses(
+        [
+            make_response(
+                5,
+                log_probs=((-1.0,),),
+                cum_log_probs=(-1.0,),
+                top_log_probs=((first,),),
+                generation_logits=(make_logits(1.0),),
+                prompt_log_probs=(0.0, -3.0),
+                context_logits=make_logits(8.0, 9.0),
+            ),
+            make_response(
+                6,
+                log_probs=((-2.0,),),
+                cum_log_probs=(-3.0,),
+                top_log_probs=((second,),),
+                generation_logits=(make_logits(2.0),),
+            ),
+            make_response(log_probs=((),), cum_log_probs=(-3.0,), top_log_probs=((),)),
+        ]
+    ).result
+    assert merged.log_probs == ((-1.0, -2.0),) and merged.cum_log_probs == (-3.0,)
+    assert merged.top_log_probs == ((first, second),)
+    assert merged.generation_logits == (make_logits(1.0, 2.0),)
+    assert merged.prompt_log_probs == (0.0, -3.0) and merged.context_logits == make_logits(8.0, 9.0)
+
+
+def test_streamed_beams_say_everything_each_time():
+    earlier = make_response(5, is_cumulative=True, prompt_log_probs=(0.0,))
+    later = make_response(5, 6, is_cumulative=True)
+    assert merge_responses([earlier, later]) == make_response(
+        5, 6, is_cumulative=True, prompt_log_probs=(0.0,)
     )
 
 
 def test_an_error_is_the_last_word():
     failed = Response(1, error=StepFailed("boom"), is_final=True)
-    assert merge_responses([Response(1, Result((5,), 3, 1)), failed]) is failed
+    assert merge_responses([make_response(5), failed]) is failed
 
 
 def test_a_cancellation_is_the_last_word_and_carries_no_tokens():
-    cancelled = Response(1, Result((), 3, 0, FinishReason.CANCELLED), is_final=True)
-    assert merge_responses([Response(1, Result((5,), 3, 1)), cancelled]) is cancelled
+    cancelled = Response(1, ended_without_tokens(3, FinishReason.CANCELLED), is_final=True)
+    assert merge_responses([make_response(5), cancelled]) is cancelled

@@ -7,7 +7,6 @@ import pytest
 from inflight.core.batch import ContextChunk, ModelOutput, SlotStart
 from inflight.core.config import CapacitySchedulerPolicy
 from inflight.core.output_config import OutputConfig
-from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason
 from inflight.errors import AlreadyExists, ConfigError, InvalidArgument, StepFailed
 
@@ -18,17 +17,18 @@ MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 
 def test_a_request_from_first_batch_to_last_response():
     driver = Driver(make_scheduler())
-    driver.accept(make_request(prompt=5, new=2, output=OutputConfig(exclude_input_from_output=True)))
+    request = make_request(prompt=5, new=2, output=OutputConfig(exclude_input_from_output=True))
+    driver.accept(request)
     batch, responses = driver.step()
-    assert batch.starts == (SlotStart(0, 1, 0, 5, SamplingConfig()),)
+    assert batch.starts == (SlotStart(0, request),)
     assert batch.new_blocks == ((0, (0, 1)),)
     assert batch.context == (ContextChunk(0, 0, (10, 11, 12, 13, 14), is_last=True),)
     assert responses == []
     batch, (final,) = driver.step()
     assert (batch.context, batch.generation_slots, batch.new_blocks) == ((), (0,), ())
-    assert final.is_final and final.result.finish_reason is FinishReason.LENGTH
-    assert (final.result.num_input_tokens, final.result.num_output_tokens) == (5, 2)
-    assert len(final.result.output_token_ids) == 2
+    assert final.is_final and final.result.finish_reasons[0] is FinishReason.LENGTH
+    assert (final.result.num_input_tokens, final.result.num_output_tokens) == (5, (2,))
+    assert len(final.result.output_token_ids[0]) == 2
     assert driver.step() == (None, [])
 
 
@@ -49,19 +49,19 @@ def test_non_streaming_output_begins_with_the_prompt_unless_excluded():
     driver = Driver(make_scheduler())
     driver.accept(make_request(1, prompt=(7, 8), new=1))
     _, (final,) = driver.step(token=9)
-    assert final.result.output_token_ids == (7, 8, 9)
-    assert final.result.num_output_tokens == 1
+    assert final.result.output_token_ids == ((7, 8, 9),)
+    assert final.result.num_output_tokens == (1,)
 
 
 def test_streaming_sends_deltas_and_the_end_id_is_not_returned():
     driver = Driver(make_scheduler())
     driver.accept(make_request(1, new=9, streaming=True, end_ids=(3, 4)))
     _, (first,) = driver.step(token=9)
-    assert (first.result.output_token_ids, first.is_final) == ((9,), False)
-    assert first.result.finish_reason is FinishReason.NOT_FINISHED
+    assert (first.result.output_token_ids, first.is_final) == (((9,),), False)
+    assert first.result.finish_reasons[0] is FinishReason.NOT_FINISHED
     _, (final,) = driver.step(token=4)
-    assert (final.result.output_token_ids, final.is_final) == ((), True)
-    assert final.result.finish_reason is FinishReason.END_ID
+    assert (final.result.output_token_ids, final.is_final) == (((),), True)
+    assert final.result.finish_reasons[0] is FinishReason.END_ID
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -72,8 +72,8 @@ def test_a_stop_frees_everything_and_returns_no_further_tokens(steps):
     for _ in range(steps):
         driver.step()
     (final,) = driver.accept(stop=(1,))
-    assert final.is_final and final.result.finish_reason is FinishReason.CANCELLED
-    assert final.result.output_token_ids == ()
+    assert final.is_final and final.result.finish_reasons[0] is FinishReason.CANCELLED
+    assert final.result.output_token_ids == ((),)
     assert scheduler.kv_cache.pool.num_held == 0 and scheduler.num_active == 0
     assert driver.accept(stop=(1, 99)) == []
 
@@ -84,14 +84,14 @@ def test_waiting_requests_are_admitted_first_come_first_served():
         make_request(1, prompt=4, new=5), make_request(2, prompt=12, new=5), make_request(3, prompt=1, new=1)
     )
     batch, _ = driver.step()
-    assert [start.request_id for start in batch.starts] == [1]
+    assert [start.request.request_id for start in batch.starts] == [1]
 
 
 def test_no_evict_reserves_to_the_end():
     driver = Driver(make_scheduler(num_blocks=4))
     driver.accept(make_request(1, prompt=4, new=9), make_request(2, prompt=4, new=9))
     batch, _ = driver.step()
-    assert [start.request_id for start in batch.starts] == [1]
+    assert [start.request.request_id for start in batch.starts] == [1]
 
 
 def test_max_utilization_pauses_the_last_started_and_resumes_it():
@@ -100,13 +100,13 @@ def test_max_utilization_pauses_the_last_started_and_resumes_it():
         make_request(1, prompt=4, new=9, streaming=True), make_request(2, prompt=4, new=9, streaming=True)
     )
     batch, _ = driver.step()
-    assert [start.request_id for start in batch.starts] == [1, 2]
+    assert [start.request.request_id for start in batch.starts] == [1, 2]
     received = {1: [], 2: []}
     paused = 0
     while (stepped := driver.step())[0] is not None:
         paused += driver.scheduler.stats(stepped[0]).num_paused_requests
         for response in stepped[1]:
-            received[response.request_id] += response.result.output_token_ids
+            received[response.request_id] += response.result.output_token_ids[0]
     assert paused == 1
     assert [len(tokens) for tokens in received.values()] == [8, 8]  # the first came with the first step
 

@@ -149,7 +149,7 @@ class GptManager:
         except Exception as error:
             _log.exception("iteration %d failed with %d requests in it", batch.iteration, batch.num_rows)
             return self._scheduler.fail(batch, _as_step_failure(error))
-        return self._scheduler.update(batch, output)
+        return self._scheduler.update(batch, output, self._clock_ns())
 
     def _poll_stops(self) -> tuple[StopSignal, ...]:
         signals = self._poll_stop_signal() if self._poll_stop_signal else ()

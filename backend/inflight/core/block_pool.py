@@ -83,6 +83,13 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
 
+    def check_references(self, block_ids: Iterable[int]) -> None:
+        """Raise AssertionError unless `block_ids`, the entries of all block tables, are the references counted."""
+        counts = [0] * self.num_blocks
+        for block_id in block_ids:
+            counts[block_id] += 1
+        assert counts == self._references, "the block tables and the reference counts disagree"
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + held == total and the reuse index points both ways."""
         held = sum(1 for count in self._references if count > 0)

@@ -1,9 +1,12 @@
 """Who may hold KV blocks: decides which requests to pause and which waiting ones to admit.
 
-The two policies differ in one number, the tokens for which a request reserves blocks at admission:
+The two policies differ in one number, the blocks that a sequence reserves at admission:
 
     GUARANTEED_NO_EVICT   all it can ever need, so that growth never fails
     MAX_UTILIZATION       its context and one token; when growth finds no block, the last-started is paused
+
+A beam search reserves all it can ever need under either, and is never paused: its beams would have to be computed
+again one by one.
 
 Waiting requests are admitted first come, first served, until the first that does not fit: overtaking would let
 small requests starve a large one. Asks the KV cache manager, changes nothing; the scheduler applies decisions.
@@ -37,8 +40,8 @@ class Growth:
 class CapacityScheduler(Protocol):
     """One policy."""
 
-    def tokens_to_reserve(self, request: LlmRequest) -> int:
-        """Tokens whose blocks are set aside when the request is admitted."""
+    def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
+        """Blocks that are set aside when the sequence is admitted, shared ones included."""
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
         """How the running requests, oldest first, get the blocks for their next token."""
@@ -47,9 +50,9 @@ class CapacityScheduler(Protocol):
 class GuaranteedNoEvict:
     """Reserve everything at admission, pause never."""
 
-    def tokens_to_reserve(self, request: LlmRequest) -> int:
-        """Prompt and all new tokens but the last, which is never fed back."""
-        return request.request.max_kv_tokens
+    def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
+        """For the prompt and all new tokens but the last, which is never fed back."""
+        return request.request.max_kv_blocks(tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
         """Nothing to do: reservations cover all growth."""
@@ -59,9 +62,12 @@ class GuaranteedNoEvict:
 class MaxUtilization:
     """Reserve the context, pause the last-started when blocks run out. A paused request resumes by itself."""
 
-    def tokens_to_reserve(self, request: LlmRequest) -> int:
-        """The known tokens and one more, so that a resumed request gets further than it was."""
-        return min(len(request.tokens) + 1, request.request.max_kv_tokens)
+    def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
+        """For the known tokens, its draft, and one more, so that a resumed sequence gets further than it was."""
+        if request.beams is not None:
+            return request.request.max_kv_blocks(tokens_per_block)
+        num_tokens = min(len(request.tokens) + max(1, request.draft_length), request.request.max_kv_tokens)
+        return -(-num_tokens // tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
         """Walk from the oldest; whoever needs a block beyond its own takes it from the youngest.
@@ -80,11 +86,15 @@ class MaxUtilization:
             if missing == 0:
                 continue
             if victims is None:
-                victims = [candidate for candidate in running if candidate.num_scheduled_tokens == 0]
+                victims = [
+                    candidate
+                    for candidate in running
+                    if candidate.num_scheduled_tokens == 0 and candidate.beams is None
+                ]
             while missing > unreserved and victims:
                 victim = victims.pop()
                 paused.append(victim)
-                unreserved += kv_cache.blocks_freed_by(victim.request_id)
+                unreserved += kv_cache.blocks_freed_by(victim.key)
                 if victim is request:
                     break
             if missing > unreserved or request in paused:
@@ -99,9 +109,9 @@ class MaxUtilization:
         position = request.next_position
         if position % kv_cache.tokens_per_block or position >= request.request.max_kv_tokens:
             return 0
-        if request.state is RequestState.FINISHED:
+        if request.state is RequestState.FINISHED or request.in_context or request.beams is not None:
             return 0
-        return 0 if request.in_context else kv_cache.missing_blocks(request.request_id, position + 1)
+        return kv_cache.missing_blocks(request.key, position + 1)
 
 
 def make_capacity_scheduler(policy: CapacitySchedulerPolicy) -> CapacityScheduler:

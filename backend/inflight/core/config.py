@@ -77,7 +77,7 @@ class SchedulerConfig:
             num_blocks=limits.num_blocks,
             tokens_per_block=limits.tokens_per_block,
             max_beam_width=min(self.max_beam_width or slots, slots),
-            # A draft fits beside a token for every other running request.
-            max_draft_length=self.max_num_tokens - slots,
+            # Chunked, a draft and the last chunk fit beside a token for every other running request.
+            max_draft_length=self.max_num_tokens - (slots - 1 + limits.tokens_per_block if chunked else 1),
             max_context_tokens=1 << 62 if chunked else self.max_num_tokens,
         )

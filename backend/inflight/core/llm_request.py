@@ -1,4 +1,4 @@
-"""A request's life: its state machine as a table, and the few counters everything else derives from.
+"""A sequence's life: its state machine as a table, and the few counters everything else derives from.
 
     event      WAITING    RUNNING    PAUSED     FINISHED
     START      RUNNING    -          RUNNING    -
@@ -7,19 +7,26 @@
 
 A dash is an illegal transition: it raises and changes nothing. There is no context or generation state: the
 phase follows from how many of the known tokens are computed. Written by the scheduler alone.
+
+A request is one LlmRequest, or one for each of num_return_sequences; a beam search is one, in several slots. What
+belongs to the request as a whole is in its RequestGroup.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
+from inflight.core.beam_search import BeamSearch
+from inflight.core.prompt_lookup import PromptLookup
 from inflight.core.request import Request
+from inflight.core.response import TopLogProbs
 from inflight.core.stop import FinishReason
+from inflight.core.stop_words import StopWords
 from inflight.errors import InflightError
 
 
 class RequestState(Enum):
-    """Where a request stands."""
+    """Where a sequence stands."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -28,7 +35,7 @@ class RequestState(Enum):
 
 
 class RequestEvent(Enum):
-    """What can happen to a request."""
+    """What can happen to a sequence."""
 
     START = auto()
     PAUSE = auto()
@@ -49,52 +56,155 @@ class IllegalTransition(AssertionError):
     """The scheduler asked for something that cannot happen: a defect, not a user's mistake."""
 
 
-class LlmRequest:
-    """One request from arrival to its final response.
+class RequestGroup:
+    """A request and its sequences.
 
     Attributes:
         request: What was asked.
+        sequences: By sequence index.
+        num_unfinished: Sequences that have not given up their last block and said their last word.
+        error: Why the request failed, if it did; then no sequence has a last word of its own.
+        context_log_probs: Of the prompt tokens from the second on, as far as they are known.
+        context_logits: Of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
+        num_context_rows: Prompt positions whose outputs are known.
+    """
+
+    __slots__ = (
+        "context_log_probs",
+        "context_logits",
+        "error",
+        "num_context_rows",
+        "num_unfinished",
+        "request",
+        "sequences",
+    )
+
+    def __init__(self, request: Request, first_key: int, scope: bytes | None) -> None:
+        count = request.sampling.num_sequences
+        self.request = request
+        self.sequences = [LlmRequest(self, index, first_key + index, scope) for index in range(count)]
+        self.num_unfinished = count
+        self.error: InflightError | None = None
+        self.context_log_probs: list[float] = []
+        self.context_logits: list[bytes] = []
+        self.num_context_rows = 0
+
+    @property
+    def lacks_context(self) -> bool:
+        """Whether context outputs are wanted and not all there."""
+        return self.request.output.wants_context and self.num_context_rows < self.request.prompt_length
+
+
+class LlmRequest:
+    """One sequence, or one beam search, from arrival to its last response.
+
+    Attributes:
+        group: The request it belongs to.
+        request: What was asked.
+        sequence_index: Which of the request's sequences.
+        key: Unique among all sequences there ever were.
+        scope: What the digests of its blocks start from: sequences share blocks within a scope. None: no sharing.
         state: Where it stands.
-        tokens: Prompt and generated tokens.
-        slot: The device's index for it while RUNNING, else -1.
+        tokens: Prompt and generated tokens; of a beam search the generated ones are of no one beam.
+        slots: The device's indices for it while RUNNING, else (); beams have one each.
         context_length: How many of `tokens` this run has to compute as context: the prompt, and after a pause
             what had been generated as well.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
         num_scheduled_tokens: Tokens in batches whose update has not come yet.
         num_streamed_tokens: Generated tokens that responses have carried.
+        has_draft: Whether the request's own draft is still to be verified.
+        needs_host: Whether what runs next depends on what came of the rows in flight: beams, drafts.
+        beams: Its beam search, if it is one.
+        lookup: Makes its draft tokens, if it is to.
+        stop_words: Ends it, if it has any.
         finish_reason: Why it ended.
-        error: Why it failed, if it did.
+        log_probs, top_log_probs, logits: Per generated token, as far as they are wanted.
+        cum_log_prob: Sum of `log_probs`.
+        first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
+        num_new_blocks, num_reused_blocks: Of runs that are over.
+        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted.
     """
 
     __slots__ = (
+        "beams",
         "context_length",
-        "error",
+        "cum_log_prob",
         "finish_reason",
+        "first_scheduled_ns",
+        "first_token_ns",
+        "group",
+        "has_draft",
+        "key",
+        "last_token_ns",
+        "log_probs",
+        "logits",
+        "lookup",
+        "needs_host",
+        "num_accepted_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
+        "num_new_blocks",
+        "num_reused_blocks",
         "num_scheduled_tokens",
         "num_streamed_tokens",
         "request",
-        "slot",
+        "scope",
+        "sequence_index",
+        "slots",
         "state",
+        "stop_words",
         "tokens",
+        "top_log_probs",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, group: RequestGroup, sequence_index: int, key: int, scope: bytes | None) -> None:
+        request = group.request
+        self.group = group
         self.request = request
+        self.sequence_index = sequence_index
+        self.key = key
+        self.scope = scope
         self.state = RequestState.WAITING
         self.tokens = list(request.input_token_ids)
-        self.slot = -1
+        self.slots: tuple[int, ...] = ()
         self.context_length = len(self.tokens)
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_streamed_tokens = 0
+        self.has_draft = request.draft is not None
+        self.needs_host = (
+            request.sampling.uses_beams or self.has_draft or request.prompt_lookup_num_tokens > 0
+        )
+        self.beams = BeamSearch(request) if request.sampling.uses_beams else None
+        self.lookup = PromptLookup(self.tokens) if request.prompt_lookup_num_tokens else None
+        self.stop_words = StopWords(request.stop_words) if request.stop_words and not self.beams else None
         self.finish_reason = FinishReason.NOT_FINISHED
-        self.error: InflightError | None = None
+        self.log_probs: list[float] = []
+        self.top_log_probs: list[TopLogProbs] = []
+        self.logits: list[bytes] = []
+        self.cum_log_prob = 0.0
+        self.first_scheduled_ns = 0
+        self.first_token_ns = 0
+        self.last_token_ns = 0
+        self.num_new_blocks = 0
+        self.num_reused_blocks = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
 
     @property
     def request_id(self) -> int:
-        """The request's id."""
+        """The request's id; its sequences share it."""
         return self.request.request_id
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - len(self.request.input_token_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots it runs in."""
+        return self.request.sampling.beam_width
 
     @property
     def next_position(self) -> int:
@@ -106,6 +216,11 @@ class LlmRequest:
         """Whether known tokens are still to be scheduled; otherwise the device feeds its own last token."""
         return self.num_computed_tokens + self.num_scheduled_tokens < self.context_length
 
+    @property
+    def draft_length(self) -> int:
+        """Draft tokens that its last context chunk has to carry."""
+        return self.request.draft_length if self.has_draft else 0
+
     def apply(self, event: RequestEvent) -> None:
         """Move along the table; IllegalTransition, with nothing changed, where it has no entry."""
         target = TRANSITIONS.get((self.state, event))
@@ -113,26 +228,20 @@ class LlmRequest:
             raise IllegalTransition(f"request {self.request_id} is {self.state.name}: cannot {event.name}")
         self.state = target
 
-    def start(self, slot: int, num_reused_tokens: int) -> None:
-        """Take a slot; the first `num_reused_tokens` tokens are in its block table already."""
+    def start(self, slots: tuple[int, ...], num_reused_tokens: int) -> None:
+        """Take slots; the first `num_reused_tokens` tokens are in its block table already."""
         self.apply(RequestEvent.START)
-        self.slot = slot
+        self.slots = slots
         self.context_length = len(self.tokens)
         self.num_computed_tokens = num_reused_tokens
 
     def pause(self) -> None:
         """Give up slot and blocks; every token known so far is computed again on resumption."""
         self.apply(RequestEvent.PAUSE)
-        self.slot = -1
+        self.slots = ()
         self.num_computed_tokens = 0
 
     def finish(self, reason: FinishReason) -> None:
-        """End for `reason`. The slot stays until the batches in flight have come back."""
+        """End for `reason`. The slots stay until the batches in flight have come back."""
         self.apply(RequestEvent.FINISH)
         self.finish_reason = reason
-
-    def fail(self, error: InflightError) -> None:
-        """End with an error; one that has ended already keeps its reason."""
-        if self.state is not RequestState.FINISHED:
-            self.apply(RequestEvent.FINISH)
-            self.error = error

@@ -3,7 +3,8 @@
 Without chunked context, contexts go first, whole and first come, first served, then one token for every request
 in generation. With it, generation goes first, so that no long prompt delays a running stream, and contexts fill
 what is left in chunks that end on a block boundary. A resumed context longer than max_num_tokens is always
-chunked: its request was accepted, so it has to run.
+chunked: its request was accepted, so it has to run. A beam search in generation takes a row for each beam. Draft
+tokens that a request brought stand behind its context, in the same chunk as its last token.
 
 Asks and returns; changes nothing. Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`.
 """
@@ -18,10 +19,17 @@ from inflight.core.llm_request import LlmRequest, RequestState
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The selection: (request, number of context tokens) pairs, and requests that generate one token."""
+    """The selection.
+
+    Attributes:
+        context: Sequences and how many rows of context each gets, draft tokens included.
+        generation: Sequences that generate.
+        num_free_rows: Rows that nobody was given.
+    """
 
     context: list[tuple[LlmRequest, int]]
     generation: list[LlmRequest]
+    num_free_rows: int
 
 
 class MicroBatchScheduler:
@@ -42,18 +50,33 @@ class MicroBatchScheduler:
             position = request.num_computed_tokens + request.num_scheduled_tokens
             if position < request.context_length:
                 in_context.append(request)
+            elif request.needs_host and request.num_scheduled_tokens:
+                continue
             elif position < request.request.max_kv_tokens:
                 generating.append(request)
         budget = self._max_num_tokens
         if self._chunked:
-            generating = generating[:budget]
-            context = self._select_context(in_context, budget - len(generating))
+            generating, budget = self._select_generation(generating, budget)
+            context, budget = self._select_context(in_context, budget)
         else:
-            context = self._select_context(in_context, budget)
-            generating = generating[: budget - sum(num_tokens for _, num_tokens in context)]
-        return MicroBatch(context, generating)
+            context, budget = self._select_context(in_context, budget)
+            generating, budget = self._select_generation(generating, budget)
+        return MicroBatch(context, generating, budget)
 
-    def _select_context(self, waiting: Sequence[LlmRequest], budget: int) -> list[tuple[LlmRequest, int]]:
+    @staticmethod
+    def _select_generation(waiting: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
+        """Oldest first, as many as there are rows for; and the rows that are left."""
+        for index, request in enumerate(waiting):
+            rows = 1 if request.beams is None else request.num_slots
+            if rows > budget:
+                return waiting[:index], budget
+            budget -= rows
+        return waiting, budget
+
+    def _select_context(
+        self, waiting: Sequence[LlmRequest], budget: int
+    ) -> tuple[list[tuple[LlmRequest, int]], int]:
+        """Oldest first, until one gets no rows; and the rows that are left."""
         selected: list[tuple[LlmRequest, int]] = []
         for request in waiting:
             num_tokens = self._chunk(request, budget)
@@ -61,14 +84,15 @@ class MicroBatchScheduler:
                 break
             selected.append((request, num_tokens))
             budget -= num_tokens
-        return selected
+        return selected, budget
 
     def _chunk(self, request: LlmRequest, budget: int) -> int:
-        start = request.next_position
-        remaining = request.context_length - start
+        start, size = request.next_position, self._tokens_per_block
+        remaining = request.context_length - start + request.draft_length
         if remaining <= budget:
             return remaining
-        if not self._chunked and request.context_length <= self._max_num_tokens:
+        if not self._chunked and request.context_length + request.draft_length <= self._max_num_tokens:
             return 0
-        end = (start + budget) // self._tokens_per_block * self._tokens_per_block
+        # A chunk that is not the last ends before the context does: the drafts need a last token to stand behind.
+        end = min(start + budget, request.context_length - 1) // size * size
         return max(0, end - start)

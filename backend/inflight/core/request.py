@@ -228,9 +228,7 @@ class Request:
                 f"got {[1, *draft.logits.shape]}"
             )
         if threshold is not None and not 0.0 <= threshold < float("inf"):
-            raise InvalidArgument(
-                f"draft_acceptance_threshold must be a finite number >= 0, got {threshold}"
-            )
+            raise InvalidArgument(f"draft_acceptance_threshold must be a finite number >= 0, got {threshold}")
 
 
 def _check_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -97,9 +97,7 @@ class SamplingConfig:
     @property
     def penalizes(self) -> bool:
         """Whether tokens seen have their logits changed."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self) -> None:
         """Raise InvalidArgument naming the tensor, what came and what was expected."""
@@ -134,7 +132,9 @@ class SamplingConfig:
             most = width if self.uses_beams else MAX_RETURN_SEQUENCES
             which = " (beam_width)" if self.uses_beams else ""
             _check(1 <= returned <= most, "num_return_sequences", f"in [1, {most}]{which}", returned)
-        _check(0.0 <= self.length_penalty < math.inf, "len_penalty", "a finite number >= 0", self.length_penalty)
+        _check(
+            0.0 <= self.length_penalty < math.inf, "len_penalty", "a finite number >= 0", self.length_penalty
+        )
         _check(self.early_stopping >= 0, "early_stopping", ">= 0", self.early_stopping)
         _check(0.0 <= rate < math.inf, "beam_search_diversity_rate", "a finite number >= 0", rate)
 

@@ -1,0 +1,121 @@
+"""What a response of a sequence says now: from an LlmRequest to a Result.
+
+Owns the selection of tokens and details and what was streamed already. Called by the scheduler, loop thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.core.beam_search import BeamSearch
+from inflight.core.llm_request import LlmRequest
+from inflight.core.response import PerfMetrics, Result, ended_without_tokens
+from inflight.core.stop import CUT_SHORT, FinishReason
+from inflight.core.tensor import FloatTensor
+
+
+def make_result(llm_request: LlmRequest, block_counts: tuple[int, int]) -> Result:
+    """What is new since the last call, or everything, as the request wants it.
+
+    Args:
+        llm_request: The sequence; its count of streamed tokens moves on.
+        block_counts: KV blocks taken and found in the cache, in all its runs.
+    """
+    request, reason = llm_request.request, llm_request.finish_reason
+    if reason in CUT_SHORT:
+        result = ended_without_tokens(
+            request.prompt_length, reason, llm_request.sequence_index, request.sampling.num_outputs
+        )
+    elif llm_request.beams is not None:
+        result = _of_beams(llm_request, llm_request.beams)
+    else:
+        result = _of_sequence(llm_request)
+    if request.output.return_perf_metrics:
+        result = replace(result, perf_metrics=_metrics(llm_request, *block_counts))
+    return result
+
+
+def _of_sequence(llm_request: LlmRequest) -> Result:
+    request, reason = llm_request.request, llm_request.finish_reason
+    first = llm_request.num_streamed_tokens
+    tokens = tuple(llm_request.tokens[request.prompt_length + first :])
+    llm_request.num_streamed_tokens += len(tokens)
+    echoed = not (request.streaming or request.output.exclude_input_from_output)
+    result = Result(
+        ((*request.input_token_ids, *tokens) if echoed else tokens,),
+        request.prompt_length,
+        (len(tokens),),
+        (reason,),
+        llm_request.sequence_index,
+        reason is not FinishReason.NOT_FINISHED,
+    )
+    output = request.output
+    if output.wants_details:
+        result = replace(
+            result,
+            log_probs=(tuple(llm_request.log_probs[first:]),) if output.return_log_probs else None,
+            cum_log_probs=(llm_request.cum_log_prob,) if output.return_log_probs else None,
+            top_log_probs=(tuple(llm_request.top_log_probs[first:]),) if output.num_top_log_probs else None,
+            generation_logits=(_stacked(llm_request.logits[first:]),)
+            if output.return_generation_logits and tokens
+            else None,
+        )
+    return _with_context(result, llm_request) if first == 0 else result
+
+
+def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
+    request, output = llm_request.request, llm_request.request.output
+    best = beams.hypotheses()
+    final = llm_request.finish_reason is not FinishReason.NOT_FINISHED
+    echoed = not (request.streaming or output.exclude_input_from_output)
+    prompt = request.input_token_ids if echoed else ()
+    result = Result(
+        tuple((*prompt, *beam.token_ids) for beam in best),
+        request.prompt_length,
+        tuple(len(beam.token_ids) for beam in best),
+        tuple(beam.finish_reason if final else FinishReason.NOT_FINISHED for beam in best),
+        is_sequence_final=final,
+        is_cumulative=request.streaming,
+        log_probs=tuple(beam.log_probs for beam in best) if output.return_log_probs else None,
+        cum_log_probs=tuple(beam.cum_log_prob for beam in best) if output.return_log_probs else None,
+        top_log_probs=tuple(beam.top_log_probs for beam in best) if output.num_top_log_probs else None,
+        generation_logits=tuple(_stacked(beam.logits) for beam in best)
+        if output.return_generation_logits and not request.streaming
+        else None,
+    )
+    first, llm_request.num_streamed_tokens = llm_request.num_streamed_tokens == 0, llm_request.num_generated
+    return _with_context(result, llm_request) if first else result
+
+
+def _with_context(result: Result, llm_request: LlmRequest) -> Result:
+    group, output = llm_request.group, llm_request.request.output
+    if not output.wants_context:
+        return result
+    return replace(
+        result,
+        prompt_log_probs=(0.0, *group.context_log_probs) if output.return_prompt_log_probs else None,
+        context_logits=_stacked(group.context_logits, group.num_context_rows)
+        if output.return_context_logits
+        else None,
+    )
+
+
+def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int = 0) -> FloatTensor:
+    """[rows, vocab_size] from pieces of rows; one row a piece unless `num_rows` says how many there are."""
+    data = b"".join(pieces)
+    rows = num_rows or len(pieces)
+    return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)
+
+
+def _metrics(llm_request: LlmRequest, num_new_blocks: int, num_reused_blocks: int) -> PerfMetrics:
+    ended = llm_request.finish_reason is not FinishReason.NOT_FINISHED
+    return PerfMetrics(
+        arrival_time_ns=llm_request.request.arrival_time_ns,
+        first_scheduled_time_ns=llm_request.first_scheduled_ns,
+        first_token_time_ns=llm_request.first_token_ns,
+        last_token_time_ns=llm_request.last_token_ns if ended else 0,
+        num_new_blocks=num_new_blocks,
+        num_reused_blocks=num_reused_blocks,
+        num_draft_tokens=llm_request.num_draft_tokens,
+        num_accepted_draft_tokens=llm_request.num_accepted_tokens,
+    )

@@ -1,0 +1,391 @@
+"""Beams, several sequences and drafts: exact batches for hand-made answers of the device."""
+
+from __future__ import annotations
+
+from array import array
+
+from inflight.core.batch import (
+    BeamCandidates,
+    BeamGroup,
+    BeamMove,
+    ContextDetails,
+    ModelOutput,
+    ScheduledBatch,
+    TokenDetails,
+)
+from inflight.core.config import CapacitySchedulerPolicy
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft
+from inflight.core.response import Response, TopLogProbs
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import FinishReason
+from inflight.errors import InvalidArgument, StepFailed
+
+from .factories import Driver, make_request, make_scheduler
+
+TWO_BEAMS = SamplingConfig(beam_width=2)
+
+
+def make_candidates(*candidates: tuple[int, int, float], **fields) -> BeamCandidates:
+    """(row, token, score), best first."""
+    rows, tokens, scores = zip(*candidates)
+    return BeamCandidates(rows, tokens, scores, **fields)
+
+
+def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...], **output) -> list[Response]:
+    responses = scheduler.update(batch, ModelOutput(batch.iteration, list(tokens), **output))
+    scheduler.check_integrity()
+    return responses
+
+
+# ---------------------------------------------------------------- beams
+
+
+def start_beams(prompt: int = 6, new: int = 3, **fields) -> tuple[Scheduler, list[Response]]:
+    """A search of two beams after its context, whose best continuations are tokens 7 and 8."""
+    scheduler = make_scheduler(**fields.pop("limits", {}))
+    Driver(scheduler).accept(make_request(prompt=prompt, new=new, sampling=TWO_BEAMS, **fields))
+    batch = scheduler.schedule()
+    assert batch.beam_groups == (BeamGroup((0,), (0.0,), 4),)
+    best = make_candidates((0, 7, -1.0), (0, 8, -2.0), (0, 9, -3.0), (0, 5, -4.0))
+    return scheduler, update(scheduler, batch, (), beams=[best])
+
+
+def test_beams_go_on_from_the_context_with_a_block_copied_for_all_but_one():
+    scheduler, _ = start_beams(prompt=6)
+    batch = scheduler.schedule()
+    assert batch.moves == (BeamMove(0, 0, 7), BeamMove(1, 0, 8))
+    assert batch.block_copies == ((1, 2),) and batch.replaced_blocks == ((0, 1, 2),)
+    assert batch.new_blocks == () and batch.generation_slots == (0, 1)
+    assert batch.beam_groups == (BeamGroup((0, 1), (-1.0, -2.0), 4),)
+
+
+def test_a_beam_that_is_left_gives_way_to_the_other_one():
+    scheduler, _ = start_beams(prompt=8)
+    batch = scheduler.schedule()
+    assert batch.new_blocks == ((0, (2,)), (1, (3,))) and batch.block_copies == ()
+    best = make_candidates((1, 4, -2.5), (1, 5, -2.6), (0, 6, -2.7), (0, 7, -2.8))
+    update(scheduler, batch, (), (), beams=[best])
+    assert scheduler.kv_cache.pool.num_held == 3
+    batch = scheduler.schedule()
+    assert batch.moves == (BeamMove(0, 1, 4), BeamMove(1, 1, 5))
+    assert [source for source, _ in batch.block_copies] == [3]
+
+
+def test_the_best_beams_come_back_in_order_with_the_prompt():
+    scheduler, _ = start_beams(prompt=3, new=2)
+    best = make_candidates((1, 4, -2.5), (0, 5, -2.6), (0, 6, -2.7), (0, 7, -2.8))
+    (final,) = update(scheduler, scheduler.schedule(), (), (), beams=[best])
+    assert final.is_final and final.result.is_sequence_final
+    assert final.result.output_token_ids == ((10, 11, 12, 8, 4), (10, 11, 12, 7, 5))
+    assert final.result.num_output_tokens == (2, 2)
+    assert final.result.finish_reasons == (FinishReason.LENGTH, FinishReason.LENGTH)
+    assert scheduler.kv_cache.pool.num_held == 0 and scheduler.kv_cache.num_reserved == 0
+
+
+def test_streamed_beams_say_everything_so_far():
+    scheduler, (first,) = start_beams(prompt=3, new=2, streaming=True)
+    assert first.result.is_cumulative and first.result.output_token_ids == ((7,), (8,))
+    best = make_candidates((1, 4, -2.5), (0, 5, -2.6), (0, 6, -2.7), (0, 7, -2.8))
+    (final,) = update(scheduler, scheduler.schedule(), (), (), beams=[best])
+    assert final.is_final and final.result.output_token_ids == ((8, 4), (7, 5))
+
+
+def test_details_of_beams_follow_their_tokens():
+    output = OutputConfig(return_log_probs=True, num_top_log_probs=1, return_generation_logits=True)
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_request(prompt=3, new=2, sampling=TWO_BEAMS, output=output))
+
+    def tops(*tokens: int) -> tuple[TopLogProbs, ...]:
+        return tuple(TopLogProbs((token,), (-0.5,)) for token in tokens)
+
+    def logits(*values: float) -> tuple[bytes, ...]:
+        return tuple(array("f", [value]).tobytes() for value in values)
+
+    first = make_candidates(
+        (0, 7, -1.0), (0, 8, -2.0), log_probs=(-1.5, -2.5), top_log_probs=tops(7), logits=logits(1.0)
+    )
+    update(scheduler, scheduler.schedule(), (), beams=[first])
+    second = make_candidates(
+        (1, 4, -2.5),
+        (0, 5, -2.6),
+        log_probs=(-0.25, -0.75),
+        top_log_probs=tops(5, 4),
+        logits=logits(2.0, 3.0),
+    )
+    (final,) = update(scheduler, scheduler.schedule(), (), (), beams=[second])
+    assert final.result.log_probs == ((-2.5, -0.25), (-1.5, -0.75))
+    assert final.result.cum_log_probs == (-2.75, -2.25)
+    assert final.result.top_log_probs == (tops(7, 4), tops(7, 5))
+    assert [tensor.data for tensor in final.result.generation_logits] == [
+        b"".join(logits(1.0, 3.0)),
+        b"".join(logits(1.0, 2.0)),
+    ]
+
+
+def test_searches_of_different_widths_and_samples_run_in_one_batch():
+    scheduler = make_scheduler(max_num_sequences=8)
+    Driver(scheduler).accept(
+        make_request(1, new=9, sampling=SamplingConfig(beam_width=3)),
+        make_request(2, new=9),
+        make_request(3, new=9, sampling=TWO_BEAMS),
+    )
+    batch = scheduler.schedule()
+    assert [(group.slots, group.num_candidates) for group in batch.beam_groups] == [((0,), 6), ((4,), 4)]
+    wide = make_candidates((0, 1, -1.0), (0, 2, -2.0), (0, 3, -3.0))
+    narrow = make_candidates((0, 1, -1.0), (0, 2, -2.0))
+    update(scheduler, batch, (), (5,), (), beams=[wide, narrow])
+    batch = scheduler.schedule()
+    assert batch.generation_slots == (0, 1, 2, 3, 4, 5)
+    assert [group.slots for group in batch.beam_groups] == [(0, 1, 2), (4, 5)]
+    stats = scheduler.stats(batch)
+    assert (stats.num_scheduled_requests, stats.num_generation_requests) == (3, 3)
+
+
+def test_a_search_waits_for_as_many_slots_as_it_has_beams():
+    scheduler = make_scheduler(max_num_sequences=2)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, new=2), make_request(2, new=2, sampling=TWO_BEAMS))
+    batch, _ = driver.step()
+    assert [start.request.request_id for start in batch.starts] == [1]
+    driver.step()
+    assert [start.request.request_id for start in scheduler.schedule().starts] == [2]
+
+
+def test_a_search_reserves_for_its_worst_case_under_either_policy():
+    for policy in CapacitySchedulerPolicy:
+        scheduler = make_scheduler(policy, num_blocks=16)
+        Driver(scheduler).accept(make_request(prompt=6, new=8, sampling=TWO_BEAMS))  # 13 tokens: 1 + 2 * 3
+        scheduler.schedule()
+        assert scheduler.kv_cache.num_unreserved == 16 - 7
+
+
+def test_rows_of_a_search_wait_for_what_came_of_the_rows_in_flight():
+    scheduler, _ = start_beams()
+    assert scheduler.schedule() is not None
+    assert scheduler.schedule() is None
+
+
+def test_a_cancelled_search_returns_as_many_empty_rows_as_beams():
+    scheduler, _ = start_beams()
+    (final,) = Driver(scheduler).accept(stop=(1,))
+    assert final.is_final and final.result.output_token_ids == ((), ())
+    assert final.result.finish_reasons == (FinishReason.CANCELLED,) * 2
+    assert scheduler.kv_cache.pool.num_held == 0 and scheduler.kv_cache.num_reserved == 0
+
+
+def test_more_beams_than_slots_are_refused():
+    driver = Driver(make_scheduler(max_num_sequences=2))
+    (refused,) = driver.accept(make_request(sampling=SamplingConfig(beam_width=3)))
+    assert isinstance(refused.error, InvalidArgument) and "at most 2" in str(refused.error)
+
+
+# ---------------------------------------------------------------- several sequences
+
+
+def make_sequences(count: int = 3, **fields):
+    sampling = SamplingConfig(top_k=5, num_return_sequences=count)
+    return make_request(sampling=sampling, **fields)
+
+
+def test_siblings_start_when_the_prompt_is_computed_and_share_it():
+    for reuse in (True, False):
+        scheduler = make_scheduler(reuse=reuse)
+        driver = Driver(scheduler)
+        driver.accept(make_sequences(prompt=10, new=3), make_request(2, prompt=1, new=3))
+        batch, _ = driver.step()
+        assert [(start.request.request_id, start.sequence_index) for start in batch.starts] == [
+            (1, 0),
+            (2, 0),
+        ]
+        batch, _ = driver.step()
+        assert [start.sequence_index for start in batch.starts] == [1, 2]
+        assert batch.new_blocks[:2] == ((2, (0, 1)), (3, (0, 1)))
+        assert [(chunk.start, chunk.token_ids) for chunk in batch.context] == [(8, (18, 19)), (8, (18, 19))]
+
+
+def test_without_reuse_other_requests_do_not_see_a_prompt_that_siblings_share():
+    driver = Driver(make_scheduler(reuse=False))
+    driver.accept(make_sequences(prompt=10, new=3))
+    driver.step()
+    driver.accept(make_request(2, prompt=10))
+    batch, _ = driver.step()
+    assert batch.context[-1].start == 0
+
+
+def test_every_sequence_has_a_last_response_and_one_of_them_is_final():
+    driver = Driver(make_scheduler())
+    driver.accept(make_sequences(2, new=2))
+    responses = [response for _ in range(4) for response in driver.step()[1]]
+    assert [(r.result.sequence_index, r.result.is_sequence_final, r.is_final) for r in responses] == [
+        (0, True, False),
+        (1, True, True),
+    ]
+    assert driver.scheduler.num_active == 0
+
+
+def test_a_stop_ends_all_sequences_started_or_not():
+    for steps in (0, 1, 2):
+        scheduler = make_scheduler()
+        driver = Driver(scheduler)
+        driver.accept(make_sequences(3, new=9))
+        for _ in range(steps):
+            driver.step()
+        responses = driver.accept(stop=(1,))
+        assert [response.is_final for response in responses] == [False, False, True]
+        assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
+        scheduler.check_integrity()
+
+
+def test_a_failure_of_one_sequence_is_the_one_final_error_of_the_request():
+    scheduler = make_scheduler(max_num_sequences=2)
+    driver = Driver(scheduler)
+    driver.accept(make_sequences(3, new=9))
+    driver.step()
+    (failed,) = scheduler.fail(scheduler.schedule(), StepFailed("boom"))
+    assert failed.is_final and str(failed.error) == "boom"
+    assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
+    scheduler.check_integrity()
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def make_drafted(*draft: int, **fields):
+    return make_request(draft=ExternalDraft(draft), **fields)
+
+
+def test_a_draft_stands_behind_the_context_and_what_was_accepted_counts():
+    scheduler = make_scheduler()
+    output = OutputConfig(return_perf_metrics=True, exclude_input_from_output=True)
+    Driver(scheduler).accept(make_drafted(5, 6, 7, prompt=3, new=6, output=output))
+    batch = scheduler.schedule()
+    (chunk,) = batch.context
+    assert (chunk.token_ids, chunk.num_draft_tokens, chunk.is_last) == ((10, 11, 12, 5, 6, 7), 3, True)
+    assert update(scheduler, batch, (5, 6, 9)) == []
+    batch = scheduler.schedule()
+    assert batch.generation_slots == (0,) and batch.context == ()
+    update(scheduler, batch, (1,))
+    update(scheduler, scheduler.schedule(), (2,))
+    (final,) = update(scheduler, scheduler.schedule(), (3,))
+    assert final.result.output_token_ids == ((5, 6, 9, 1, 2, 3),)
+    metrics = final.result.perf_metrics
+    assert (metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 2)
+
+
+def test_nothing_of_a_sequence_is_scheduled_behind_a_draft_in_flight():
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_drafted(5, 6, new=6))
+    assert scheduler.schedule() is not None and scheduler.schedule() is None
+
+
+def test_accepted_tokens_stop_at_an_end_id_and_at_the_length_limit():
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(
+        make_drafted(5, 6, 7, prompt=3, new=9, end_ids=(6,)),
+        make_drafted(5, 6, request_id=2, prompt=3, new=3),
+    )
+    first, second = update(scheduler, scheduler.schedule(), (5, 6, 7, 8), (5, 6, 4))
+    assert first.result.output_token_ids == ((10, 11, 12, 5),)
+    assert first.result.finish_reasons == (FinishReason.END_ID,)
+    assert second.result.output_token_ids == ((10, 11, 12, 5, 6, 4),)
+    assert second.result.finish_reasons == (FinishReason.LENGTH,)
+
+
+def test_chunked_contexts_leave_a_last_token_for_the_draft_to_stand_behind():
+    scheduler = make_scheduler(max_num_tokens=8, chunked=True)
+    Driver(scheduler).accept(make_drafted(5, prompt=8, new=6))
+    batch = scheduler.schedule()
+    assert [(len(chunk.token_ids), chunk.is_last) for chunk in batch.context] == [(4, False)]
+    update(scheduler, batch)
+    (chunk,) = scheduler.schedule().context
+    assert (len(chunk.token_ids), chunk.num_draft_tokens) == (5, 1)
+
+
+def test_prompt_lookup_drafts_what_followed_before():
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_request(prompt=(1, 2, 3, 4, 5, 1, 2), new=9, prompt_lookup_num_tokens=3))
+    update(scheduler, scheduler.schedule(), (3,))
+    batch = scheduler.schedule()
+    (chunk,) = batch.context
+    assert (chunk.start, chunk.token_ids, chunk.num_draft_tokens) == (7, (3, 4, 5, 1), 3)
+    assert chunk.is_generation and chunk.is_last and batch.generation_slots == ()
+    stats = scheduler.stats(batch)
+    assert (stats.num_context_requests, stats.num_generation_requests) == (0, 1)
+    update(scheduler, batch, (4, 9))
+    batch = scheduler.schedule()
+    assert batch.context == () and batch.generation_slots == (0,)
+
+
+def test_a_draft_never_reaches_beyond_the_length_limit():
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_request(prompt=(1, 2, 3, 4, 5, 1, 2), new=3, prompt_lookup_num_tokens=9))
+    update(scheduler, scheduler.schedule(), (3,))
+    (chunk,) = scheduler.schedule().context
+    assert chunk.token_ids == (3, 4)
+
+
+# ---------------------------------------------------------------- stop words and details
+
+
+def test_a_stop_word_ends_the_output_and_is_returned_but_never_fires_on_the_prompt():
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(make_request(prompt=(7, 8), new=9, stop_words=((8, 9), (7, 8))))
+    assert driver.step(token=9)[1] == []
+    assert driver.step(token=7)[1] == []
+    _, (final,) = driver.step(token=8)
+    assert final.result.output_token_ids == ((7, 8, 9, 7, 8),)
+    assert final.result.finish_reasons == (FinishReason.STOP_WORDS,)
+
+
+def test_log_probs_are_deltas_and_the_sum_grows():
+    scheduler = make_scheduler()
+    output = OutputConfig(return_log_probs=True)
+    Driver(scheduler).accept(make_request(new=3, streaming=True, output=output, end_ids=(4,)))
+    sums, deltas = [], []
+    for token, log_prob in ((5, -1.0), (6, -2.0), (4, -4.0)):
+        details = {0: TokenDetails(log_probs=(log_prob,))}
+        (response,) = update(scheduler, scheduler.schedule(), (token,), details=details)
+        sums += response.result.cum_log_probs
+        deltas += response.result.log_probs
+    assert deltas == [(-1.0,), (-2.0,), ()]
+    assert sums == [-1.0, -3.0, -3.0]
+
+
+def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():
+    scheduler = make_scheduler(max_num_tokens=8, chunked=True, reuse=True)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=10, new=1))
+    driver.step()
+    driver.step()
+    output = OutputConfig(return_prompt_log_probs=True, return_context_logits=True)
+    driver.accept(make_request(2, prompt=10, new=1, output=output))
+    responses = []
+    for log_probs in ([-1.0] * 8, [-2.0]):
+        batch = scheduler.schedule()
+        (chunk,) = batch.context
+        rows = len(chunk.token_ids)
+        assert chunk.wants_context
+        details = ContextDetails(tuple(log_probs), bytes(4 * 2 * rows))
+        tokens = [(5,)] if chunk.is_last else []
+        responses += update(scheduler, batch, *tokens, context={chunk.slot: details})
+    (final,) = responses
+    assert final.result.prompt_log_probs == (0.0, *[-1.0] * 8, -2.0)
+    assert final.result.context_logits.shape == (10, 2)
+
+
+def test_perf_metrics_say_when_and_how_many_blocks():
+    scheduler = make_scheduler(reuse=True)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=10, new=1))
+    driver.step()
+    output = OutputConfig(return_perf_metrics=True)
+    driver.accept(make_request(2, prompt=10, new=2, output=output, arrival_time_ns=3))
+    scheduler.update(scheduler.schedule(), ModelOutput(0, [(5,)]), now_ns=100)
+    (final,) = scheduler.update(scheduler.schedule(), ModelOutput(0, [(6,)]), now_ns=200)
+    metrics = final.result.perf_metrics
+    assert (metrics.arrival_time_ns, metrics.first_token_time_ns, metrics.last_token_time_ns) == (3, 100, 200)
+    assert (metrics.num_new_blocks, metrics.num_reused_blocks) == (1, 2)
