@@ -121,7 +121,7 @@ def test_a_stop_signal_ends_the_request_in_the_next_iteration():
     harness.manager.step()
     harness.manager.step()
     assert harness.responses[-1].is_final
-    assert harness.responses[-1].result.finish_reason is FinishReason.CANCELLED
+    assert harness.responses[-1].result.finish_reasons[0] is FinishReason.CANCELLED
 
 
 def test_an_id_can_be_used_again_after_its_final_response():
@@ -140,7 +140,7 @@ def test_a_stop_that_comes_after_the_end_does_not_touch_the_next_request_of_that
     harness.pending.append(Request(1, (1, 2), 3))
     for _ in range(3):
         harness.manager.step()
-    reasons = [response.result.finish_reason for response in harness.responses]
+    reasons = [response.result.finish_reasons[0] for response in harness.responses]
     assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH]
 
 
@@ -167,7 +167,7 @@ def test_a_failed_iteration_answers_its_requests_and_the_next_ones_are_right():
     harness.pending.append(Request(2, (1, 2), 4))
     for _ in range(4):
         harness.manager.step()
-    assert list(harness.responses[-1].result.output_token_ids[2:]) == expected_tokens((1, 2), 4, 50)
+    assert list(harness.responses[-1].result.output_token_ids[0][2:]) == expected_tokens((1, 2), 4, 50)
 
 
 def test_the_thread_serves_idles_and_finishes_what_is_active_before_it_ends():

@@ -41,7 +41,7 @@ class SlowSender:
                 if self._seconds:
                     time.sleep(self._seconds)
                 self.num_responses += 1
-                self.num_tokens += response.result.num_output_tokens if response.result else 0
+                self.num_tokens += response.result.num_output_tokens[0] if response.result else 0
 
     def close(self) -> None:
         self.mailbox.close()

@@ -111,6 +111,7 @@ class LlmRequest:
             what had been generated as well.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
         num_scheduled_tokens: Tokens in batches whose update has not come yet.
+        next_block_end: So many computed tokens fill the next block.
         num_streamed_tokens: Generated tokens that responses have carried.
         has_draft: Whether the request's own draft is still to be verified.
         needs_host: Whether what runs next depends on what came of the rows in flight: beams, drafts.
@@ -140,6 +141,7 @@ class LlmRequest:
         "logits",
         "lookup",
         "needs_host",
+        "next_block_end",
         "num_accepted_tokens",
         "num_computed_tokens",
         "num_draft_tokens",
@@ -171,6 +173,7 @@ class LlmRequest:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_streamed_tokens = 0
+        self.next_block_end = 0
         self.has_draft = request.draft is not None
         self.needs_host = (
             request.sampling.uses_beams or self.has_draft or request.prompt_lookup_num_tokens > 0

@@ -5,6 +5,7 @@ Owns the selection of tokens and details and what was streamed already. Called b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.beam_search import BeamSearch
@@ -14,12 +15,12 @@ from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.core.tensor import FloatTensor
 
 
-def make_result(llm_request: LlmRequest, block_counts: tuple[int, int]) -> Result:
+def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], tuple[int, int]]) -> Result:
     """What is new since the last call, or everything, as the request wants it.
 
     Args:
         llm_request: The sequence; its count of streamed tokens moves on.
-        block_counts: KV blocks taken and found in the cache, in all its runs.
+        block_counts: Tells how many KV blocks it took and found in the cache, in all its runs.
     """
     request, reason = llm_request.request, llm_request.finish_reason
     if reason in CUT_SHORT:
@@ -31,7 +32,7 @@ def make_result(llm_request: LlmRequest, block_counts: tuple[int, int]) -> Resul
     else:
         result = _of_sequence(llm_request)
     if request.output.return_perf_metrics:
-        result = replace(result, perf_metrics=_metrics(llm_request, *block_counts))
+        result = replace(result, perf_metrics=_metrics(llm_request, *block_counts(llm_request)))
     return result
 
 

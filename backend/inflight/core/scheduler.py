@@ -173,6 +173,7 @@ class Scheduler:
     def _start(self, llm_request: LlmRequest, num_reused_tokens: int, batch: BatchBuilder) -> None:
         slots = tuple(heapq.heappop(self._free_slots) for _ in range(llm_request.num_slots))
         llm_request.start(slots, num_reused_tokens)
+        llm_request.next_block_end = num_reused_tokens + self.kv_cache.tokens_per_block
         llm_request.first_scheduled_ns = llm_request.first_scheduled_ns or self._now_ns
         self._by_slot.update(dict.fromkeys(slots, llm_request))
         self._running.append(llm_request)
@@ -270,13 +271,20 @@ class Scheduler:
             responses += self._drain(llm_request)
             return
         reason = append_tokens(llm_request, new_tokens, details, self._now_ns)
-        if llm_request.scope is not None:
-            num_tokens = min(llm_request.num_computed_tokens, len(llm_request.tokens))
-            self.kv_cache.publish(llm_request.key, llm_request.tokens, num_tokens)
+        if llm_request.num_computed_tokens >= llm_request.next_block_end:
+            self._publish(llm_request)
         if reason is not FinishReason.NOT_FINISHED:
             responses += self._finish(llm_request, reason)
         elif new_tokens and llm_request.request.streaming:
             responses.append(self._respond(llm_request))
+
+    def _publish(self, llm_request: LlmRequest) -> None:
+        """Let others find the blocks that have become full."""
+        num_tokens = min(llm_request.num_computed_tokens, len(llm_request.tokens))
+        if llm_request.scope is not None:
+            self.kv_cache.publish(llm_request.key, llm_request.tokens, num_tokens)
+        size = self.kv_cache.tokens_per_block
+        llm_request.next_block_end = (num_tokens // size + 1) * size
 
     def _advance_beams(
         self, llm_request: LlmRequest, num_rows: int, candidates: BeamCandidates, responses: list[Response]
@@ -373,11 +381,12 @@ class Scheduler:
         self._released_slots += llm_request.slots
 
     def _respond(self, llm_request: LlmRequest, is_final: bool = False) -> Response:
-        new, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks
-        if llm_request.slots:
-            taken, found = self.kv_cache.block_counts(llm_request.key)
-            new, reused = new + taken, reused + found
-        return Response(llm_request.request_id, make_result(llm_request, (new, reused)), is_final=is_final)
+        return Response(llm_request.request_id, make_result(llm_request, self._block_counts), None, is_final)
+
+    def _block_counts(self, llm_request: LlmRequest) -> tuple[int, int]:
+        """KV blocks taken and found in the cache, in all runs of a sequence."""
+        taken, found = self.kv_cache.block_counts(llm_request.key) if llm_request.slots else (0, 0)
+        return llm_request.num_new_blocks + taken, llm_request.num_reused_blocks + found
 
     # ---------------------------------------------------------------- what there is to tell
 
