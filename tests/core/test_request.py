@@ -81,6 +81,7 @@ def test_a_request_that_fits_passes():
         (make_request(stop_words=((1,), ())), ["stop_words_list", "empty word"]),
         (make_request(bad_words=((1, 100),)), ["bad_words_list", "got 100"]),
         (make_request(embedding_bias=make_floats(99)), ["embedding_bias", "[1, 100]", "[1, 99]"]),
+        (make_drafted(num_tokens=0), ["draft_input_ids", "empty"]),
         (make_drafted(num_tokens=6), ["draft_input_ids", "(6)", "(5)"]),
         (make_drafted(num_tokens=2, new=2), ["draft_input_ids", "request_output_len 2", "at most 1"]),
         (make_drafted(logits=make_floats(1, 100)), ["draft_logits", "[1, 2, 100]", "[1, 1, 100]"]),

@@ -1,50 +1,32 @@
 """A whole server without model, threads or clock: scheduler and fake engine, driven by one random seed.
 
-`draw(seed)` makes a configuration and a set of requests. `run` runs them to the end and checks, after every step,
-that blocks and slots are conserved, chunks end on block boundaries and nobody is overtaken; at the end, that every
-stop was answered in its iteration, every request had exactly one final response and the tokens it would have had
-alone.
+`run` runs a scenario to the end and checks, after every step, that blocks and slots are conserved, chunks end on
+block boundaries and nobody is overtaken; at the end, that every stop was answered in its iteration, every request
+had exactly one final response, every sequence one last result, and all of them what they would have had alone.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.output_config import OutputConfig
+from inflight.core.batch import ModelOutput, ScheduledBatch
 from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.response import Response, Result, merge_responses
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason, StopSignal
+from inflight.core.stop import FinishReason
 from inflight.errors import StepFailed
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
 
-VOCABULARY = 23
+from .alone import compare_context, compare_outputs, search_alone, sequence_alone
+from .scenario import Scenario
+
 PLANNED_FAILURE = StepFailed("planned")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What one seed draws."""
-
-    seed: int
-    limits: EngineLimits
-    config: SchedulerConfig
-    depth: int  # batches in flight: 1 is the plain loop, 2 schedules ahead of the device
-    arrivals: dict[int, list[Request]]
-    stops: dict[int, list[StopSignal]]
-    requests: dict[int, Request]
-    failures: frozenset[int]  # iterations whose batch comes back as an error
 
 
 @dataclass
 class Outcome:
-    """What a run did, over and above the tokens, which `run` has checked."""
+    """What a run did, over and above the outputs, which `run` has checked."""
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
     final_iterations: dict[int, int] = field(default_factory=dict)
@@ -53,61 +35,12 @@ class Outcome:
     num_pauses: int = 0
     num_reused_blocks: int = 0
     num_chunks: int = 0
+    num_copies: int = 0
+    num_lookups: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_mixed_batches: int = 0  # with beams of several widths, or beams beside other rows in generation
     max_rows: int = 0
-
-
-def draw(seed: int) -> Scenario:
-    """A scenario in which every request can run, but rarely all at once."""
-    rng = random.Random(seed)
-    tokens_per_block = rng.choice([1, 2, 3, 4, 8])
-    requests = _draw_requests(rng)
-    longest = max(request.max_kv_tokens for request in requests)
-    num_sequences = rng.randint(1, 6)
-    num_blocks = -(-longest // tokens_per_block) + rng.choice([0, 1, 3, 10, 40])
-    chunked = rng.random() < 0.5
-    needed = num_sequences - 1 + tokens_per_block
-    if not chunked:
-        needed = max(num_sequences, tokens_per_block, *(request.prompt_length for request in requests))
-    limits = EngineLimits(VOCABULARY, 200, num_sequences, num_blocks, tokens_per_block)
-    config = SchedulerConfig(
-        policy=rng.choice(list(CapacitySchedulerPolicy)),
-        max_num_tokens=needed + rng.choice([0, 1, 5, 100]),
-        enable_chunked_context=chunked,
-        enable_kv_cache_reuse=rng.random() < 0.7,
-    )
-    window = rng.choice([0, 3, 30])
-    arrivals: dict[int, list[Request]] = {}
-    stops: dict[int, list[StopSignal]] = {}
-    for request in requests:
-        arrival = rng.randint(0, window)
-        arrivals.setdefault(arrival, []).append(request)
-        if rng.random() < 0.2:
-            stops.setdefault(arrival + rng.randint(0, 20), []).append(StopSignal(request.request_id))
-    by_id = {request.request_id: request for request in requests}
-    failures = frozenset(rng.sample(range(40), 3)) if rng.random() < 0.2 else frozenset()
-    return Scenario(seed, limits, config, rng.choice([1, 1, 2]), arrivals, stops, by_id, failures)
-
-
-def _draw_requests(rng: random.Random) -> list[Request]:
-    prefixes = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 24))] for _ in range(2)]
-    requests = []
-    for request_id in range(1, rng.randint(2, 9)):
-        prompt = rng.choice(prefixes) + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
-        sampled = rng.random() < 0.3
-        requests.append(
-            Request(
-                request_id,
-                tuple(prompt),
-                rng.randint(1, 20),
-                streaming=rng.random() < 0.6,
-                end_ids=(rng.randrange(VOCABULARY),) if rng.random() < 0.5 else (),
-                sampling=SamplingConfig(top_k=3, random_seed=rng.randrange(5))
-                if sampled
-                else SamplingConfig(),
-                output=OutputConfig(exclude_input_from_output=rng.random() < 0.5),
-            )
-        )
-    return requests
 
 
 def run(scenario: Scenario) -> Outcome:
@@ -123,8 +56,9 @@ def run(scenario: Scenario) -> Outcome:
         _record(outcome, iteration, scheduler.accept(_inputs(scenario, iteration)))
         batch = scheduler.schedule()
         if batch is not None:
-            in_flight.append((batch, engine.decode(batch, engine.forward(batch))))
-            _observe(outcome, scenario, scheduler, batch)
+            output = engine.decode(batch, engine.forward(batch))
+            in_flight.append((batch, output))
+            _observe(outcome, scenario, scheduler, batch, output)
         if in_flight and (batch is None or len(in_flight) == scenario.depth):
             _record(outcome, iteration, _come_back(scenario, scheduler, *in_flight.popleft()))
         scheduler.check_integrity()
@@ -141,23 +75,37 @@ def _come_back(
 ) -> list[Response]:
     if batch.iteration in scenario.failures:
         return scheduler.fail(batch, PLANNED_FAILURE)
-    return scheduler.update(batch, output)
+    return scheduler.update(batch, output, now_ns=2 * batch.iteration + 2)
 
 
 def _inputs(scenario: Scenario, iteration: int) -> IterationInput:
     requests = tuple(scenario.arrivals.get(iteration, ()))
-    return IterationInput(iteration, iteration, requests, tuple(scenario.stops.get(iteration, ())))
+    return IterationInput(iteration, 2 * iteration + 1, requests, tuple(scenario.stops.get(iteration, ())))
 
 
-def _observe(outcome: Outcome, scenario: Scenario, scheduler: Scheduler, batch: ScheduledBatch) -> None:
+def _observe(
+    outcome: Outcome, scenario: Scenario, scheduler: Scheduler, batch: ScheduledBatch, output: ModelOutput
+) -> None:
     assert 0 < batch.num_tokens <= scenario.config.max_num_tokens
     outcome.num_pauses += scheduler.stats(batch).num_paused_requests
     outcome.num_chunks += sum(not chunk.is_last for chunk in batch.context)
+    outcome.num_copies += len(batch.block_copies)
     outcome.max_rows = max(outcome.max_rows, batch.num_rows)
-    outcome.started += [start.request_id for start in batch.starts if start.request_id not in outcome.started]
+    for start in batch.starts:
+        if start.request.request_id not in outcome.started:
+            outcome.started.append(start.request.request_id)
     for chunk in batch.context:
         end = chunk.start + len(chunk.token_ids)
         assert chunk.is_last or end % scenario.limits.tokens_per_block == 0, "a chunk ends inside a block"
+    widths = {len(group.slots) for group in batch.beam_groups if len(group.slots) > 1}
+    others = set(batch.generation_slots).difference(*(group.slots for group in batch.beam_groups))
+    outcome.num_mixed_batches += len(widths) > 1 or bool(widths and others)
+    for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
+        chunk = next((chunk for chunk in batch.context if chunk.slot == slot), None)
+        if chunk is not None and chunk.num_draft_tokens:
+            outcome.num_lookups += chunk.is_generation
+            outcome.num_accepted += len(tokens) - 1
+            outcome.num_rejected += chunk.num_draft_tokens - len(tokens) + 1
 
 
 def _record(outcome: Outcome, iteration: int, responses: list[Response]) -> None:
@@ -169,6 +117,9 @@ def _record(outcome: Outcome, iteration: int, responses: list[Response]) -> None
             outcome.final_iterations[response.request_id] = iteration
 
 
+# ---------------------------------------------------------------------- at the end
+
+
 def _check(scenario: Scenario, outcome: Outcome) -> None:
     arrived = [
         request.request_id for _, requests in sorted(scenario.arrivals.items()) for request in requests
@@ -178,32 +129,68 @@ def _check(scenario: Scenario, outcome: Outcome) -> None:
         for signal in signals:
             assert outcome.final_iterations[signal.request_id] <= iteration, "a stop was not heeded at once"
     for request in scenario.requests.values():
-        responses = outcome.responses[request.request_id]
-        assert responses[-1].is_final and sum(response.is_final for response in responses) == 1
-        assert all(response.error is None for response in responses[:-1])
-        assert request.streaming or len(responses) == 1
-        results = [response.result for response in responses if response.result]
-        received = [token for result in results for token in result.output_token_ids]
-        alone, reason = run_alone(request)
-        final = responses[-1].result
-        if final is None or final.finish_reason is FinishReason.CANCELLED:
-            assert scenario.failures if final is None else final.output_token_ids == ()
-            assert received == alone[: len(received)]
-            continue
-        assert final.finish_reason is reason
-        echoed = not (request.streaming or request.output.exclude_input_from_output)
-        assert received == (list(request.input_token_ids) if echoed else []) + alone
+        _check_request(scenario, request, outcome.responses[request.request_id])
 
 
-def run_alone(request: Request) -> tuple[list[int], FinishReason]:
-    """The tokens of a request that has the server to itself, by the fake engine's own definition."""
-    tokens = expected_tokens(request.input_token_ids, request.max_new_tokens, VOCABULARY, request.sampling)
-    for position, token in enumerate(tokens):
-        if token in request.end_ids:
-            return tokens[:position], FinishReason.END_ID
-    return tokens, FinishReason.LENGTH
+def _check_request(scenario: Scenario, request: Request, responses: list[Response]) -> None:
+    assert [response.is_final for response in responses] == [False] * (len(responses) - 1) + [True]
+    assert all(response.error is None for response in responses[:-1])
+    failed = responses[-1].error is not None
+    assert not failed or scenario.failures, responses[-1].error
+    for index in range(request.sampling.num_sequences):
+        mine = [response for response in responses if response.result and response.sequence_index == index]
+        results = [response.result for response in mine if response.result]
+        ends = [result.is_sequence_final for result in results]
+        assert ends == [False] * (len(ends) - 1) + [True] or (failed and not any(ends))
+        assert request.streaming or len(results) <= 1
+        if not results:
+            assert failed
+        elif request.sampling.uses_beams:
+            _check_search(scenario, request, results)
+        else:
+            _check_sequence(scenario, request, index, results, merge_responses(mine).result)
 
 
-def scenarios(seeds: range) -> Iterator[Scenario]:
-    """One scenario a seed."""
-    return map(draw, seeds)
+def _check_sequence(
+    scenario: Scenario, request: Request, index: int, results: list[Result], whole: Result | None
+) -> None:
+    vocab_size = scenario.limits.vocab_size
+    alone = sequence_alone(request, index, vocab_size)
+    final = results[-1]
+    _check_metrics(request, final)
+    if not final.is_sequence_final or final.was_cut_short:
+        received = [token for result in results for token in result.output_token_ids[0]]
+        assert tuple(received) == alone.tokens[: len(received)]
+        assert not final.was_cut_short or final.output_token_ids == ((),)
+        return
+    assert whole is not None and final.finish_reasons == (alone.reason,)
+    compare_outputs(request, whole, [alone], vocab_size)
+    compare_context(request, whole, vocab_size)
+    for result in results[:-1]:
+        assert result.finish_reasons == (FinishReason.NOT_FINISHED,)
+
+
+def _check_search(scenario: Scenario, request: Request, results: list[Result]) -> None:
+    """A streamed search says after every step what it would answer; its last response is its last step."""
+    vocab_size = scenario.limits.vocab_size
+    steps = search_alone(request, vocab_size)
+    final = results[-1]
+    _check_metrics(request, final)
+    whole = [result for result in results if not result.was_cut_short]
+    if final.is_sequence_final and not final.was_cut_short:
+        assert final.finish_reasons == tuple(beam.reason for beam in steps[-1])
+        assert len(whole) == (len(steps) if request.streaming else 1)
+    for result, beams in zip(whole, steps if request.streaming else steps[-1:]):
+        compare_outputs(request, result, beams, vocab_size)
+    if whole:
+        compare_context(request, whole[0], vocab_size)
+
+
+def _check_metrics(request: Request, final: Result) -> None:
+    metrics = final.perf_metrics
+    assert (metrics is not None) == request.output.return_perf_metrics
+    if metrics is None or not final.is_sequence_final or final.was_cut_short:
+        return
+    assert 0 < metrics.first_scheduled_time_ns < metrics.first_token_time_ns <= metrics.last_token_time_ns
+    assert 0 <= metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
+    assert metrics.num_new_blocks >= 0 and metrics.num_reused_blocks >= 0

@@ -209,6 +209,8 @@ class Request:
 
     def _validate_external_draft(self, draft: ExternalDraft, limits: ModelLimits) -> None:
         length, threshold = len(draft.token_ids), draft.acceptance_threshold
+        if not length:
+            raise InvalidArgument("draft_input_ids is empty: leave it out, or send at least one token")
         _check_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
         most = min(limits.max_draft_length, limits.max_context_tokens - self.prompt_length)
         if length > most:

@@ -1,60 +1,86 @@
 """A device whose KV cache holds digests: every position stores a digest of the whole prefix up to it.
 
 A row's next token is a digest of everything its block table holds, so any slip in scheduling (a wrong block, a
-block shared too early or freed too soon, a token computed twice or not at all) changes the tokens, and
-`expected_tokens` says what they should have been. Pure Python, no model, deterministic. Loop thread only.
+block shared too early or freed too soon, a missing copy, a token computed twice or not at all) changes the tokens,
+and the `expected_*` functions of `fake_model` say what they should have been. External drafts are verified as
+drafts without logits are. No model, no clock. Loop thread only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from inflight.core.batch import ContextChunk, EngineLimits, ModelOutput, ScheduledBatch, SlotStart
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.batch import (
+    BeamCandidates,
+    BeamGroup,
+    BeamMove,
+    ContextChunk,
+    ContextDetails,
+    EngineLimits,
+    ModelOutput,
+    ScheduledBatch,
+    SlotStart,
+    TokenDetails,
+)
+from inflight.testing.fake_model import (
+    choose,
+    describe_tokens,
+    digest_after,
+    expected_beam_steps,
+    expected_beams,
+    expected_log_probs,
+    expected_logits,
+    expected_tokens,
+    log_softmax,
+    logits_after,
+    looks_back,
+    rank_candidates,
+    remember,
+)
+
+__all__ = [
+    "FakeEngine",
+    "expected_beam_steps",
+    "expected_beams",
+    "expected_log_probs",
+    "expected_logits",
+    "expected_tokens",
+]
 
 _EMPTY = 0  # what an unwritten position holds
 
 
-def _digest(prefix: Sequence[int], token_id: int) -> int:
-    # hash() of a tuple of ints is the same in every process; a broken digest only weakens the fake.
-    return hash((*prefix, token_id)) or 1
-
-
-def _choose(digest: int, sampling: SamplingConfig, position: int, vocab_size: int) -> int:
-    key = 0 if sampling.greedy else sampling.random_seed + 1
-    return hash((digest, key, position if key else 0)) % vocab_size
-
-
-def expected_tokens(
-    prompt: Sequence[int],
-    num_tokens: int,
-    vocab_size: int,
-    sampling: SamplingConfig | None = None,
-    attend_to_all: bool = True,
-) -> list[int]:
-    """The first `num_tokens` tokens of a sequence that has the device to itself."""
-    cache: list[int] = []
-    generated: list[int] = []
-
-    def feed(token_id: int) -> None:
-        cache.append(_digest(cache if attend_to_all else cache[-1:], token_id))
-
-    for token_id in prompt:
-        feed(token_id)
-    while len(generated) < num_tokens:
-        generated.append(_choose(cache[-1], sampling or SamplingConfig(), len(cache), vocab_size))
-        feed(generated[-1])
-    return generated
-
-
 @dataclass(slots=True)
 class _Slot:
+    """What the device remembers of a row; `history` only where the choice of tokens looks back."""
+
     start: SlotStart
+    looks_back: bool
+    wants_details: bool
+    history: int = 0
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
     last_token: int = -1
+
+    def go_on_with(self, token_id: int) -> None:
+        self.last_token = token_id
+        if self.looks_back:
+            self.history = remember(self.history, (token_id,))
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLogits:
+    """What `forward` hands to `decode`: digests, which the logits follow from.
+
+    Attributes:
+        sampled: For each of `ScheduledBatch.sampled_slots` the digests of its rows, one more than it has drafts.
+        context: By slot, of chunks that want context outputs: the digests of their rows.
+    """
+
+    sampled: list[Sequence[int]]
+    context: dict[int, Sequence[int]]
 
 
 class FakeEngine:
@@ -81,49 +107,87 @@ class FakeEngine:
         """As given."""
         return self._limits
 
-    def forward(self, batch: ScheduledBatch) -> list[int]:
-        """Apply the deltas, compute every row; returns the digest of each sampled row."""
+    def forward(self, batch: ScheduledBatch) -> FakeLogits:
+        """Apply the deltas and compute every row."""
         self._apply(batch)
         if self._seconds_per_step:
             time.sleep(self._seconds_per_step)
-        digests = [self._run_chunk(chunk) for chunk in batch.context]
-        sampled = [digest for digest, chunk in zip(digests, batch.context) if chunk.is_last]
+        sampled: list[Sequence[int]] = []
+        context: dict[int, Sequence[int]] = {}
+        for chunk in batch.context:
+            digests = self._run_chunk(chunk)
+            if chunk.wants_context:
+                context[chunk.slot] = digests
+            if chunk.is_last:
+                sampled.append(digests[-1 - chunk.num_draft_tokens :])
         for slot in batch.generation_slots:
             row = self._slots[slot]
-            sampled.append(self._run_token(row, row.last_token))
-        return sampled
+            sampled.append((self._run_token(row, row.last_token),))
+        return FakeLogits(sampled, context)
 
-    def decode(self, batch: ScheduledBatch, logits: list[int]) -> ModelOutput:
-        """Turn digests into tokens and feed each back to its slot."""
-        tokens = []
-        for slot, digest in zip(batch.sampled_slots(), logits):
+    def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
+        """Turn digests into tokens and feed each back to its slot; beams wait for their next moves."""
+        output = ModelOutput(batch.iteration)
+        digests_of_beams: dict[int, int] = {
+            slot: _EMPTY for group in batch.beam_groups for slot in group.slots
+        }
+        drafts_of = {chunk.slot: _drafts(chunk) for chunk in batch.context if chunk.num_draft_tokens}
+        for slot, digests in zip(batch.sampled_slots(), logits.sampled):
+            if slot in digests_of_beams:
+                (digests_of_beams[slot],) = digests
+                output.token_ids.append(())
+                continue
             row = self._slots[slot]
-            row.last_token = _choose(digest, row.start.sampling, row.num_tokens, self._limits.vocab_size)
-            tokens.append((row.last_token,))
-        return ModelOutput(batch.iteration, tokens)
+            tokens = self._verify(row, digests, drafts_of.get(slot, ()))
+            output.token_ids.append(tokens)
+            if row.wants_details:
+                output.details[slot] = self._details(row, digests, tokens)
+        for group in batch.beam_groups:
+            output.beams.append(self._candidates(group, digests_of_beams))
+        for chunk in batch.context:
+            if chunk.wants_context:
+                output.context[chunk.slot] = self._context_details(chunk, logits.context[chunk.slot])
+        return output
 
     def close(self) -> None:
         """Forget everything."""
         self._slots.clear()
         self._cache.clear()
 
+    # ---------------------------------------------------------------- deltas
+
     def _apply(self, batch: ScheduledBatch) -> None:
         for slot in batch.released_slots:
             self._slots.pop(slot, None)
         for start in batch.starts:
             assert start.slot not in self._slots, f"slot {start.slot} is taken"
-            self._slots[start.slot] = _Slot(start)
+            remembers = looks_back(start.request.sampling)
+            history = remember(0, start.token_ids) if remembers else 0
+            self._slots[start.slot] = _Slot(start, remembers, start.request.output.wants_details, history)
+        for source, target in batch.block_copies:
+            self._cache[target] = self._cache[source].copy()
+        self._move(batch.moves)
+        for slot, index, block_id in batch.replaced_blocks:
+            self._slots[slot].block_table[index] = block_id
         for slot, block_ids in batch.new_blocks:
             self._slots[slot].block_table.extend(block_ids)
 
-    def _run_chunk(self, chunk: ContextChunk) -> int:
+    def _move(self, moves: Sequence[BeamMove]) -> None:
+        moved = {}
+        for move in moves:
+            parent = self._slots[move.parent_slot]
+            beam = replace(parent, block_table=parent.block_table.copy())
+            beam.go_on_with(move.token_id)
+            moved[move.slot] = beam
+        self._slots.update(moved)
+
+    # ---------------------------------------------------------------- the forward pass
+
+    def _run_chunk(self, chunk: ContextChunk) -> list[int]:
         row = self._slots[chunk.slot]
         assert chunk.start >= row.num_tokens, f"slot {chunk.slot} goes back to position {chunk.start}"
         row.num_tokens = chunk.start
-        digest = _EMPTY
-        for token_id in chunk.token_ids:
-            digest = self._run_token(row, token_id)
-        return digest
+        return [self._run_token(row, token_id) for token_id in chunk.token_ids]
 
     def _run_token(self, row: _Slot, token_id: int) -> int:
         size, position = self._limits.tokens_per_block, row.num_tokens
@@ -134,7 +198,53 @@ class FakeEngine:
             prefix = (self._cache[row.block_table[(position - 1) // size]][(position - 1) % size],)
         else:
             prefix = ()
-        digest = _digest(prefix, token_id)
+        digest = digest_after(prefix, token_id)
         self._cache[row.block_table[position // size]][position % size] = digest
         row.num_tokens += 1
         return digest
+
+    # ---------------------------------------------------------------- decoding
+
+    def _verify(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Choose a token at every row of logits as long as the drafts are what was chosen."""
+        start, vocab_size = row.start, self._limits.vocab_size
+        sampling, index = start.request.sampling, start.sequence_index
+        row.num_tokens -= len(drafts)
+        tokens = []
+        for number, digest in enumerate(digests):
+            token_id = choose(digest, row.history, sampling, index, row.num_tokens, vocab_size)
+            tokens.append(token_id)
+            row.go_on_with(token_id)
+            if number == len(drafts) or token_id != drafts[number]:
+                break
+            row.num_tokens += 1
+        return tuple(tokens)
+
+    def _details(self, row: _Slot, digests: Sequence[int], tokens: tuple[int, ...]) -> TokenDetails:
+        logits = [logits_after(digest, self._limits.vocab_size) for digest, _ in zip(digests, tokens)]
+        return describe_tokens(logits, tokens, row.start.request.output)
+
+    def _candidates(self, group: BeamGroup, digests: dict[int, int]) -> BeamCandidates:
+        rows = [(digests[slot], self._slots[slot].history) for slot in group.slots]
+        request = self._slots[group.slots[0]].start.request
+        return rank_candidates(group, rows, request, self._limits.vocab_size)
+
+    def _context_details(self, chunk: ContextChunk, digests: Sequence[int]) -> ContextDetails:
+        request, vocab_size = self._slots[chunk.slot].start.request, self._limits.vocab_size
+        logits = [
+            logits_after(digest, vocab_size)
+            for position, digest in enumerate(digests, chunk.start)
+            if position < request.prompt_length
+        ]
+        following = request.input_token_ids[chunk.start + 1 : chunk.start + 1 + len(logits)]
+        log_probs = ()
+        if request.output.return_prompt_log_probs:
+            log_probs = tuple(log_softmax(values)[token] for values, token in zip(logits, following))
+        data = (
+            b"".join(values.tobytes() for values in logits) if request.output.return_context_logits else b""
+        )
+        return ContextDetails(log_probs, data)
+
+
+def _drafts(chunk: ContextChunk) -> tuple[int, ...]:
+    return chunk.token_ids[-chunk.num_draft_tokens :]

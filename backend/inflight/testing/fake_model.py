@@ -1,0 +1,228 @@
+"""What the fake engine computes, apart from how it computes it: a made-up model, and what it says alone.
+
+A position's **digest** stands for its keys and values: it depends on every token up to it. The logits after a
+position are pseudo-random numbers drawn from its digest, so everything that is said of a token (log probabilities,
+likeliest tokens, the ranks of beams) agrees with everything else, and `expected_*` say what a sequence or a search
+gets that has the device to itself. Pure Python, deterministic, the same in every process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+from inflight.core.batch import BeamCandidates, BeamGroup, TokenDetails
+from inflight.core.beam_search import BeamSearch, Hypothesis
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import Request
+from inflight.core.response import TopLogProbs
+from inflight.core.sampling_config import SamplingConfig
+
+_GREEDY_LOGIT = 8.5
+_LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # the others: 0 .. 8, exact in float32
+_NO_HISTORY = 0
+
+
+def digest_after(prefix: Sequence[int], token_id: int) -> int:
+    """The digest of a token that follows positions of these digests; never 0."""
+    # hash() of a tuple of ints is the same in every process; a broken digest only weakens the fake.
+    return hash((*prefix, token_id)) or 1
+
+
+def looks_back(sampling: SamplingConfig) -> bool:
+    """Whether this fake model's choice depends on the tokens that a slot remembers, beside the cache."""
+    return sampling.penalizes or sampling.no_repeat_ngram_size > 0 or sampling.top_p_decay < 1.0
+
+
+def remember(history: int, token_ids: Iterable[int]) -> int:
+    """What a slot that looks back remembers after these tokens; 0 before the first."""
+    for token_id in token_ids:
+        history = hash((history, token_id)) or 1
+    return history
+
+
+def choose(
+    digest: int, history: int, sampling: SamplingConfig, sequence_index: int, position: int, vocab_size: int
+) -> int:
+    """The token at `position`: the likeliest, or one drawn by seed, sequence and position.
+
+    It depends on the digest and, if there is any, on the history. Spelled out: this runs for every row.
+    """
+    state = hash((digest, history)) if history else digest
+    if sampling.greedy:
+        return hash((state, 0, 0)) % vocab_size
+    return hash((state, sampling.random_seed + 1, sequence_index, position)) % vocab_size
+
+
+def logits_after(state: int, vocab_size: int) -> array[float]:
+    """float32 [vocab_size]: the logits after a position of this digest; the greedy choice has the largest."""
+    values = array("f", [(hash((state, token)) & _LOGIT_STEPS) * _LOGIT_SCALE for token in range(vocab_size)])
+    values[hash((state, 0, 0)) % vocab_size] = _GREEDY_LOGIT
+    return values
+
+
+def log_softmax(logits: Sequence[float]) -> list[float]:
+    """Log probabilities of every token."""
+    total = math.log(sum(map(math.exp, logits)))
+    return [value - total for value in logits]
+
+
+def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
+    """The `count` likeliest tokens; of equal ones the lower id first."""
+    tokens = heapq.nsmallest(count, range(len(log_probs)), key=lambda token: (-log_probs[token], token))
+    return TopLogProbs(tuple(tokens), tuple(log_probs[token] for token in tokens))
+
+
+def rank_candidates(
+    group: BeamGroup, rows: Sequence[tuple[int, int]], request: Request, vocab_size: int
+) -> BeamCandidates:
+    """The best continuations of a beam group; `rows` are the digest and the history of each."""
+    output, rate = request.output, request.sampling.beam_search_diversity_rate
+    logits = [logits_after(digest, vocab_size) for digest, _ in rows]
+    log_probs = [log_softmax(values) for values in logits]
+    ranked_by = [
+        log_softmax(logits_after(hash((digest, history)), vocab_size)) if history else plain
+        for (digest, history), plain in zip(rows, log_probs)
+    ]
+    every = [
+        (-(score + log_prob + rate * row), row, token, score + log_prob)
+        for row, score in enumerate(group.scores)
+        for token, log_prob in enumerate(ranked_by[row])
+    ]
+    best = heapq.nsmallest(group.num_candidates, every)
+    return BeamCandidates(
+        rows=tuple(row for _, row, _, _ in best),
+        token_ids=tuple(token for _, _, token, _ in best),
+        scores=tuple(score for _, _, _, score in best),
+        log_probs=tuple(log_probs[row][token] for _, row, token, _ in best)
+        if output.return_log_probs
+        else (),
+        top_log_probs=tuple(top_log_probs(each, output.num_top_log_probs) for each in log_probs)
+        if output.num_top_log_probs
+        else (),
+        logits=tuple(values.tobytes() for values in logits) if output.return_generation_logits else (),
+    )
+
+
+def describe_tokens(
+    logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputConfig
+) -> TokenDetails:
+    """What is wanted of tokens beside their ids; `logits` are those that each was chosen from."""
+    log_probs = [log_softmax(values) for values in logits]
+    count = output.num_top_log_probs
+    return TokenDetails(
+        log_probs=tuple(each[token] for each, token in zip(log_probs, token_ids))
+        if output.return_log_probs
+        else (),
+        top_log_probs=tuple(top_log_probs(each, count) for each in log_probs) if count else (),
+        logits=tuple(array("f", values).tobytes() for values in logits)
+        if output.return_generation_logits
+        else (),
+    )
+
+
+class LoneSequence:
+    """A sequence that has the device to itself.
+
+    Args:
+        token_ids: Its first tokens, at least one.
+        vocab_size: Number of token ids.
+        attend_to_all: Whether a digest depends on all digests before it, or on the last one.
+    """
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True) -> None:
+        self.tokens: list[int] = []
+        self._vocab_size = vocab_size
+        self._attend_to_all = attend_to_all
+        self._digests: list[int] = []
+        for token_id in token_ids:
+            self.append(token_id)
+
+    @property
+    def digest(self) -> int:
+        """Of the last token."""
+        return self._digests[-1]
+
+    def append(self, token_id: int) -> None:
+        """Feed one more token."""
+        prefix = self._digests if self._attend_to_all else self._digests[-1:]
+        self._digests.append(digest_after(prefix, token_id))
+        self.tokens.append(token_id)
+
+    def continued(self, token_id: int) -> LoneSequence:
+        """A copy with one more token."""
+        copy = LoneSequence((), self._vocab_size, self._attend_to_all)
+        copy.tokens, copy._digests = self.tokens.copy(), self._digests.copy()
+        copy.append(token_id)
+        return copy
+
+    def history(self, sampling: SamplingConfig) -> int:
+        """What a slot would remember of the tokens so far."""
+        return remember(_NO_HISTORY, self.tokens) if looks_back(sampling) else _NO_HISTORY
+
+    def logits(self) -> array[float]:
+        """The logits after the last token."""
+        return logits_after(self.digest, self._vocab_size)
+
+
+def expected_tokens(
+    prompt: Sequence[int],
+    num_tokens: int,
+    vocab_size: int,
+    sampling: SamplingConfig | None = None,
+    attend_to_all: bool = True,
+    sequence_index: int = 0,
+) -> list[int]:
+    """The first `num_tokens` tokens of a sequence that has the device to itself."""
+    sampling = sampling or SamplingConfig()
+    sequence = LoneSequence(prompt, vocab_size, attend_to_all)
+    while len(sequence.tokens) < len(prompt) + num_tokens:
+        history, position = sequence.history(sampling), len(sequence.tokens)
+        sequence.append(choose(sequence.digest, history, sampling, sequence_index, position, vocab_size))
+    return sequence.tokens[len(prompt) :]
+
+
+def expected_logits(
+    prompt: Sequence[int], token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True
+) -> list[array[float]]:
+    """The logits that each of `token_ids`, which follow `prompt`, is chosen from."""
+    sequence = LoneSequence(prompt, vocab_size, attend_to_all)
+    logits = []
+    for token_id in token_ids:
+        logits.append(sequence.logits())
+        sequence.append(token_id)
+    return logits
+
+
+def expected_log_probs(
+    prompt: Sequence[int], token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True
+) -> list[float]:
+    """The model's log probability of each of `token_ids`, which follow `prompt`.
+
+    Of a prompt's own tokens: `[0.0] + expected_log_probs(prompt[:1], prompt[1:], ...)`.
+    """
+    logits = expected_logits(prompt, token_ids, vocab_size, attend_to_all)
+    return [log_softmax(values)[token_id] for values, token_id in zip(logits, token_ids)]
+
+
+def expected_beams(request: Request, vocab_size: int, attend_to_all: bool = True) -> list[Hypothesis]:
+    """What a beam search finds whose every beam has the device to itself."""
+    return expected_beam_steps(request, vocab_size, attend_to_all)[-1]
+
+
+def expected_beam_steps(
+    request: Request, vocab_size: int, attend_to_all: bool = True
+) -> list[list[Hypothesis]]:
+    """What such a search would answer after each of its steps; the last is what it finds."""
+    search = BeamSearch(request)
+    beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all)]
+    steps = []
+    while not search.done:
+        group = BeamGroup(tuple(range(len(beams))), search.scores, search.num_candidates)
+        rows = [(beam.digest, beam.history(request.sampling)) for beam in beams]
+        search.advance(rank_candidates(group, rows, request, vocab_size))
+        beams = [beams[row].continued(token) for row, token in zip(search.parents, search.token_ids)]
+        steps.append(search.hypotheses())
+    return steps

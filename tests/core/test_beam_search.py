@@ -1,0 +1,292 @@
+"""Decisions of a beam search, step by step, over candidates made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.core.batch import BeamCandidates
+from inflight.core.beam_search import BeamSearch, Hypothesis
+from inflight.core.request import Request
+from inflight.core.response import TopLogProbs
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason
+
+from .factories import make_request
+
+END = 99
+
+
+def make_search(beam_width: int = 2, new: int = 10, **fields) -> BeamSearch:
+    request_fields = {name: fields.pop(name) for name in ("end_ids", "stop_words") if name in fields}
+    request: Request = make_request(
+        new=new,
+        sampling=SamplingConfig(beam_width=beam_width, **fields),
+        **{"end_ids": (END,), **request_fields},
+    )
+    return BeamSearch(request)
+
+
+def make_candidates(*candidates: tuple[int, int, float], **fields) -> BeamCandidates:
+    """(row, token, score), best first."""
+    rows, tokens, scores = zip(*candidates)
+    return BeamCandidates(rows, tokens, scores, **fields)
+
+
+def tokens_of(hypotheses: list[Hypothesis]) -> list[tuple[int, ...]]:
+    return [hypothesis.token_ids for hypothesis in hypotheses]
+
+
+def reasons_of(hypotheses: list[Hypothesis]) -> list[FinishReason]:
+    return [hypothesis.finish_reason for hypothesis in hypotheses]
+
+
+@pytest.mark.parametrize(("end_ids", "expected"), [((), 6), ((1,), 6), ((1, 2), 9), ((1, 2, 3), 12)])
+def test_more_end_ids_need_more_candidates(end_ids, expected):
+    assert make_search(3, end_ids=end_ids).num_candidates == expected
+
+
+def test_stop_words_need_no_more_candidates():
+    assert make_search(3, stop_words=((1,), (2,), (3,))).num_candidates == 6
+
+
+def test_one_row_until_the_first_step_then_one_for_each_beam():
+    search = make_search(2)
+    assert (search.num_rows, search.scores, search.parents) == (1, (0.0,), ())
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    assert (search.num_rows, search.scores) == (2, (-1.0, -2.0))
+    assert (search.parents, search.token_ids) == ((0, 0), (5, 6))
+    search.advance(make_candidates((1, 7, -2.5), (1, 8, -2.6), (0, 7, -3.0), (0, 9, -4.0)))
+    assert (search.parents, search.token_ids) == ((1, 1), (7, 8))
+    assert [search.row_tokens(row) for row in range(2)] == [(6, 7), (6, 8)]
+    assert not search.done
+
+
+def test_only_the_first_candidates_may_finish():
+    """A later one that hits an end id neither finishes nor runs on."""
+    search = make_search(2, early_stopping=1)
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, END, -3.0), (0, 8, -4.0)))
+    search.advance(make_candidates((0, 5, -2.0), (1, END, -2.5), (0, END, -3.0), (1, 6, -4.0)))
+    assert (search.parents, search.token_ids) == ((0, 1), (5, 6))
+    assert tokens_of(search.hypotheses()) == [(5, 5), (6,)]
+    assert reasons_of(search.hypotheses()) == [FinishReason.NOT_FINISHED, FinishReason.END_ID]
+    assert not search.done, "one beam has finished, not two"
+
+
+def test_the_end_id_counts_in_the_score_and_is_not_returned():
+    search = make_search(2, length_penalty=1.0, early_stopping=1)
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    search.advance(make_candidates((0, END, -3.0), (1, END, -5.0), (0, 7, -6.0), (0, 8, -7.0)))
+    assert search.done
+    assert tokens_of(search.hypotheses()) == [(5,), (6,)]
+    assert [hypothesis.score for hypothesis in search.hypotheses()] == [-1.5, -2.5]
+
+
+def test_at_the_length_limit_the_first_candidates_finish_for_whatever_reason_they_have():
+    search = make_search(3, new=2, stop_words=((5, 7),))
+    search.advance(make_candidates(*((0, token, -float(token)) for token in (5, 6, 7, 8, 9, 10))))
+    search.advance(
+        make_candidates(
+            (0, 7, -5.0), (0, END, -5.5), (1, 8, -6.0), (1, 9, -6.1), (1, END, -6.2), (2, 5, -7.0)
+        )
+    )
+    assert search.done
+    assert tokens_of(search.hypotheses()) == [(5, 7), (5,), (6, 8)]
+    assert reasons_of(search.hypotheses()) == [
+        FinishReason.STOP_WORDS,
+        FinishReason.END_ID,
+        FinishReason.LENGTH,
+    ]
+
+
+@pytest.mark.parametrize("token", [END, 7])
+def test_the_first_token_may_be_the_last(token):
+    search = make_search(2, new=1)
+    search.advance(make_candidates((0, token, -1.0), (0, 6, -2.0), (0, 5, -3.0), (0, 8, -4.0)))
+    assert search.done
+    assert tokens_of(search.hypotheses()) == [() if token == END else (7,), (6,)]
+
+
+# ---------------------------------------------------------------- stop words
+
+
+def test_a_stop_word_finishes_a_beam_that_generated_all_of_it_and_is_returned():
+    search = make_search(2, stop_words=((5, 7),))
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    search.advance(make_candidates((0, 7, -1.5), (1, 7, -2.5), (0, 8, -3.0), (1, 8, -4.0)))
+    assert (search.parents, search.token_ids) == ((1, 0), (7, 8))
+    best = search.hypotheses()[0]
+    assert (best.token_ids, best.finish_reason) == ((5, 7), FinishReason.STOP_WORDS)
+
+
+def test_a_stop_word_never_begins_in_the_prompt():
+    search = make_search(2, stop_words=((13, 5),))  # the prompt is 10, 11, 12, 13
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    assert search.token_ids == (5, 6)
+
+
+def test_when_stop_words_leave_too_few_beams_the_others_only_fill_their_rows():
+    words = ((5,), (6,), (7,))
+    search = make_search(2, stop_words=words, length_penalty=1.0, early_stopping=2)
+    search.advance(make_candidates((0, 5, -1.0), (0, 8, -2.0), (0, 6, -3.0), (0, 7, -4.0)))
+    assert (search.parents, search.token_ids, search.num_rows) == ((0, 0), (8, 8), 2)
+    assert search.scores == (-2.0, -1e9)
+    assert tokens_of(search.hypotheses()) == [(5,), (8,)], "a row that only fills is no hypothesis"
+    search.advance(make_candidates((0, 1, -2.5), (0, 2, -2.6), (0, 3, -2.7), (0, 4, -2.8)))
+    assert (search.parents, search.token_ids, search.scores) == ((0, 0), (1, 2), (-2.5, -2.6))
+
+
+def test_a_search_ends_when_nothing_can_run_on():
+    search = make_search(2, stop_words=((5,), (6,), (7,), (8,)))
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    assert search.done and search.parents == ()
+    assert tokens_of(search.hypotheses()) == [(5,), (6,)]
+
+
+# ---------------------------------------------------------------- when it ends
+
+
+def finished_twice(**fields) -> BeamSearch:
+    """Two beams finished with -2.0 and -3.0 in two steps, and one that runs with -3.2."""
+    search = make_search(2, **fields)
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -1.5), (0, 7, -3.0), (0, 8, -4.0)))
+    search.advance(make_candidates((0, END, -2.0), (1, END, -3.0), (0, 7, -3.2), (0, 8, -4.0)))
+    return search
+
+
+def test_early_stopping_1_ends_with_enough_finished_beams():
+    search = make_search(2, early_stopping=1)
+    search.advance(make_candidates((0, END, -5.0), (0, 6, -5.5), (0, 7, -6.0), (0, 8, -6.5)))
+    assert not search.done
+    search.advance(make_candidates((0, END, -6.0), (0, 6, -6.0), (1, 7, -7.0), (1, 8, -8.0)))
+    assert search.done
+
+
+def test_early_stopping_0_looks_at_the_present_length():
+    assert finished_twice().done  # -3.2 is no better than -3.0, and never will be
+    assert finished_twice(length_penalty=1.0).done  # -1.6 against -1.5
+
+
+def test_another_early_stopping_looks_at_the_longest_length():
+    assert not finished_twice(length_penalty=1.0, early_stopping=2).done  # -0.32 is possible
+    assert not finished_twice(length_penalty=1.0, early_stopping=2, new=3).done  # -1.07
+    assert finished_twice(early_stopping=2).done, "without a length penalty no length helps"
+
+
+def test_an_equal_score_is_no_improvement():
+    search = make_search(2)
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -1.5), (0, 7, -3.0), (0, 8, -4.0)))
+    search.advance(make_candidates((0, END, -2.0), (1, END, -3.0), (0, 7, -3.0), (0, 8, -4.0)))
+    assert search.done
+
+
+def test_a_better_beam_takes_the_place_of_the_worst_finished_one():
+    search = finished_twice(length_penalty=1.0, early_stopping=2, new=4)
+    search.advance(make_candidates((0, END, -3.3), (1, 8, -5.2), (0, 7, -5.3), (0, 8, -5.4)))
+    best = search.hypotheses()
+    assert tokens_of(best) == [(5,), (5, 7)]
+    assert [hypothesis.score for hypothesis in best] == pytest.approx([-1.0, -1.1])
+    assert search.done, "-1.3 is possible: worse than -1.1, if better than the -1.5 that was displaced"
+
+
+def test_of_equal_scores_the_one_that_finished_first_comes_first():
+    search = make_search(2)
+    search.advance(make_candidates((0, END, -2.0), (0, 6, -2.0), (0, 7, -2.0), (0, 8, -4.0)))
+    assert tokens_of(search.hypotheses()) == [(), (6,)]
+    search.advance(make_candidates((0, END, -2.0), (1, 7, -2.5), (0, 8, -2.6), (0, 9, -3.0)))
+    assert tokens_of(search.hypotheses()) == [(), (6,)]
+    assert search.done
+
+
+# ---------------------------------------------------------------- what comes back
+
+
+def test_hypotheses_are_as_many_as_asked_for_at_every_step():
+    search = make_search(3, num_return_sequences=2)
+    assert tokens_of(search.hypotheses()) == [(), ()]
+    search.advance(make_candidates(*((0, token, -float(token)) for token in (5, 6, 7, 8, 9, 10))))
+    assert tokens_of(search.hypotheses()) == [(5,), (6,)]
+
+
+def test_details_follow_each_beam_and_leave_the_end_id_out():
+    def tops(row: int) -> TopLogProbs:
+        return TopLogProbs((row,), (-0.5 - row,))
+
+    search = make_search(2, early_stopping=1)
+    first = make_candidates(
+        (0, 5, -1.0),
+        (0, 6, -2.0),
+        (0, 7, -3.0),
+        (0, 8, -4.0),
+        log_probs=(-0.1, -0.2, -0.3, -0.4),
+        top_log_probs=(tops(7),),
+        logits=(b"0",),
+    )
+    search.advance(first)
+    second = make_candidates(
+        (1, END, -2.5),
+        (0, 9, -3.0),
+        (1, 7, -3.1),
+        (0, 7, -3.2),
+        log_probs=(-0.5, -0.6, -0.7, -0.8),
+        top_log_probs=(tops(0), tops(1)),
+        logits=(b"1", b"2"),
+    )
+    search.advance(second)
+    ended, running = search.hypotheses()
+    assert (ended.token_ids, ended.log_probs, ended.cum_log_prob) == ((6,), (-0.2,), -0.2)
+    assert (ended.top_log_probs, ended.logits) == ((tops(7),), (b"0",))
+    assert (running.token_ids, running.log_probs) == ((5, 9), (-0.1, -0.6))
+    assert (running.top_log_probs, running.logits) == ((tops(7), tops(0)), (b"0", b"1"))
+    assert running.cum_log_prob == sum(running.log_probs)
+
+
+def test_without_details_there_are_none():
+    search = make_search(2, new=1)
+    search.advance(make_candidates((0, 7, -1.0), (0, 6, -2.0), (0, 5, -3.0), (0, 8, -4.0)))
+    assert search.hypotheses()[0] == Hypothesis((7,), -1.0, FinishReason.LENGTH)
+
+
+def test_the_order_of_the_candidates_is_their_rank():
+    """With a diversity rate a candidate of a lower score may rank higher."""
+    search = make_search(2)
+    search.advance(make_candidates((0, 5, -2.0), (0, 6, -1.0), (0, 7, -1.5), (0, 8, -4.0)))
+    assert (search.token_ids, search.scores) == ((5, 6), (-2.0, -1.0))
+    assert tokens_of(search.hypotheses()) == [(6,), (5,)]
+
+
+# ---------------------------------------------------------------- bans
+
+
+def test_banned_tokens_are_never_returned():
+    impossible = -float("inf")
+    search = make_search(2, early_stopping=1, new=2)
+    search.advance(
+        make_candidates((0, 5, -1.0), (0, 6, impossible), (0, END, impossible), (0, 8, impossible))
+    )
+    assert not search.done and search.token_ids == (5, 6)
+    assert tokens_of(search.hypotheses()) == [(5,), ()]
+    search.advance(make_candidates((0, 9, -2.0), (0, 6, impossible), (1, 7, impossible), (1, 8, impossible)))
+    assert search.done
+    assert tokens_of(search.hypotheses()) == [(5, 9), ()]
+
+
+def test_a_search_that_has_no_token_left_ends():
+    impossible = -float("inf")
+    search = make_search(2)
+    search.advance(
+        make_candidates((0, END, -1.0), (0, 6, impossible), (0, 5, impossible), (0, 8, impossible))
+    )
+    assert search.done
+    assert tokens_of(search.hypotheses()) == [(), ()]
+    assert reasons_of(search.hypotheses()) == [FinishReason.END_ID, FinishReason.LENGTH]
+
+
+def test_a_long_search_costs_what_its_steps_cost():
+    """Beams are linked, not copied, and neither walking nor freeing them recurses."""
+    length = 50_000
+    search = make_search(2, new=length)
+    step = make_candidates((0, 5, -1.0), (1, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0))
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    while not search.done:
+        search.advance(step)
+    assert search.hypotheses()[0].token_ids == (5,) * length

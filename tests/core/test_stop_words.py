@@ -1,0 +1,59 @@
+"""Which token completes a stop word."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inflight.core.stop_words import StopWords
+
+WORDS = StopWords([(5, 6, 7), (7,), (9, 0), (0, 0)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_generated", "matches"),
+    [
+        ((7,), 1, True),
+        ((1, 5, 6, 7), 3, True),
+        ((9, 0), 2, True),
+        ((0, 0), 2, True),
+        ((0,), 1, False),
+        ((9, 0, 1), 3, False),
+        ((6, 9), 2, False),
+    ],
+)
+def test_a_word_at_the_end_matches(tokens, num_generated, matches):
+    assert WORDS.matches(tokens, num_generated) is matches
+    assert WORDS.matches(list(tokens), num_generated) is matches
+
+
+def test_a_prompts_tokens_are_no_part_of_a_word():
+    words = StopWords([(1, 2, 3)])
+    assert not words.matches([1, 2, 3], 2)
+    assert words.matches([1, 2, 3], 3)
+    assert not StopWords([(1,)]).matches([1], 0)
+
+
+def test_a_word_longer_than_what_there_is_does_not_match():
+    assert not StopWords([(3, 1, 2)]).matches([1, 2], 2)
+
+
+def test_what_a_searcher_may_ask_first():
+    assert WORDS.may_end_with(0) and WORDS.may_end_with(7) and not WORDS.may_end_with(5)
+    assert WORDS.longest == 3 and WORDS
+    assert StopWords(()).longest == 0 and not StopWords(())
+
+
+def test_against_comparing_every_word():
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(2000):
+        words = [tuple(rng.choices(range(3), k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        tokens = rng.choices(range(3), k=rng.randint(1, 6))
+        num_generated = rng.randint(1, len(tokens))
+        generated = tuple(tokens[len(tokens) - num_generated :])
+        expected = any(generated[-len(word) :] == word for word in words)
+        assert StopWords(words).matches(tokens, num_generated) is expected
+        seen.add(expected)
+    assert seen == {True, False}

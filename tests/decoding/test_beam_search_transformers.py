@@ -1,0 +1,244 @@
+"""BeamSearch over a small model's logits against `generate` of transformers: tokens and scores, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from inflight.core.batch import BeamCandidates
+from inflight.core.beam_search import BeamSearch, Hypothesis
+from inflight.core.request import Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason
+from inflight.core.stop_words import StopWords
+
+VOCAB_SIZE = 48
+MAX_NEW_TOKENS = 12
+ONE_END_ID, SEVERAL_END_IDS = (7,), (7, 19, 33)
+PROMPTS = ((3, 11, 40, 8), (29,), (5, 6, 5, 6, 17, 2))
+EARLY_STOPPING = {0: False, 1: True, 2: "never"}
+
+Processors = transformers.LogitsProcessorList
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    torch.set_num_threads(1)  # a model this small only waits for others
+    torch.manual_seed(20)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def make_request(prompt: Sequence[int], end_ids: tuple[int, ...] = (), **fields) -> Request:
+    stop_words = fields.pop("stop_words", ())
+    sampling = SamplingConfig(**fields)
+    return Request(
+        1, tuple(prompt), MAX_NEW_TOKENS, end_ids=end_ids, sampling=sampling, stop_words=stop_words
+    )
+
+
+@torch.no_grad()
+def search(
+    model: transformers.PreTrainedModel,
+    request: Request,
+    process: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: logits,
+) -> list[Hypothesis]:
+    """What the device does for a beam group, with every beam computed from its first token."""
+    beams = BeamSearch(request)
+    while not beams.done:
+        rows = [request.input_token_ids + beams.row_tokens(row) for row in range(beams.num_rows)]
+        ids = torch.tensor(rows)
+        logits = model(ids, use_cache=False).logits[:, -1].float()
+        model_log_probs = logits.log_softmax(-1)
+        ranked = process(ids, logits).log_softmax(-1) + torch.tensor(beams.scores)[:, None]
+        scores, order = ranked.flatten().topk(beams.num_candidates)
+        beams.advance(
+            BeamCandidates(
+                rows=tuple((order // VOCAB_SIZE).tolist()),
+                token_ids=tuple((order % VOCAB_SIZE).tolist()),
+                scores=tuple(scores.tolist()),
+                log_probs=tuple(model_log_probs.flatten()[order].tolist()),
+            )
+        )
+    return beams.hypotheses()
+
+
+def generate(
+    model: transformers.PreTrainedModel, request: Request, **options
+) -> tuple[list[tuple[int, ...]], list[float]]:
+    """The generated tokens, without end ids and padding, and the scores."""
+    sampling = request.sampling
+    output = model.generate(
+        torch.tensor([request.input_token_ids]),
+        attention_mask=torch.ones(1, request.prompt_length, dtype=torch.long),
+        max_new_tokens=request.max_new_tokens,
+        do_sample=False,
+        num_beams=sampling.beam_width,
+        num_return_sequences=sampling.num_outputs,
+        length_penalty=sampling.length_penalty,
+        early_stopping=EARLY_STOPPING[sampling.early_stopping],
+        eos_token_id=list(request.end_ids) or None,
+        pad_token_id=-1 % VOCAB_SIZE,
+        return_dict_in_generate=True,
+        output_scores=True,
+        use_cache=False,
+        **options,
+    )
+    lengths = (output.beam_indices >= 0).sum(1).tolist()  # the end id counted
+    tokens = []
+    for row, length in zip(output.sequences[:, request.prompt_length :].tolist(), lengths):
+        generated = tuple(row[:length])
+        tokens.append(generated[:-1] if generated[-1] in request.end_ids else generated)
+    return tokens, output.sequences_scores.tolist()
+
+
+def assert_same(found: list[Hypothesis], expected: tuple[list[tuple[int, ...]], list[float]]) -> None:
+    tokens, scores = expected
+    assert [hypothesis.token_ids for hypothesis in found] == tokens
+    assert [hypothesis.score for hypothesis in found] == pytest.approx(scores, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("beam_width", range(2, 9))
+def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_penalty, early_stopping):
+    for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
+        request = make_request(
+            prompt,
+            end_ids,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        assert_same(search(model, request), generate(model, request))
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("num_return_sequences", [1, 2, 5])
+def test_as_many_come_back_as_asked_for(model, num_return_sequences, early_stopping):
+    request = make_request(
+        PROMPTS[0],
+        SEVERAL_END_IDS,
+        beam_width=5,
+        num_return_sequences=num_return_sequences,
+        length_penalty=1.0,
+        early_stopping=early_stopping,
+    )
+    found = search(model, request)
+    assert len(found) == num_return_sequences
+    assert_same(found, generate(model, request))
+
+
+@pytest.mark.parametrize("beam_width", [2, 4])
+def test_without_end_ids_every_beam_reaches_the_length(model, beam_width):
+    request = make_request(PROMPTS[2], beam_width=beam_width, length_penalty=1.0)
+    found = search(model, request)
+    assert_same(found, generate(model, request))
+    assert all(len(hypothesis.token_ids) == MAX_NEW_TOKENS for hypothesis in found)
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("beam_width", [2, 3, 5])
+def test_hard_masks(model, beam_width, early_stopping):
+    """min_new_tokens and no_repeat_ngram, with what is left of the probabilities adding up to one again."""
+    for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
+        processors = Processors(
+            [
+                transformers.MinNewTokensLengthLogitsProcessor(len(prompt), 5, list(end_ids)),
+                transformers.NoRepeatNGramLogitsProcessor(2),
+            ]
+        )
+        request = make_request(
+            prompt, end_ids, beam_width=beam_width, length_penalty=1.0, early_stopping=early_stopping
+        )
+        found = search(model, request, processors)
+        expected = generate(model, request, min_new_tokens=5, no_repeat_ngram_size=2, renormalize_logits=True)
+        assert_same(found, expected)
+
+
+class _StopAtWords(transformers.StoppingCriteria):
+    """Stop words as transformers' own stop strings are made: a criterion for each row."""
+
+    def __init__(self, words: tuple[tuple[int, ...], ...], prompt_length: int) -> None:
+        self._words, self._prompt_length = StopWords(words), prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        num_generated = input_ids.shape[1] - self._prompt_length
+        return torch.tensor([self._words.matches(row, num_generated) for row in input_ids.tolist()])
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("beam_width", [2, 4])
+def test_stop_words_finish_a_beam_as_end_ids_do(model, beam_width, early_stopping):
+    """So many of them that sometimes fewer than K candidates are left to run on."""
+    reasons = set()
+    for prompt, num_words in product(PROMPTS, (4, 24)):
+        words = tuple((token_id,) for token_id in range(1, 1 + num_words)) + ((40, 41), (27, 41, 30))
+        request = make_request(
+            prompt,
+            ONE_END_ID,
+            beam_width=beam_width,
+            length_penalty=1.0,
+            early_stopping=early_stopping,
+            stop_words=words,
+        )
+        found = search(model, request)
+        criteria = transformers.StoppingCriteriaList([_StopAtWords(words, len(prompt))])
+        assert_same(found, generate(model, request, stopping_criteria=criteria))
+        reasons |= {hypothesis.finish_reason for hypothesis in found}
+    assert FinishReason.STOP_WORDS in reasons
+
+
+def test_the_cases_reach_every_ending(model):
+    """Comparisons in which no beam ever ended early would prove little."""
+    reasons, lengths = set(), set()
+    for prompt, penalty in product(PROMPTS, (0.0, 2.0)):
+        request = make_request(prompt, SEVERAL_END_IDS, beam_width=4, length_penalty=penalty)
+        for hypothesis in search(model, request):
+            reasons.add(hypothesis.finish_reason)
+            lengths.add(len(hypothesis.token_ids))
+    assert reasons == {FinishReason.END_ID, FinishReason.LENGTH}
+    assert len(lengths) > 3
+
+
+def test_early_stopping_makes_a_difference(model):
+    found = [
+        tuple(
+            search(
+                model,
+                make_request(
+                    prompt, SEVERAL_END_IDS, beam_width=4, length_penalty=2.0, early_stopping=early_stopping
+                ),
+            )[0].token_ids
+            for prompt in PROMPTS
+        )
+        for early_stopping in EARLY_STOPPING
+    ]
+    assert len(set(found)) > 1
+
+
+def test_log_probs_are_the_models_and_add_up(model):
+    request = make_request(PROMPTS[0], SEVERAL_END_IDS, beam_width=4)
+    for hypothesis in search(model, request):
+        ids = torch.tensor([request.input_token_ids + hypothesis.token_ids])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, request.prompt_length - 1 : -1].log_softmax(-1)
+        expected = log_probs.gather(1, torch.tensor(hypothesis.token_ids)[:, None])[:, 0].tolist()
+        assert hypothesis.log_probs == pytest.approx(expected, abs=1e-4)
+        assert hypothesis.cum_log_prob == pytest.approx(sum(expected), abs=1e-4)

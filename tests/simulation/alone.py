@@ -1,0 +1,103 @@
+"""What a request gets that has the server to itself, by the fake engine's own definition, and the comparison."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight.core.beam_search import Hypothesis
+from inflight.core.request import Request
+from inflight.core.response import Result, TopLogProbs
+from inflight.core.stop import FinishReason
+from inflight.core.tensor import FloatTensor
+from inflight.testing.fake_engine import expected_beam_steps, expected_logits, expected_tokens
+from inflight.testing.fake_model import describe_tokens, log_softmax
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One output: a sequence's or a beam's, without the prompt."""
+
+    tokens: tuple[int, ...]
+    reason: FinishReason
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    logits: tuple[bytes, ...] = ()
+
+
+def sequence_alone(request: Request, sequence_index: int, vocab_size: int) -> Expected:
+    """A sequence that is no beam search."""
+    prompt = request.input_token_ids
+    generated = expected_tokens(
+        prompt, request.max_new_tokens, vocab_size, request.sampling, sequence_index=sequence_index
+    )
+    count, reason = _end(request, generated)
+    tokens = tuple(generated[:count])
+    if not request.output.wants_details:
+        return Expected(tokens, reason)
+    details = describe_tokens(expected_logits(prompt, tokens, vocab_size), tokens, request.output)
+    return Expected(tokens, reason, details.log_probs, details.top_log_probs, details.logits)
+
+
+def _end(request: Request, generated: list[int]) -> tuple[int, FinishReason]:
+    for count in range(len(generated)):
+        if generated[count] in request.end_ids:
+            return count, FinishReason.END_ID
+        so_far = generated[: count + 1]
+        if any(tuple(so_far[-len(word) :]) == word for word in request.stop_words):
+            return count + 1, FinishReason.STOP_WORDS
+    return len(generated), FinishReason.LENGTH
+
+
+def search_alone(request: Request, vocab_size: int) -> list[list[Expected]]:
+    """A beam search's outputs after each of its steps."""
+    return [[_of(beam) for beam in beams] for beams in expected_beam_steps(request, vocab_size)]
+
+
+def _of(beam: Hypothesis) -> Expected:
+    return Expected(beam.token_ids, beam.finish_reason, beam.log_probs, beam.top_log_probs, beam.logits)
+
+
+def compare_context(request: Request, first: Result, vocab_size: int) -> None:
+    """The prompt's log probabilities and logits, in the first result with tokens."""
+    prompt, output = request.input_token_ids, request.output
+    logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size) if output.wants_context else []
+    if output.return_prompt_log_probs:
+        found = [log_softmax(values)[token] for values, token in zip(logits, prompt[1:])]
+        assert first.prompt_log_probs == (0.0, *found)
+    else:
+        assert first.prompt_log_probs is None
+    if output.return_context_logits:
+        assert first.context_logits == tensor_of([values.tobytes() for values in logits], vocab_size)
+    else:
+        assert first.context_logits is None
+
+
+def compare_outputs(request: Request, result: Result, expected: Sequence[Expected], vocab_size: int) -> None:
+    """A result that says all there is: the last of a request that does not stream, or of streamed beams."""
+    output = request.output
+    echoed = not (request.streaming or output.exclude_input_from_output)
+    prompt = request.input_token_ids if echoed else ()
+    assert result.output_token_ids == tuple((*prompt, *each.tokens) for each in expected)
+    assert result.num_output_tokens == tuple(len(each.tokens) for each in expected)
+    if not output.return_log_probs:
+        assert result.log_probs is None and result.cum_log_probs is None
+    else:
+        assert result.log_probs == tuple(each.log_probs for each in expected)
+        assert result.cum_log_probs is not None
+        for total, each in zip(result.cum_log_probs, expected, strict=True):
+            assert abs(total - sum(each.log_probs)) < 1e-9
+    tops = tuple(each.top_log_probs for each in expected)
+    assert result.top_log_probs == (tops if output.num_top_log_probs else None)
+    if output.return_generation_logits and not (request.streaming and request.sampling.uses_beams):
+        found = [tensor.data for tensor in result.generation_logits or ()] or [b""] * len(expected)
+        assert found == [b"".join(each.logits) for each in expected]
+    else:
+        assert result.generation_logits is None
+
+
+def tensor_of(rows: list[bytes], vocab_size: int) -> FloatTensor:
+    """[rows, vocab_size]."""
+    assert all(len(row) == array("f").itemsize * vocab_size for row in rows)
+    return FloatTensor((len(rows), vocab_size), b"".join(rows))
