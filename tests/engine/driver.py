@@ -9,9 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from inflight.core.batch import ContextChunk, ScheduledBatch, SlotStart
+from inflight.core.batch import (
+    ContextChunk,
+    ContextDetails,
+    ModelOutput,
+    ScheduledBatch,
+    SlotStart,
+    TokenDetails,
+)
+from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from tests.engine.search import Search
 
 TOKENS_PER_BLOCK = 8
 
@@ -24,20 +33,35 @@ def load_engine(folder: Path, **changes: Any) -> TorchEngine:
 
 @dataclass(eq=False)
 class Row:
-    """What a test knows of one sequence: `tokens` include the sampled ones, `logits` are those of each sample."""
+    """What a test knows of one sequence: `tokens` include the chosen ones, `logits` what they were chosen from."""
 
     slot: int
     tokens: list[int]
-    prompt_length: int
     start: SlotStart
     blocks: list[int]
     num_computed: int = 0
     num_told: int = 0  # blocks the engine knows of
     logits: list[Tensor] = field(default_factory=list)
+    num_accepted: int = 0
+    details: list[TokenDetails] = field(default_factory=list)
+    context: list[ContextDetails] = field(default_factory=list)
+
+    @property
+    def prompt_length(self) -> int:
+        return self.start.request.prompt_length
 
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    def take(self, output: ModelOutput, token_ids: Sequence[int], logits: Tensor) -> None:
+        """One batch's answer; `logits` are those of all the row's drafts."""
+        self.num_computed += len(token_ids) - 1
+        self.num_accepted += len(token_ids) - 1
+        self.tokens += token_ids
+        self.logits += logits[: len(token_ids)].cpu()
+        if self.slot in output.details:
+            self.details.append(output.details[self.slot])
 
 
 class Driver:
@@ -47,6 +71,7 @@ class Driver:
         self.engine = engine
         self.free_slots = list(range(engine.limits.max_num_sequences))
         self.free_blocks = list(range(engine.limits.num_blocks))
+        self.tokens_per_block = engine.limits.tokens_per_block
         self._released: list[int] = []
         self._starts: list[SlotStart] = []
         self._iteration = 0
@@ -58,14 +83,25 @@ class Driver:
         sequence_index: int = 0,
         shared_blocks: Sequence[int] = (),
         prompt_length: int | None = None,
+        **options: Any,
     ) -> Row:
-        """A sequence in the first free slot, its first tokens in `shared_blocks` already."""
+        """A sequence in the first free slot, its first tokens in `shared_blocks`; `options` are a Request's."""
         slot = self.free_slots.pop(0)
         length = len(tokens) if prompt_length is None else prompt_length
-        start = SlotStart(slot, 100 + slot, sequence_index, length, sampling or SamplingConfig())
+        request = Request(
+            100 + slot, tuple(tokens[:length]), 100, sampling=sampling or SamplingConfig(), **options
+        )
+        known = tuple(tokens) if request.looks_back else ()
+        start = SlotStart(slot, request, sequence_index, known)
         self._starts.append(start)
-        computed = len(shared_blocks) * self.engine.limits.tokens_per_block
-        return Row(slot, list(tokens), length, start, list(shared_blocks), computed)
+        computed = len(shared_blocks) * self.tokens_per_block
+        return Row(slot, list(tokens), start, list(shared_blocks), computed)
+
+    def search(self, tokens: Sequence[int], sampling: SamplingConfig, **options: Any) -> Search:
+        """A beam search: its context's sequence has the first of its slots."""
+        row = self.start(tokens, sampling, **options)
+        others = [self.free_slots.pop(0) for _ in range(sampling.beam_width - 1)]
+        return Search(row, [row.slot, *others], self.tokens_per_block, self.free_blocks)
 
     def release(self, sequence: Row, keep_blocks: int = 0) -> None:
         """Give back its slot and all but its first blocks."""
@@ -73,51 +109,67 @@ class Driver:
         self.free_slots.insert(0, sequence.slot)
         self.free_blocks[:0] = sequence.blocks[keep_blocks:]
 
-    def batch(self, chunks: Mapping[Row, int], generation: Sequence[Row]) -> ScheduledBatch:
-        """The next batch: so many context tokens of some sequences, one more token of others."""
-        context = []
-        for sequence, length in chunks.items():
-            end = sequence.num_computed + length
-            ids = tuple(sequence.tokens[sequence.num_computed : end])
-            is_last = end == len(sequence.tokens)
-            context.append(ContextChunk(sequence.slot, sequence.num_computed, ids, is_last))
-            self._grow(sequence, end)
-        for sequence in generation:
-            self._grow(sequence, sequence.num_computed + 1)
+    def batch(
+        self,
+        chunks: Mapping[Row, int],
+        generation: Sequence[Row] = (),
+        drafts: Mapping[Row, Sequence[int]] | None = None,
+        searches: Sequence[Search] = (),
+    ) -> ScheduledBatch:
+        """The next batch: so many known tokens of some sequences, maybe drafts after them; one token of others."""
+        steps = [search.prepare(chunks.get(search.row, 0)) for search in searches]
+        context = [
+            self._chunk(row, length, tuple((drafts or {}).get(row, ()))) for row, length in chunks.items()
+        ]
+        for row in generation:
+            self._grow(row, row.num_computed + 1)
         new_blocks = []
-        for sequence in (*chunks, *generation):
-            if told := tuple(sequence.blocks[sequence.num_told :]):
-                new_blocks.append((sequence.slot, told))
-            sequence.num_told = len(sequence.blocks)
+        for row in (*chunks, *generation):
+            if told := tuple(row.blocks[row.num_told :]):
+                new_blocks.append((row.slot, told))
+            row.num_told = len(row.blocks)
         batch = ScheduledBatch(
             iteration=self._iteration,
             released_slots=tuple(self._released),
             starts=tuple(self._starts),
-            new_blocks=tuple(new_blocks),
+            block_copies=tuple(copy for step in steps for copy in step.block_copies),
+            moves=tuple(move for step in steps for move in step.moves),
+            replaced_blocks=tuple(block for step in steps for block in step.replaced_blocks),
+            new_blocks=(*new_blocks, *(block for step in steps for block in step.new_blocks)),
             context=tuple(context),
-            generation_slots=tuple(sequence.slot for sequence in generation),
+            generation_slots=(
+                *(row.slot for row in generation),
+                *(slot for step in steps for slot in step.generation_slots),
+            ),
+            beam_groups=tuple(step.group for step in steps if step.group),
         )
         self._iteration += 1
         self._released, self._starts = [], []
         return batch
 
-    def step(self, chunks: Mapping[Row, int] | None = None, generation: Sequence[Row] = ()) -> None:
-        """Run one batch and append its tokens."""
+    def step(
+        self,
+        chunks: Mapping[Row, int] | None = None,
+        generation: Sequence[Row] = (),
+        drafts: Mapping[Row, Sequence[int]] | None = None,
+        searches: Sequence[Search] = (),
+    ) -> ModelOutput:
+        """Run one batch and append its tokens; the contexts of `searches` are in `chunks`."""
         chunks = chunks or {}
-        batch = self.batch(chunks, generation)
+        batch = self.batch(chunks, generation, drafts, searches)
         logits = self.engine.forward(batch)
         output = self.engine.decode(batch, logits)
         assert output.iteration == batch.iteration
-        for sequence, length in chunks.items():
-            sequence.num_computed += length
-        for sequence in generation:
-            sequence.num_computed += 1
-        by_slot = {sequence.slot: sequence for sequence in (*chunks, *generation)}
-        sampled = batch.sampled_slots()
-        assert len(sampled) == len(output.token_ids) == logits.shape[0]
-        for slot, tokens, row in zip(sampled, output.token_ids, logits, strict=True):
-            by_slot[slot].tokens += tokens
-            by_slot[slot].logits.append(row.cpu())
+        for row, length in chunks.items():
+            row.num_computed += length
+            if row.slot in output.context:
+                row.context.append(output.context[row.slot])
+        for row in generation:
+            row.num_computed += 1
+        self._take(batch, output, logits, {row.slot: row for row in (*chunks, *generation)})
+        for search, candidates in zip([s for s in searches if s.is_ready], output.beams, strict=True):
+            search.take(candidates)
+        return output
 
     def generate(self, sequence: Row, num_tokens: int, chunk: int | None = None) -> list[int]:
         """Run one sequence alone until it has so many tokens, its context whole or in chunks."""
@@ -128,8 +180,36 @@ class Driver:
             self.step(generation=[sequence])
         return sequence.generated
 
+    def _chunk(self, row: Row, length: int, drafts: tuple[int, ...]) -> ContextChunk:
+        end = row.num_computed + length
+        self._grow(row, end + len(drafts))
+        is_last = end == len(row.tokens)
+        assert is_last or not drafts
+        return ContextChunk(
+            slot=row.slot,
+            start=row.num_computed,
+            token_ids=(*row.tokens[row.num_computed : end], *drafts),
+            is_last=is_last,
+            num_draft_tokens=len(drafts),
+            is_generation=row.num_computed >= row.prompt_length,
+            wants_context=row.start.request.output.wants_context and row.num_computed < row.prompt_length,
+        )
+
+    def _take(
+        self, batch: ScheduledBatch, output: ModelOutput, logits: Tensor, rows: Mapping[int, Row]
+    ) -> None:
+        sampled = batch.sampled_slots()
+        assert len(sampled) == len(output.token_ids)
+        num_drafts = {chunk.slot: chunk.num_draft_tokens for chunk in batch.context}
+        counts = [1 + num_drafts.get(slot, 0) for slot in sampled]
+        assert sum(counts) == logits.shape[0]
+        parts = logits.split(counts) if counts else ()
+        for slot, token_ids, part in zip(sampled, output.token_ids, parts, strict=True):
+            if token_ids:
+                rows[slot].take(output, token_ids, part)
+
     def _grow(self, sequence: Row, num_tokens: int) -> None:
-        while len(sequence.blocks) * self.engine.limits.tokens_per_block < num_tokens:
+        while len(sequence.blocks) * self.tokens_per_block < num_tokens:
             sequence.blocks.append(self.free_blocks.pop(0))
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from tests.engine.driver import Driver, alone, load_engine
-from tests.models.zoo import CASES, Zoo
+from tests.engine.serving import Served, config_of, load, serve, to_torch
+from tests.models.zoo import CASES, Zoo, ZooModel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,3 +62,81 @@ def test_half_precision_runs(zoo: Zoo, dtype: str) -> None:
     exact = model.logits(row.tokens)[31:-1]
     error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
     assert error < {"bfloat16": 0.15, "float16": 0.02}[dtype]
+
+
+EVERYTHING = OutputConfig(
+    return_log_probs=True,
+    num_top_log_probs=3,
+    return_prompt_log_probs=True,
+    return_context_logits=True,
+    return_generation_logits=True,
+    return_perf_metrics=True,
+)
+SAMPLINGS = (
+    SamplingConfig(beam_width=2, length_penalty=1.0),
+    SamplingConfig(beam_width=5, early_stopping=1, num_return_sequences=3, no_repeat_ngram_size=2),
+    SamplingConfig(beam_width=3, early_stopping=2, length_penalty=2.0, repetition_penalty=1.2),
+    SamplingConfig(repetition_penalty=1.3, frequency_penalty=0.4, min_length=8),
+    SamplingConfig(temperature=1.1, top_p=0.9, min_p=0.02, presence_penalty=0.5, random_seed=5),
+    SamplingConfig(temperature=0.9, top_k=12, num_return_sequences=2, random_seed=6),
+)
+
+
+def _mixed_requests(model: ZooModel) -> list[Request]:
+    """Searches of several widths, penalties, sampling; every other one that can looks drafts up."""
+    requests = []
+    for number, sampling in enumerate(SAMPLINGS * 2):
+        prompt = (*(model.prompt(17) if number % 2 else ()), *model.prompt(6 + 2 * number, number) * 2)
+        lookup = 0 if sampling.uses_beams or number % 2 else 4
+        requests.append(
+            Request(
+                number,
+                prompt,
+                20,
+                end_ids=(7,),
+                sampling=sampling,
+                output=EVERYTHING,
+                bad_words=((5,), (8, 9)),
+                prompt_lookup_num_tokens=lookup,
+            )
+        )
+    return requests
+
+
+def _assert_close(served: Served, expected: Served, request: Request, index: int) -> None:
+    result, other = served.result(request, index), expected.result(request, index)
+    assert result.output_token_ids == other.output_token_ids
+    assert result.finish_reasons == other.finish_reasons
+    for ours, theirs in (
+        (result.log_probs, other.log_probs),
+        ((result.prompt_log_probs,), (other.prompt_log_probs,)),
+    ):
+        for values, wanted in zip(ours, theirs, strict=True):
+            assert list(values) == pytest.approx(list(wanted), abs=1e-3)
+    for ours, theirs in zip(result.generation_logits, other.generation_logits, strict=True):
+        torch.testing.assert_close(to_torch(ours), to_torch(theirs), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        to_torch(result.context_logits), to_torch(other.context_logits), rtol=0, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
+def test_beams_drafts_and_log_probs(zoo: Zoo, case: str, way: str) -> None:
+    model = zoo[case]
+    requests = _mixed_requests(model)
+    expected = serve(load(model.folder, 80, 12), config_of("no-evict"), requests)
+    served = serve(load(model.folder, 60, 12, device="cuda"), config_of(way), requests)
+    for request in requests:
+        for index in range(request.sampling.num_sequences):
+            _assert_close(served, expected, request, index)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_beams_and_drafts_in_half_precision_run(zoo: Zoo, dtype: str) -> None:
+    model = zoo["llama-gqa"]
+    requests = _mixed_requests(model)
+    served = serve(load(model.folder, 60, 12, device="cuda", dtype=dtype), config_of("utilization"), requests)
+    for request in requests:
+        for tokens in served.beams(request):
+            assert len(tokens) <= 20

@@ -8,31 +8,16 @@ import random
 import pytest
 
 from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.request import IterationInput, Request
+from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
-from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
-from tests.models.zoo import Zoo
+from tests.engine.serving import WAYS, config_of, load, serve
+from tests.models.zoo import Zoo, ZooModel
 
 NUM_REQUESTS = 10
 SAMPLED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, random_seed=3)
 
 
-def load(folder, num_blocks: int) -> TorchEngine:
-    """An engine whose KV cache is too small for all requests at once."""
-    config = TorchEngineConfig(
-        str(folder),
-        dtype="float32",
-        device="cpu",
-        max_num_sequences=4,
-        max_num_tokens=512,
-        tokens_per_block=8,
-        max_tokens_in_paged_kv_cache=8 * num_blocks,
-    )
-    return TorchEngine.load(config)
-
-
-def make_requests(model, sampling: SamplingConfig) -> list[Request]:
+def make_requests(model: ZooModel, sampling: SamplingConfig) -> list[Request]:
     """Prompts of which half share their beginning."""
     rng = random.Random(1)
     shared = list(model.prompt(30))
@@ -44,28 +29,6 @@ def make_requests(model, sampling: SamplingConfig) -> list[Request]:
     return requests
 
 
-def serve(
-    engine: TorchEngine, config: SchedulerConfig, requests: list[Request]
-) -> tuple[dict[int, list[int]], int]:
-    """Tokens by request, requests arriving two an iteration; and how often one was paused."""
-    scheduler = Scheduler(config, engine.limits)
-    tokens: dict[int, list[int]] = {}
-    pauses = 0
-    for iteration in itertools.count():
-        arriving = tuple(requests[2 * iteration : 2 * iteration + 2])
-        responses = scheduler.accept(IterationInput(iteration, 0, arriving))
-        if (batch := scheduler.schedule()) is None:
-            break
-        pauses += scheduler.stats(batch).num_paused_requests
-        responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
-        scheduler.check_integrity()
-        for response in responses:
-            assert response.error is None
-            prompt_length = response.result.num_input_tokens
-            tokens[response.request_id] = list(response.result.output_token_ids[prompt_length:])
-    return tokens, pauses
-
-
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
@@ -73,13 +36,11 @@ def test_greedy_tokens_are_those_of_transformers(zoo: Zoo, case: str, policy, ch
     model = zoo[case]
     requests = make_requests(model, SamplingConfig())
     config = SchedulerConfig(policy, max_num_tokens=24 if chunked else 512, enable_chunked_context=chunked)
-    tokens, pauses = serve(load(model.folder, num_blocks=20), config, requests)
+    served = serve(load(model.folder, num_blocks=20), config, requests)
     if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
-        assert pauses > 0
+        assert served.num_pauses > 0
     for request in requests:
-        assert tokens[request.request_id] == model.greedy(
-            list(request.input_token_ids), request.max_new_tokens
-        )
+        assert served.tokens(request) == model.greedy(request.input_token_ids, request.max_new_tokens)
 
 
 def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Zoo) -> None:
@@ -88,8 +49,26 @@ def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Z
     answers = []
     for policy, chunked, reuse in itertools.product(CapacitySchedulerPolicy, (False, True), (False, True)):
         config = SchedulerConfig(policy, 24 if chunked else 512, chunked, reuse)
-        answers.append(serve(load(model.folder, num_blocks=20), config, requests)[0])
-    alone = {}
-    for request in requests:
-        alone |= serve(load(model.folder, num_blocks=200), SchedulerConfig(max_num_tokens=512), [request])[0]
+        served = serve(load(model.folder, num_blocks=20), config, requests)
+        answers.append([served.tokens(request) for request in requests])
+    engine = load(model.folder, num_blocks=200)
+    alone = [serve(engine, config_of("no-evict"), [request]).tokens(request) for request in requests]
     assert all(answer == alone for answer in answers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sequences_of_one_request_are_generated_apart(zoo: Zoo, way: str) -> None:
+    """Each is what the key of its random numbers makes it, whatever it shares."""
+    model = zoo["llama-gqa"]
+    sampling = SamplingConfig(temperature=1.3, top_p=0.9, num_return_sequences=3, random_seed=5)
+    requests = [
+        Request(number, model.prompt(length, length), 20, streaming=number == 1, sampling=sampling)
+        for number, length in enumerate((30, 13, 8))
+    ]
+    engine = load(model.folder, num_blocks=200)
+    alone = [serve(engine, config_of("no-evict"), [request]) for request in requests]
+    served = serve(load(model.folder, num_blocks=26), config_of(way), requests)
+    for request, expected in zip(requests, alone, strict=True):
+        sequences = [served.tokens(request, index) for index in range(3)]
+        assert sequences == [expected.tokens(request, index) for index in range(3)]
+        assert len(set(map(tuple, sequences))) == 3

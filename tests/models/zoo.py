@@ -90,18 +90,42 @@ class ZooModel:
         """The oracle's logits at every position, [positions, vocab_size]."""
         return self.oracle(torch.tensor([token_ids])).logits[0].float()
 
-    @torch.inference_mode()
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         """The oracle's own `generate`, without its stopping."""
+        return self.generate(prompt, num_tokens, min_new_tokens=num_tokens)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
+    ) -> list[int]:
+        """The oracle's own greedy `generate` with some of its logits processors; the end id included."""
         ids = self.oracle.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
             do_sample=False,
-            eos_token_id=None,
+            eos_token_id=end_id,
+            **options,
         )
         return ids[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def beams(
+        self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
+    ) -> list[tuple[list[int], float]]:
+        """The oracle's own beam search: each sequence's new tokens and final score, best first."""
+        found = self.oracle.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=end_id,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        sequences = found.sequences[:, len(prompt) :].tolist()
+        return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The forward pass: packed token ids in, logits of the wanted rows out. One class for all families.
+"""The forward pass: packed token ids in, what the model makes of them out. One class for all families.
 
 Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
 DecoderConfig names.
@@ -51,7 +51,7 @@ class Decoder:
         return self._weights.embedding.dtype
 
     def forward(self, packed: PackedBatch, plans: Plans, cache: KvCache) -> Tensor:
-        """Logits [sampled rows, vocab_size] float32 of `packed.sampled_rows`; fills the cache."""
+        """The last layer's output [rows, hidden_size], which `logits` takes; fills the cache."""
         weights = self._weights
         x = F.embedding(packed.token_ids, weights.embedding)
         rotation = None
@@ -65,8 +65,11 @@ class Decoder:
                 self._norm(x, layer.attention_norm), rotation, index, layer, packed, plan, cache
             )
             x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
-        x = self._norm(x[packed.sampled_rows], weights.final_norm)
-        return weights.lm_head(x).float()
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab_size] float32 from some rows of what `forward` returned, [rows, hidden_size]."""
+        return self._weights.lm_head(self._norm(hidden, self._weights.final_norm)).float()
 
     def _attention(
         self,

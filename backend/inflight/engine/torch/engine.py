@@ -1,21 +1,23 @@
 """TorchEngine: `inflight.core.ports.Engine` on torch.
 
-Owns the weights, the KV cache and the slots. One thread calls it, the loop's; on a GPU the only waits are, in
-`decode`, the one copy of an iteration's tokens to the host and, if a row has a top-p and no top-k, one count.
+Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls
+it, the loop's, and `decode` of a batch before `forward` of the next. On a GPU `forward` waits for the device only
+where context outputs are wanted.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding import SamplingTable, sample
+from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
+from inflight.decoding import Decoding
 from inflight.engine.torch.attention_plan import plan_attention
 from inflight.engine.torch.config import TorchEngineConfig
+from inflight.engine.torch.context_outputs import ContextOutputs
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
@@ -53,7 +55,11 @@ class TorchEngine:
             cache.null_block,
             cache.device,
         )
-        self._sampling = SamplingTable(limits.max_num_sequences)
+        self._decoding = Decoding(
+            limits.max_num_sequences, limits.max_sequence_length, limits.vocab_size, cache.device
+        )
+        self._context_outputs = ContextOutputs(limits.vocab_size)
+        self._context: dict[int, ContextDetails] = {}  # of the batch between forward and decode
 
     @classmethod
     @torch.inference_mode()
@@ -91,18 +97,18 @@ class TorchEngine:
         sequence with it.
 
         Returns:
-            Logits [sampled rows, vocab_size] float32, in the order of `ScheduledBatch.sampled_slots`.
+            Logits [rows, vocab_size] float32, in the order of `ScheduledBatch.sampled_slots`, 1 + num_draft_tokens
+            rows for a chunk and one for a generation slot.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
         """
         fresh_blocks = self._slots.apply(batch)
-        for start in batch.starts:
-            self._sampling.start(start)
+        self._decoding.apply(batch)
+        self._context_outputs.apply(batch)
+        self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
-        if fresh_blocks:
-            self._cache.clear(torch.tensor(fresh_blocks, device=self._cache.device))
         tokens_per_block = self._cache.tokens_per_block
         packed = pack(batch, self._slots, tokens_per_block)
         plans = {
@@ -111,24 +117,31 @@ class TorchEngine:
             )
             for window in self._decoder.windows
         }
-        logits = self._decoder.forward(packed, plans, self._cache)
+        hidden = self._decoder.forward(packed, plans, self._cache)
+        self._context = self._context_outputs.compute(batch, packed.chunks, hidden, self._decoder)
+        logits = self._decoder.logits(hidden[packed.sampled_rows])
         self._slots.advance(batch)
         return logits
 
+    def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
+        """Copies first: nothing that is copied may be cleared or written before."""
+        device = self._cache.device
+        if batch.block_copies:
+            self._cache.copy(*torch.tensor(batch.block_copies, device=device).unbind(1))
+        if fresh_blocks:
+            self._cache.clear(torch.tensor(fresh_blocks, device=device))
+
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
-        """Choose the next token of every sampled row and remember it as the slot's last token."""
-        slots = np.array(batch.sampled_slots(), dtype=np.int64)
-        if slots.size == 0:
-            return ModelOutput(batch.iteration)
-        # The tokens in the cache are positions 0 .. num_tokens - 1; the one to be chosen is the next.
-        tokens = sample(logits, self._sampling.rows(slots, self._slots.num_tokens[slots]))
-        self._slots.last_tokens[torch.from_numpy(slots).to(tokens.device)] = tokens
-        return ModelOutput(batch.iteration, [(token,) for token in tokens.tolist()])
+        """Choose what follows every sampled row and remember it as the slot's last token; beams only rank."""
+        context, self._context = self._context, {}
+        output = self._decoding.decode(batch, logits, self._slots.positions(batch))
+        self._slots.remember(batch, output)
+        return replace(output, context=context) if context else output
 
     def close(self) -> None:
         """Free the device's memory. Idempotent; a later forward raises."""
-        self._decoder = self._cache = self._slots = None  # type: ignore[assignment]
+        self._decoder = self._cache = self._slots = self._decoding = None  # type: ignore[assignment]
 
 
 def _device(name: str | None) -> torch.device:

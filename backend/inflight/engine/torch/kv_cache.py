@@ -49,6 +49,11 @@ class KvCache:
         """Where the cache is."""
         return self._blocks.device
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Give each target block what its source holds, over all layers; no block is read after it was written."""
+        for blocks in self._blocks:  # a layer at a time: the blocks of all would be much memory
+            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+
     def clear(self, block_ids: Tensor) -> None:
         """Zero blocks that a sequence takes over.
 

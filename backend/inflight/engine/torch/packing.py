@@ -39,7 +39,8 @@ class PackedBatch:
         positions: [rows], each token's place in its sequence.
         slots: [rows].
         places: [rows], where each token's keys and values go: block * tokens_per_block + offset.
-        sampled_rows: Rows whose logits are wanted, in the order of `ScheduledBatch.sampled_slots`.
+        sampled_rows: Rows whose logits choose tokens, in the order of `ScheduledBatch.sampled_slots`; of a chunk
+            with drafts all rows from its last certain token on.
         chunks: Context chunks.
         generation_begin: First generation row.
         generation_lengths: Tokens of each generation row's sequence, itself included, longest first, on the host.
@@ -71,7 +72,12 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     slots = np.concatenate([context[0], generation_slots])
     positions = np.concatenate([context[1], generation_positions])
     _check_blocks(slots, positions, table, tokens_per_block)
-    last_rows = [chunk.end - 1 for chunk, given in zip(chunks, batch.context, strict=True) if given.is_last]
+    last_rows = [
+        row
+        for chunk, given in zip(chunks, batch.context, strict=True)
+        if given.is_last
+        for row in range(chunk.end - 1 - given.num_draft_tokens, chunk.end)
+    ]
     row_of_generation = np.empty_like(order)
     row_of_generation[order] = np.arange(num_context, num_rows)
     sampled = np.concatenate([np.array(last_rows, dtype=np.int64), row_of_generation])

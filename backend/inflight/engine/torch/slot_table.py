@@ -1,16 +1,20 @@
 """What the engine remembers of each slot between iterations.
 
 Block tables and last tokens live on the device, where the forward pass reads them. Numbers of tokens follow from
-the batches alone, so they are kept on the host, where positions and group sizes are made without waiting for it.
+the batches and their outputs alone, so they are kept on the host, where positions and group sizes are made without
+waiting for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import ScheduledBatch
+from inflight.core.batch import ModelOutput, ScheduledBatch
 
 
 class SlotTable:
@@ -19,7 +23,7 @@ class SlotTable:
     Attributes:
         block_tables: [slots, max_blocks] int64 on the device; the null block after a slot's last.
         last_tokens: [slots] int64 on the device: what a generation row is fed.
-        num_tokens: [slots] int64 on the host: tokens whose keys and values are in the cache.
+        num_tokens: [slots] int64 on the host: tokens that are certain and whose keys and values are in the cache.
         num_blocks: [slots] int64 on the host: blocks in the slot's table.
     """
 
@@ -48,15 +52,58 @@ class SlotTable:
         self.num_blocks[started] = 0
         if started:
             self.block_tables[self._upload(started)] = self._null_block
+        self._move(batch)
         for chunk in batch.context:
             self.num_tokens[chunk.slot] = chunk.start
+        if batch.replaced_blocks:
+            slots, columns, block_ids = self._upload(batch.replaced_blocks).unbind(1)
+            self.block_tables[slots, columns] = block_ids
         return self._append(batch)
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count the batch's rows as in the cache."""
+        """Count the batch's rows as in the cache, all but its drafts."""
         for chunk in batch.context:
-            self.num_tokens[chunk.slot] = chunk.start + len(chunk.token_ids)
+            self.num_tokens[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
         self.num_tokens[list(batch.generation_slots)] += 1
+
+    def positions(self, batch: ScheduledBatch) -> NDArray[np.int64]:
+        """Where in its sequence the token belongs that each row of the logits chooses, [rows], after `advance`."""
+        drafts = [chunk.num_draft_tokens for chunk in batch.context if chunk.is_last]
+        first = self.num_tokens[batch.sampled_slots()]
+        if not any(drafts):
+            return first
+        counts = np.array([1 + count for count in drafts] + [1] * len(batch.generation_slots))
+        begins = np.repeat(counts.cumsum() - counts, counts)
+        return np.repeat(first, counts) + np.arange(len(begins)) - begins
+
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """Take over what was chosen: accepted drafts are certain, the last new token is the next to be fed.
+
+        Rows of beam searches chose nothing yet: their moves will tell.
+        """
+        slots: list[int] = []
+        last: list[int] = []
+        for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
+            if token_ids:
+                slots.append(slot)
+                last.append(token_ids[-1])
+                if len(token_ids) > 1:
+                    self.num_tokens[slot] += len(token_ids) - 1
+        if slots:
+            rows, tokens = self._upload([slots, last])
+            self.last_tokens.index_copy_(0, rows, tokens)
+
+    def _move(self, batch: ScheduledBatch) -> None:
+        """Gathered before anything is stored, so that beams can change places."""
+        if not batch.moves:
+            return
+        moves = [(move.slot, move.parent_slot, move.token_id) for move in batch.moves]
+        on_host = np.array(moves, dtype=np.int64)
+        self.num_tokens[on_host[:, 0]] = self.num_tokens[on_host[:, 1]]
+        self.num_blocks[on_host[:, 0]] = self.num_blocks[on_host[:, 1]]
+        slots, parents, tokens = self._upload(on_host).unbind(1)
+        self.block_tables[slots] = self.block_tables[parents]
+        self.last_tokens[slots] = tokens
 
     def _append(self, batch: ScheduledBatch) -> list[int]:
         writing = {chunk.slot for chunk in batch.context}.union(batch.generation_slots)
@@ -83,5 +130,6 @@ class SlotTable:
         """Blocks with tokens that are in the cache before this batch runs."""
         return -(-int(self.num_tokens[slot]) // self._tokens_per_block)
 
-    def _upload(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.block_tables.device)
+    def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
+        # By way of numpy: torch reads nested lists several times slower.
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.block_tables.device)

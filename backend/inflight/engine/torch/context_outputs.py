@@ -1,0 +1,80 @@
+"""What comes back of a prompt's own positions: their logits, and how likely each next prompt token was.
+
+The vocabulary's values of a whole prompt would be large, so they are made in slices of rows and kept on the
+host, or, where log probabilities alone are wanted, not at all. Rows that nobody asks for cost nothing. Called by
+the loop thread.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import torch
+from torch import Tensor
+
+from inflight.core.batch import ContextChunk, ContextDetails, ScheduledBatch
+from inflight.core.request import Request
+from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.packing import PackedChunk
+
+_SLICE_BYTES = (
+    1 << 25
+)  # of logits; small beside what is left of a device's memory, large enough for its kernels
+
+
+class ContextOutputs:
+    """The requests, by slot, that want something of their prompts' positions."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._slice_rows = max(16, _SLICE_BYTES // (4 * vocab_size))
+        self._requests: dict[int, Request] = {}
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Take over a batch's slots."""
+        for slot in batch.released_slots:
+            self._requests.pop(slot, None)
+        for start in batch.starts:
+            if start.request.output.wants_context:
+                self._requests[start.slot] = start.request
+            else:
+                self._requests.pop(start.slot, None)
+
+    def compute(
+        self, batch: ScheduledBatch, chunks: tuple[PackedChunk, ...], hidden: Tensor, decoder: Decoder
+    ) -> dict[int, ContextDetails]:
+        """Details by slot for the chunks that want them; waits for the device if there are any.
+
+        Args:
+            batch: Whose slots `apply` has taken over.
+            chunks: Where the chunks of `batch.context` are in `hidden`.
+            hidden: [rows, hidden_size], what `Decoder.forward` returned.
+            decoder: Makes logits of it.
+        """
+        return {
+            chunk.slot: self._details(chunk, hidden[packed.begin : packed.end], decoder)
+            for chunk, packed in zip(batch.context, chunks, strict=True)
+            if chunk.wants_context
+        }
+
+    def _details(self, chunk: ContextChunk, hidden: Tensor, decoder: Decoder) -> ContextDetails:
+        request = self._requests[chunk.slot]
+        prompt = request.input_token_ids
+        # Rows after the prompt are drafts, or what had been generated before a pause.
+        hidden = hidden[: max(0, len(prompt) - chunk.start)]
+        following = prompt[chunk.start + 1 : chunk.start + 1 + hidden.shape[0]]
+        token_ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
+        kept = BytesIO()  # hands out what was written without another copy
+        log_probs: list[float] = []
+        for begin in range(0, hidden.shape[0], self._slice_rows):
+            logits = decoder.logits(hidden[begin : begin + self._slice_rows])
+            if request.output.return_context_logits:
+                kept.write(logits.cpu().numpy().data)
+            if request.output.return_prompt_log_probs:
+                log_probs += _log_probs(logits, token_ids[begin : begin + self._slice_rows])
+        return ContextDetails(tuple(log_probs), kept.getvalue())
+
+
+def _log_probs(logits: Tensor, token_ids: Tensor) -> list[float]:
+    """log_softmax of each row at its token; the last row of a prompt has none."""
+    logits = logits[: token_ids.shape[0]]
+    return logits.log_softmax(dim=-1).gather(1, token_ids[:, None]).squeeze(1).tolist()

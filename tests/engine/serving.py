@@ -1,0 +1,110 @@
+"""Runs requests through scheduler and engine, without a loop around them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.request import IterationInput, Request
+from inflight.core.response import Response, Result, merge_responses
+from inflight.core.scheduler import Scheduler
+from inflight.core.tensor import FloatTensor
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+
+CHUNK_TOKENS = 32
+WAYS = {
+    "no-evict": {},
+    "utilization": {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION},
+    "chunked": {"max_num_tokens": CHUNK_TOKENS, "enable_chunked_context": True},
+    "no-reuse": {"enable_kv_cache_reuse": False},
+    "utilization-chunked-no-reuse": {
+        "policy": CapacitySchedulerPolicy.MAX_UTILIZATION,
+        "max_num_tokens": CHUNK_TOKENS,
+        "enable_chunked_context": True,
+        "enable_kv_cache_reuse": False,
+    },
+}
+"""Changes to a SchedulerConfig that change no token."""
+
+
+def config_of(way: str, **changes: Any) -> SchedulerConfig:
+    """One of WAYS."""
+    return SchedulerConfig(**{"max_num_tokens": 512, **WAYS[way], **changes})
+
+
+def load(folder: Path, num_blocks: int, max_num_sequences: int = 4, **changes: Any) -> TorchEngine:
+    """A float32 engine on the CPU with blocks of 8 tokens."""
+    values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
+    config = TorchEngineConfig(
+        str(folder),
+        max_num_sequences=max_num_sequences,
+        max_tokens_in_paged_kv_cache=values["tokens_per_block"] * num_blocks,
+        **values,
+    )
+    return TorchEngine.load(config)
+
+
+@dataclass
+class Served:
+    """Everything that came back.
+
+    Attributes:
+        responses: By request id and sequence index, in order.
+        num_pauses: How often a request was paused.
+        num_iterations: Forward passes.
+    """
+
+    responses: dict[tuple[int, int], list[Response]] = field(default_factory=dict)
+    num_pauses: int = 0
+    num_iterations: int = 0
+
+    def result(self, request: Request | int, sequence_index: int = 0) -> Result:
+        """All of a sequence's responses as one."""
+        request_id = request if isinstance(request, int) else request.request_id
+        return merge_responses(self.responses[request_id, sequence_index]).result
+
+    def tokens(self, request: Request | int, sequence_index: int = 0, beam: int = 0) -> list[int]:
+        """Generated tokens."""
+        result = self.result(request, sequence_index)
+        length = result.num_output_tokens[beam]
+        return list(result.output_token_ids[beam][len(result.output_token_ids[beam]) - length :])
+
+    def beams(self, request: Request) -> list[list[int]]:
+        """Generated tokens of every beam, best first."""
+        count = len(self.result(request).output_token_ids)
+        return [self.tokens(request, beam=beam) for beam in range(count)]
+
+
+def serve(
+    engine: TorchEngine, config: SchedulerConfig, requests: Sequence[Request], per_iteration: int = 2
+) -> Served:
+    """Run `requests` to their ends, so many arriving in an iteration."""
+    scheduler = Scheduler(config, engine.limits)
+    served = Served()
+    for iteration in itertools.count():
+        arriving = tuple(requests[per_iteration * iteration : per_iteration * (iteration + 1)])
+        responses = scheduler.accept(IterationInput(iteration, 0, arriving))
+        batch = scheduler.schedule()
+        if batch is None:
+            break
+        served.num_iterations += 1
+        served.num_pauses += scheduler.stats(batch).num_paused_requests
+        responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
+        scheduler.check_integrity()
+        for response in responses:
+            assert response.error is None, response.error
+            served.responses.setdefault((response.request_id, response.sequence_index), []).append(response)
+    assert scheduler.num_active == 0
+    return served
+
+
+def to_torch(tensor: FloatTensor) -> torch.Tensor:
+    """The values that a response carries."""
+    return torch.from_numpy(np.frombuffer(tensor.data, dtype=np.float32).copy()).view(tensor.shape)

@@ -1,0 +1,121 @@
+"""Logits and log probabilities of a prompt's own positions, against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.core.output_config import OutputConfig
+from inflight.engine.torch import TorchEngine
+from tests.engine.driver import Driver, Row, alone, load_engine
+from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+
+CASES = ["llama-gqa", "mistral-window", "gpt2"]
+BOTH = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
+
+
+def small_slices(engine: TorchEngine) -> TorchEngine:
+    engine._context_outputs._slice_rows = 7
+    return engine
+
+
+@pytest.fixture(params=CASES)
+def model(zoo: Zoo, request: pytest.FixtureRequest) -> ZooModel:
+    return zoo[request.param]
+
+
+@pytest.fixture
+def engine(model: ZooModel) -> TorchEngine:
+    return small_slices(load_engine(model.folder))
+
+
+def logits_of(row: Row) -> torch.Tensor:
+    data = b"".join(details.logits for details in row.context)
+    return torch.from_numpy(np.frombuffer(data, dtype=np.float32).copy()).view(-1, VOCAB_SIZE)
+
+
+def log_probs_of(row: Row) -> torch.Tensor:
+    return torch.tensor([value for details in row.context for value in details.log_probs])
+
+
+def assert_context(row: Row, model: ZooModel) -> None:
+    prompt = row.tokens[: row.prompt_length]
+    logits = model.logits(prompt)
+    torch.testing.assert_close(logits_of(row), logits, rtol=0, atol=1e-4)
+    expected = logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+    torch.testing.assert_close(log_probs_of(row), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 13, 30])
+def test_every_chunk_brings_its_rows(model: ZooModel, engine: TorchEngine, chunk: int) -> None:
+    driver = Driver(engine)
+    row = driver.start(model.prompt(30), output=BOTH)
+    driver.generate(row, 3, chunk)
+    assert len(row.context) == -(-30 // chunk)
+    assert_context(row, model)
+    assert row.generated == model.greedy(model.prompt(30), 3)
+
+
+def test_only_what_was_asked_for(model: ZooModel, engine: TorchEngine) -> None:
+    driver = Driver(engine)
+    logits = driver.start(model.prompt(12), output=OutputConfig(return_context_logits=True))
+    log_probs = driver.start(model.prompt(13), output=OutputConfig(return_prompt_log_probs=True))
+    neither = driver.start(model.prompt(14), output=OutputConfig(return_log_probs=True))
+    output = driver.step({neither: 14, log_probs: 13, logits: 12})
+    assert set(output.context) == {logits.slot, log_probs.slot}
+    assert (len(logits_of(logits)), log_probs_of(logits).tolist()) == (12, [])
+    assert (log_probs.context[0].logits, len(log_probs_of(log_probs))) == (b"", 12)
+
+
+def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: TorchEngine) -> None:
+    """Drafts, and after a pause what had been generated."""
+    prompt = model.prompt(20)
+    generated = alone(engine, prompt, 8).generated
+    driver = Driver(engine)
+    row = driver.start(prompt, output=BOTH)
+    driver.step({row: 9})
+    driver.step({row: 11}, drafts={row: tuple(generated[:4])})
+    assert row.num_accepted == 4
+    assert_context(row, model)
+
+    resumed = driver.start([*prompt, *generated], prompt_length=20, output=BOTH)
+    driver.step({resumed: 25})
+    assert_context(resumed, model)
+
+
+def test_others_pay_nothing(model: ZooModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are made of the rows that are sampled or asked for, a slice at a time, and of no others."""
+    driver = Driver(engine)
+    asking = driver.start(model.prompt(20), output=OutputConfig(return_prompt_log_probs=True))
+    plain, generating = (driver.start(model.prompt(length)) for length in (21, 22))
+    driver.step({generating: 22})
+    sizes = []
+    make_logits = engine._decoder.logits
+
+    def spy(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(hidden.shape[0])
+        return make_logits(hidden)
+
+    monkeypatch.setattr(engine._decoder, "logits", spy)
+    driver.step({plain: 21}, [generating])
+    assert sizes == [2]
+    driver.step({asking: 20}, [generating, plain])
+    assert sizes == [2, 7, 7, 6, 3]
+
+
+def test_a_failed_batch_leaves_no_context_behind(
+    model: ZooModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(engine)
+    victim = driver.start(model.prompt(20), output=BOTH)
+    batch = driver.batch({victim: 20})
+    logits = engine.forward(batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._slots, "positions", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.decode(batch, logits)
+    driver.release(victim)
+    newcomer = driver.start(model.prompt(5, 1))
+    assert newcomer.slot == victim.slot
+    assert driver.step({newcomer: 5}).context == {}

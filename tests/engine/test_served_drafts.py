@@ -1,0 +1,136 @@
+"""Drafts through the whole batcher: faster where they are right, and never another token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.tensor import FloatTensor
+from inflight.decoding import reference
+from tests.engine.serving import Served, config_of, load, serve, to_torch
+from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+
+CASES = ["llama-gqa", "mistral-window", "gpt2"]
+NUM_TOKENS = 30
+METRICS = OutputConfig(return_perf_metrics=True)
+SAMPLINGS = (
+    SamplingConfig(),
+    SamplingConfig(temperature=1.2, top_k=8, top_p=0.9, random_seed=3),
+    SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.3, no_repeat_ngram_size=3),
+    SamplingConfig(temperature=0.8, top_p=0.9, presence_penalty=0.5, top_p_decay=0.95, random_seed=4),
+)
+
+
+def make_requests(model: ZooModel) -> list[Request]:
+    """A request for each of SAMPLINGS, twice, with bad words for some."""
+    return [
+        Request(
+            number,
+            (*(model.prompt(17) if number % 2 else ()), *model.prompt(5 + 3 * number, number)),
+            NUM_TOKENS,
+            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            output=METRICS,
+            bad_words=((11,), (12, 13)) if number % 3 else (),
+        )
+        for number in range(2 * len(SAMPLINGS))
+    ]
+
+
+def plain_run(model: ZooModel, requests: list[Request]) -> list[list[int]]:
+    served = serve(load(model.folder, 200, 8), config_of("no-evict"), requests)
+    return [served.tokens(request) for request in requests]
+
+
+def accepted(served: Served, request: Request) -> tuple[int, int]:
+    """Draft tokens accepted, and verified."""
+    metrics = served.result(request).perf_metrics
+    return metrics.num_accepted_draft_tokens, metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
+def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
+    """Wholly right, partly right and wrong ones in one batch."""
+    model = zoo[case]
+    plain = make_requests(model)
+    expected = plain_run(model, plain)
+    requests, num_right = [], []
+    for request, tokens in zip(plain, expected, strict=True):
+        right = (6, 3, 0)[request.request_id % 3]
+        wrong = [(token + 1) % 200 for token in tokens[right:6]]
+        requests.append(replace(request, draft=ExternalDraft((*tokens[:right], *wrong))))
+        num_right.append((right, 6))
+    served = serve(load(model.folder, 30, 6), config_of(way), requests)
+    assert [served.tokens(request) for request in requests] == expected
+    assert [accepted(served, request) for request in requests] == num_right
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> None:
+    """Tokens are those that `decoding.reference` takes, from transformers' logits."""
+    model = zoo[case]
+    requests = []
+    for plain in make_requests(model):
+        # A draft model that is near the model: its logits with some noise, and the likeliest tokens of that.
+        known, rows = list(plain.input_token_ids), []
+        for noise in torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(plain.request_id)):
+            rows.append(model.logits(known)[-1] + noise)
+            known.append(int(rows[-1].argmax()))
+        logits = FloatTensor((5, VOCAB_SIZE), torch.stack(rows).numpy().tobytes())
+        requests.append(replace(plain, draft=ExternalDraft(tuple(known[-5:]), logits, threshold)))
+    served = serve(load(model.folder, 30, 6), config_of("utilization-chunked-no-reuse"), requests)
+    for request in requests:
+        tokens = list(request.input_token_ids)
+        exact = model.logits([*tokens, *request.draft.token_ids])[len(tokens) - 1 :].tolist()
+        given = to_torch(request.draft.logits).tolist()
+        new = reference.verify_drafts(exact, request, tokens, request.draft.token_ids, 0, given)
+        assert accepted(served, request) == (len(new) - 1, 5)
+        tokens += new
+        tokens.append(reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens))
+        assert served.tokens(request)[: len(new) + 1] == tokens[request.prompt_length :]
+    counts = [accepted(served, request)[0] for request in requests]
+    assert 0 < sum(counts) < 5 * len(counts)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
+def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
+    """With prompts in which much of what is to come stands already, behind tokens that come again."""
+    model = zoo[case]
+    plain = make_requests(model)
+    longer, looking = [], []
+    for request, tokens in zip(plain, plain_run(model, plain), strict=True):
+        prompt = (*request.input_token_ids, *tokens, *request.input_token_ids)
+        longer.append(replace(request, input_token_ids=prompt))
+        looking.append(replace(longer[-1], prompt_lookup_num_tokens=5))
+    expected = plain_run(model, longer)
+    served = serve(load(model.folder, 60, 6), config_of(way), looking)
+    assert [served.tokens(request) for request in looking] == expected
+    counts = [accepted(served, request) for request in looking]
+    assert sum(count for _, count in counts) > 0, "nothing was ever looked up"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prompt_lookup_saves_iterations(zoo: Zoo, case: str) -> None:
+    """A model that goes in circles is foreseen."""
+    model = zoo[case]
+    circle = model.prompt(6)
+    sampling = SamplingConfig(repetition_penalty=0.05)  # what was seen is likely to come again
+    requests = [
+        Request(0, circle * 4, 60, sampling=sampling, output=METRICS, prompt_lookup_num_tokens=count)
+        for count in (0, 6)
+    ]
+    engine = load(model.folder, 100)
+    plain, looking = (serve(engine, config_of("no-evict"), [request]) for request in requests)
+    assert looking.tokens(0) == plain.tokens(0)
+    assert looking.num_iterations < plain.num_iterations
+    assert plain.num_iterations == 60
+    right, verified = accepted(looking, requests[1])
+    assert 0 < right <= verified
+    assert right == 60 - looking.num_iterations
