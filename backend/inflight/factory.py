@@ -106,6 +106,7 @@ def _scheduler_config(parameters: Parameters) -> SchedulerConfig:
         max_num_tokens=parameters.max_num_tokens,
         enable_chunked_context=parameters.enable_chunked_context,
         enable_kv_cache_reuse=parameters.enable_kv_cache_reuse,
+        max_beam_width=parameters.max_beam_width,
     )
 
 

@@ -12,28 +12,13 @@ import tritonclient.grpc as grpc
 import tritonclient.http as http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from inflight.triton.tensor_reader import NUMPY_TYPES
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import INPUTS
+
+# Every name of every vocabulary; a name is of one type wherever it occurs.
 DTYPES = {
-    "input_ids": np.int32,
-    "input_lengths": np.int32,
-    "request_output_len": np.int32,
-    "end_id": np.int32,
-    "pad_id": np.int32,
-    "beam_width": np.int32,
-    "runtime_top_k": np.int32,
-    "runtime_top_p": np.float32,
-    "temperature": np.float32,
-    "repetition_penalty": np.float32,
-    "random_seed": np.uint64,
-    "streaming": np.bool_,
-    "stop": np.bool_,
-    "exclude_input_in_output": np.bool_,
-    "return_num_input_tokens": np.bool_,
-    "return_num_output_tokens": np.bool_,
-    "return_log_probs": np.bool_,
-    "bad_words_list": np.int32,
-    "text_input": np.object_,
-    "max_tokens": np.int32,
-    "stream": np.bool_,
+    name: NUMPY_TYPES[spec.dtype] for vocabulary in Vocabulary for name, spec in INPUTS.declared(vocabulary)
 }
 TIMEOUT_S = 60
 
@@ -51,6 +36,12 @@ class Answer:
         return self.outputs["output_ids"].reshape(-1).tolist() if "output_ids" in self.outputs else []
 
     @property
+    def beams(self) -> list[list[int]]:
+        """The ids of every beam, without what fills it up."""
+        lengths = self.outputs["sequence_length"][0]
+        return [ids[:n].tolist() for ids, n in zip(self.outputs["output_ids"][0], lengths, strict=True)]
+
+    @property
     def text(self) -> str:
         return self.outputs["text_output"].reshape(-1)[0].decode() if "text_output" in self.outputs else ""
 
@@ -59,14 +50,36 @@ class Answer:
         return self.outputs["finish_reason"].reshape(-1)[0].decode()
 
 
+class Traffic:
+    """Names of the tensors that went to servers and came back, since the last `clear`."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def clear(self) -> None:
+        self.names.clear()
+
+
+TRAFFIC = Traffic()
+
+
 def as_array(name: str, value) -> np.ndarray:
     """[1,1] for a scalar, [1,n] for a list, as is for anything deeper."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, str):
         value = value.encode()
+    elif isinstance(value, list) and value and isinstance(value[0], str):
+        value = [text.encode() for text in value]
     array = np.array(value, dtype=DTYPES[name])
     return array.reshape(1, -1) if array.ndim < 2 else array
+
+
+def word_list(*words: list[int]) -> np.ndarray:
+    """[1, 2, n], as stop_words_list and bad_words_list want it."""
+    ids = [token_id for word in words for token_id in word]
+    ends = np.cumsum([len(word) for word in words]).tolist()
+    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], np.int32)
 
 
 def make_inputs(library, **tensors) -> list:
@@ -77,6 +90,7 @@ def make_inputs(library, **tensors) -> list:
         tensor = library.InferInput(name, array.shape, dtype)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
+    TRAFFIC.names.update(tensors)
     return inputs
 
 
@@ -115,6 +129,7 @@ class Stream:
             return "", Answer({}, error, True)
         response = result.get_response()
         outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
+        TRAFFIC.names.update(outputs)
         return response.id, Answer(outputs, None, response.parameters["triton_final_response"].bool_param)
 
     def until_final(self) -> Iterator[Answer]:
@@ -126,31 +141,60 @@ class Stream:
             yield answer
 
 
-def ask(url: str, model: str = "tensorrt_llm", **tensors) -> list[Answer]:
+def ask(url: str, model: str = "tensorrt_llm", outputs: list[str] | None = None, **tensors) -> list[Answer]:
     """All answers to one request on a stream of its own."""
     with Stream(url) as stream:
-        stream.send(model, **tensors)
+        stream.send(model, outputs=outputs, **tensors)
         return list(stream.until_final())
 
 
-def infer(url: str, model: str = "tensorrt_llm_infer", request_id: str = "", **tensors) -> http.InferResult:
+def completion(url: str, **tensors) -> Answer:
+    """The one answer to a request that is not streamed, without the prompt; it must not be an error."""
+    (answer,) = ask(url, exclude_input_in_output=True, **tensors)
+    assert answer.error is None, answer.error
+    return answer
+
+
+def infer(
+    url: str,
+    model: str = "tensorrt_llm_infer",
+    request_id: str = "",
+    outputs: list[str] | None = None,
+    **tensors,
+) -> http.InferResult:
     """One HTTP /infer."""
     client = http.InferenceServerClient(url, network_timeout=TIMEOUT_S, connection_timeout=TIMEOUT_S)
+    wanted = [http.InferRequestedOutput(name) for name in outputs] if outputs else None
     try:
-        return client.infer(model, make_inputs(http, **tensors), request_id=request_id)
+        result = client.infer(model, make_inputs(http, **tensors), request_id=request_id, outputs=wanted)
     finally:
         client.close()
+    TRAFFIC.names.update(output["name"] for output in result.get_response()["outputs"])
+    return result
 
 
-def unary(url: str, model: str = "tensorrt_llm_infer", request_id: str = "", **tensors) -> grpc.InferResult:
+def unary(
+    url: str,
+    model: str = "tensorrt_llm_infer",
+    request_id: str = "",
+    outputs: list[str] | None = None,
+    **tensors,
+) -> grpc.InferResult:
     """One unary gRPC call."""
     client = grpc.InferenceServerClient(url)
+    wanted = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
     try:
-        return client.infer(
-            model, make_inputs(grpc, **tensors), request_id=request_id, client_timeout=TIMEOUT_S
+        result = client.infer(
+            model,
+            make_inputs(grpc, **tensors),
+            request_id=request_id,
+            outputs=wanted,
+            client_timeout=TIMEOUT_S,
         )
     finally:
         client.close()
+    TRAFFIC.names.update(output.name for output in result.get_response().outputs)
+    return result
 
 
 def wait_until(condition, timeout: float = 20.0) -> None:

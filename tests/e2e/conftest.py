@@ -7,18 +7,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.text.tokenizer import Tokenizer
+from tests.models.zoo import ZooModel
+
+from .clients import TRAFFIC
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 DEMO_MODEL = REPOSITORY / "tensorrt_llm" / "1" / "demo_model"
 FAKE_VOCABULARY = 1000
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "covers(*names): tensors that the test sends or gets back")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(autouse=True)
+def what_is_said_to_be_covered_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So that nobody has to believe the marks."""
+    TRAFFIC.clear()
+    yield
+    claimed = {name for mark in request.node.iter_markers("covers") for name in mark.args}
+    assert claimed <= TRAFFIC.names, claimed - TRAFFIC.names
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +55,28 @@ def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
     """What `scripts/serve` starts."""
     with serve() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def exact_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """The demo model in float32, in which its tokens can be compared with those of transformers."""
+    settings = {"max_tokens_in_paged_kv_cache": "16384", "stats_check_period_ms": "1000"}
+    with serve(dtype="float32", settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ZooModel:
+    """The demo model as transformers runs it."""
+    torch.set_num_threads(1)  # the servers compute too
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    return ZooModel(DEMO_MODEL, model.eval())
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The demo model's."""
+    return Tokenizer.from_dir(DEMO_MODEL)
 
 
 @pytest.fixture(scope="session")

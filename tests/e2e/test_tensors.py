@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 from inflight.core.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import expected_tokens
 
-from .clients import Stream, ask, infer, make_inputs, unary
+from .clients import Stream, ask, completion, infer, make_inputs, unary
 from .conftest import FAKE_VOCABULARY
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -33,12 +33,14 @@ def test_one_answer_with_the_prompt_and_its_shapes(fake_server):
     assert answer.finish_reason == "LENGTH"
 
 
+@pytest.mark.covers("exclude_input_in_output")
 def test_excluding_the_prompt(fake_server):
     (answer,) = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=6, exclude_input_in_output=True)
     assert answer.ids == alone(PROMPT, 6)
     assert answer.outputs["sequence_length"].tolist() == [[6]]
 
 
+@pytest.mark.covers("streaming", "output_ids", "sequence_length")
 def test_streamed_deltas_are_the_whole(fake_server):
     answers = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=40, streaming=True)
     assert [token for answer in answers for token in answer.ids] == alone(PROMPT, 40)
@@ -48,6 +50,7 @@ def test_streamed_deltas_are_the_whole(fake_server):
     assert all(answer.outputs["sequence_length"].item() == len(answer.ids) for answer in answers)
 
 
+@pytest.mark.covers("end_id")
 def test_an_end_id_ends_and_is_not_returned(fake_server):
     tokens = alone(PROMPT, 20)
     end = next(token for token in tokens if tokens.index(token) > 3)
@@ -150,28 +153,39 @@ def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
             ["end_id", "1000"],
         ),
         (
-            {"input_ids": PROMPT, "request_output_len": 4, "beam_width": 2},
-            "UNIMPLEMENTED",
-            ["beam_width", "2"],
+            {"input_ids": PROMPT, "request_output_len": 4, "beam_width": 65},
+            "INVALID_ARGUMENT",
+            ["beam_width", "64", "65"],
         ),
         (
-            {"input_ids": PROMPT, "request_output_len": 4, "return_log_probs": True},
-            "UNIMPLEMENTED",
-            ["return_log_probs"],
+            {"input_ids": PROMPT, "request_output_len": 4, "beam_width": 2, "num_return_sequences": 3},
+            "INVALID_ARGUMENT",
+            ["num_return_sequences", "3"],
         ),
         (
-            {"input_ids": PROMPT, "request_output_len": 4, "repetition_penalty": 1.5},
-            "UNIMPLEMENTED",
-            ["repetition_penalty", "1.5"],
+            {"input_ids": PROMPT, "request_output_len": 4, "repetition_penalty": 0},
+            "INVALID_ARGUMENT",
+            ["repetition_penalty", "0"],
         ),
         (
-            {
-                "input_ids": PROMPT,
-                "request_output_len": 4,
-                "bad_words_list": np.array([[[5], [1]]], np.int32),
-            },
+            {"input_ids": PROMPT, "request_output_len": 4, "embedding_bias": [1.0, 2.0]},
+            "INVALID_ARGUMENT",
+            ["embedding_bias", "[1, 1000]", "[1, 2]"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "draft_input_ids": [1], "beam_width": 2},
+            "INVALID_ARGUMENT",
+            ["draft_input_ids", "beam_width"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "lora_task_id": 3},
             "UNIMPLEMENTED",
-            ["bad_words_list"],
+            ["lora_task_id", "3"],
+        ),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "guided_decoding_guide_type": "json"},
+            "UNIMPLEMENTED",
+            ["guided_decoding_guide_type", "json"],
         ),
         (
             {"input_ids": PROMPT, "request_output_len": 4, "stop": True},
@@ -196,25 +210,26 @@ def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors
 
 
 def test_neutral_values_of_what_is_not_built_are_accepted(fake_server):
-    (answer,) = ask(
+    """And upstream's defaults of what is: they ask for nothing."""
+    answer = completion(
         fake_server.grpc,
         input_ids=PROMPT,
-        input_lengths=5,
         request_output_len=3,
+        retention_decode_priority=35,
+        priority=0.5,
+        lookahead_window_size=0,
+        guided_decoding_guide="",
         beam_width=1,
-        repetition_penalty=1.0,
+        no_repeat_ngram_size=1 << 30,
+        runtime_top_p=0.0,
+        runtime_top_p_reset_ids=-1,
         return_log_probs=False,
-        bad_words_list=np.array([[[0], [-1]]], np.int32),
-        pad_id=0,
-        exclude_input_in_output=True,
+        bad_words=[""],
+        stop_words=[""],
+        embedding_bias_words=[""],
+        embedding_bias_weights=[0.0],
     )
     assert answer.ids == alone(PROMPT, 3)
-
-
-def test_a_batch_of_two_is_refused(fake_server):
-    batch = np.array([[1, 2], [3, 4]], np.int32)
-    (refused,) = ask(fake_server.grpc, input_ids=batch, request_output_len=np.array([[3], [3]], np.int32))
-    assert "batch" in str(refused.error).lower()
 
 
 def test_an_id_in_flight_cannot_be_used_twice_but_again_afterwards(fake_server):
@@ -248,7 +263,7 @@ def http_status(server, path: str, body: dict) -> int:
 
 
 def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
-    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "beam_width": 2}
+    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "client_id": 2}
     for tensors, status in ((bad, 400), (unsupported, 501)):
         body = {"input_ids": PROMPT, **tensors}
         assert http_status(fake_server, "tensorrt_llm/generate", body) == 400
@@ -256,7 +271,7 @@ def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
         inputs = [
             {
                 "name": name,
-                "datatype": "INT32",
+                "datatype": "UINT64" if name == "client_id" else "INT32",
                 "shape": shapes.get(name, [1, 1]),
                 "data": np.ravel(value).tolist(),
             }

@@ -13,7 +13,9 @@ from inflight.core.stop import FinishReason
 PATIENCE_S = 10.0
 
 DESCRIPTION = EngineDescription(
-    ModelLimits(vocab_size=1000, max_sequence_length=256, max_input_length=255, max_kv_tokens=512),
+    ModelLimits(
+        vocab_size=1000, max_sequence_length=256, max_input_length=255, num_blocks=32, tokens_per_block=16
+    ),
     model_path="/models/tiny",
     eos_token_ids=(2, 3),
 )
@@ -25,9 +27,17 @@ def make_request(
     return Request(0, prompt, new, streaming, **fields)
 
 
-def delta(request_id: int, *tokens: int, final: bool = False) -> Response:
+def make_result(
+    *tokens: int, reason: FinishReason = FinishReason.NOT_FINISHED, sequence_index: int = 0, **fields
+) -> Result:
+    return Result((tokens,), 3, (len(tokens),), (reason,), sequence_index, **fields)
+
+
+def delta(request_id: int, *tokens: int, final: bool = False, sequence_index: int = 0) -> Response:
+    """Some tokens of a sequence; `final` ends it, and the request with it."""
     reason = FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
-    return Response(request_id, Result(tokens, 3, len(tokens), reason), is_final=final)
+    result = make_result(*tokens, reason=reason, sequence_index=sequence_index, is_sequence_final=final)
+    return Response(request_id, result, is_final=final)
 
 
 class Inbox:
@@ -58,4 +68,4 @@ class Inbox:
     @property
     def tokens(self) -> list[int]:
         """All tokens so far."""
-        return [token for r in self.responses if r.result for token in r.result.output_token_ids]
+        return [token for r in self.responses if r.result for token in r.result.output_token_ids[0]]

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import threading
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from inflight.core.description import EngineDescription
 from inflight.core.request import Request
 from inflight.core.response import Response, Result
 from inflight.core.stop import StopReason
+from inflight.core.tensor import FloatTensor
 from inflight.endpoint import frames
 from inflight.endpoint.frames import (
     Answer,
@@ -24,7 +27,9 @@ from inflight.endpoint.frames import (
     decode_from_engine,
     decode_from_front_end,
     encode,
+    encode_response,
     read_frame,
+    read_response,
 )
 from inflight.errors import (
     Cancelled,
@@ -34,6 +39,7 @@ from inflight.errors import (
     Unavailable,
     Unsupported,
 )
+from tests.endpoint.factories import make_result
 
 IDS = st.integers(0, 2**64 - 1)
 # Built from the annotations, so that a field added to the core is covered without anybody thinking of it.
@@ -51,9 +57,37 @@ def received(sent: bytes) -> Iterator[bytes]:
             yield body
 
 
-def travelled(frame: Hello | Answer | Submit | Stop) -> Any:
+@st.composite
+def float_tensors(draw: st.DrawFn) -> FloatTensor:
+    shape = tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+    size = 4 * prod(shape)
+    return FloatTensor(shape, draw(st.binary(min_size=size, max_size=size)))
+
+
+st.register_type_strategy(FloatTensor, float_tensors())
+
+
+def response_travelled(response: Response) -> Response:
+    """Over a socket that gives and takes a few bytes at a time."""
+    ours, theirs = socket.socketpair()
+    parts = encode_response(response)
+    sender = threading.Thread(target=lambda: [ours.sendall(part) for part in parts])
+    with ours, theirs:
+        sender.start()
+        body = read_frame(theirs)
+        assert body is not None
+        answer = decode_from_engine(body)
+        assert isinstance(answer, Answer)
+        back = read_response(theirs, answer)
+        sender.join()
+        ours.shutdown(socket.SHUT_WR)
+        assert theirs.recv(1) == b""  # all of it was taken
+    return back
+
+
+def travelled(frame: Hello | Submit | Stop) -> Any:
     (body,) = received(encode(frame))
-    decode = decode_from_engine if isinstance(frame, Hello | Answer) else decode_from_front_end
+    decode = decode_from_engine if isinstance(frame, Hello) else decode_from_front_end
     return decode(body)
 
 
@@ -77,14 +111,36 @@ def test_a_stop_survives(request_id: int, reason: StopReason) -> None:
 @given(IDS, st.from_type(Result), st.booleans())
 def test_a_response_survives(request_id: int, result: Result, is_final: bool) -> None:
     response = Response(request_id, result, is_final=is_final)
-    assert travelled(Answer.of(response)).response() == response
+    assert response_travelled(response) == response
 
 
 @pytest.mark.parametrize("kind", [InvalidArgument, Unavailable, Cancelled, Unsupported, StepFailed])
 def test_an_error_comes_back_as_what_it_was(kind: type[InflightError]) -> None:
-    response = Response(7, error=kind("what happened"), is_final=True)
-    back = travelled(Answer.of(response)).response()
+    back = response_travelled(Response(7, error=kind("what happened"), is_final=True))
     assert (type(back.error), str(back.error), back.is_final) == (kind, "what happened", True)
+
+
+def test_logits_larger_than_a_socket_holds_cross() -> None:
+    logits = FloatTensor((3, 1 << 20), bytes(range(256)) * (3 << 14))
+    response = Response(1, make_result(5, context_logits=logits, generation_logits=(logits, logits)))
+    assert response_travelled(response) == response
+
+
+def test_logits_are_sent_as_they_are() -> None:
+    logits = FloatTensor((2, 3), bytes(24))
+    _, *tensors = encode_response(Response(1, make_result(5, context_logits=logits)))
+    assert tensors[0] is logits.data
+
+
+def test_logits_cut_short_are_an_error() -> None:
+    frame, data = encode_response(Response(1, make_result(context_logits=FloatTensor((2, 3), bytes(24)))))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame + data[:-1])
+        ours.shutdown(socket.SHUT_WR)
+        answer = decode_from_engine(read_frame(theirs) or b"")
+        with pytest.raises(BadFrame, match="inside a frame, 23 of 24 bytes"):
+            read_response(theirs, answer)
 
 
 @given(st.lists(st.builds(Stop, IDS, st.sampled_from(StopReason)), max_size=5))
@@ -102,7 +158,7 @@ def test_noise_is_no_frame(noise: bytes) -> None:
 
 
 def test_a_frame_the_other_way_is_none() -> None:
-    stop, answer = encode(Stop(1, StopReason.CANCELLED)), encode(Answer.of(Response(1)))
+    stop, answer = encode(Stop(1, StopReason.CANCELLED)), encode_response(Response(1))[0]
     for decode, sent in ((decode_from_engine, stop), (decode_from_front_end, answer)):
         with pytest.raises(BadFrame):
             decode(*received(sent))

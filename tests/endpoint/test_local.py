@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from inflight.core.response import Response, Result
+from inflight.core.response import Response, ended_without_tokens
+from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import StepFailed, Unavailable
@@ -53,14 +54,40 @@ def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) ->
     assert client.get_inference_requests(-1) == []
     assert client.poll_stop_signals() == []
     result = inbox.final().result
-    assert (result.finish_reason, result.output_token_ids) == (FinishReason.TIMED_OUT, ())
+    assert (result.finish_reasons, result.output_token_ids) == ((FinishReason.TIMED_OUT,), ((),))
 
 
 def test_stop_in_the_queue_answers_as_the_scheduler_would(client) -> None:
     inbox = Inbox()
     client.stop(client.submit(make_request((5, 6)), inbox), StopReason.CANCELLED)
     client.get_inference_requests(-1)
-    assert inbox.final().result == Result((), 2, 0, FinishReason.CANCELLED)
+    assert inbox.final().result == ended_without_tokens(2, FinishReason.CANCELLED)
+
+
+def test_stop_in_the_queue_ends_every_sequence(client) -> None:
+    inbox = Inbox()
+    request = make_request(sampling=SamplingConfig(num_return_sequences=3))
+    client.stop(client.submit(request, inbox), StopReason.CANCELLED)
+    client.get_inference_requests(-1)
+    inbox.final()
+    assert [response.sequence_index for response in inbox.responses] == [0, 1, 2]
+    assert all(response.result.is_sequence_final for response in inbox.responses)
+
+
+@pytest.mark.parametrize(("returned", "rows"), [(None, 4), (2, 2)])
+def test_stop_in_the_queue_has_a_row_for_each_beam(client, returned: int | None, rows: int) -> None:
+    inbox = Inbox()
+    request = make_request(sampling=SamplingConfig(beam_width=4, num_return_sequences=returned))
+    client.stop(client.submit(request, inbox), StopReason.CANCELLED)
+    client.get_inference_requests(-1)
+    assert inbox.final().result.output_token_ids == ((),) * rows
+
+
+def test_requests_carry_when_they_came(client) -> None:
+    for _ in range(2):
+        client.submit(make_request(), Inbox())
+    first, second = client.get_inference_requests(-1)
+    assert 0 < first.arrival_time_ns <= second.arrival_time_ns
 
 
 def test_stop_of_a_running_request_becomes_a_signal(client) -> None:
@@ -195,7 +222,7 @@ def test_what_takes_longer_than_the_drain_is_ended_with_unavailable(client) -> N
     while not (signals := client.poll_stop_signals()):
         pass
     assert [signal.request_id for signal in signals] == [1]
-    client.send_response(Response(1, Result((), 3, 0, FinishReason.CANCELLED), is_final=True))
+    client.send_response(Response(1, ended_without_tokens(3, FinishReason.CANCELLED), is_final=True))
     client.get_inference_requests(-1)
     while not waiting.finished.is_set():
         client.get_inference_requests(-1)
@@ -203,3 +230,19 @@ def test_what_takes_longer_than_the_drain_is_ended_with_unavailable(client) -> N
     assert not draining.is_alive()
     assert isinstance(running.final().error, Unavailable)
     assert isinstance(waiting.final().error, Unavailable)
+
+
+def test_a_drain_ends_a_request_of_several_sequences_with_one_error(client) -> None:
+    inbox = Inbox()
+    client.submit(make_request(), inbox)
+    client.get_inference_requests(-1)
+    draining = threading.Thread(target=client.drain, args=(0.0,))
+    draining.start()
+    while not client.poll_stop_signals():
+        pass
+    for index in (1, 0):
+        ended = ended_without_tokens(3, FinishReason.CANCELLED, index)
+        client.send_response(Response(1, ended, is_final=index == 0))
+    draining.join(PATIENCE_S)
+    assert isinstance(inbox.final().error, Unavailable)
+    assert len(inbox.responses) == 1

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,11 +20,13 @@ from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason, StopReason, StopSignal
+from inflight.core.tensor import FloatTensor
+from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient, drain_engine
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
-from inflight.errors import InvalidArgument, Unavailable
-from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
+from inflight.errors import InvalidArgument, StepFailed, Unavailable
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request, make_result
 
 
 class Batcher:
@@ -104,12 +107,42 @@ def test_the_description_crosses(front_end) -> None:
 
 
 def test_a_request_arrives_as_it_was_sent(front_end, batcher) -> None:
-    sampling = SamplingConfig(0.5, 40, 0.9, 2**64 - 1)
+    sampling = SamplingConfig(temperature=0.5, top_k=40, top_p=0.9, random_seed=2**64 - 1)
     request = make_request((7, 8), new=9, end_ids=(2, 3), pad_id=0, sampling=sampling)
     front_end.submit(request, Inbox())
     taken = batcher.take()
     assert taken.request_id == 1
-    assert taken == Request(1, (7, 8), 9, True, (2, 3), 0, sampling)
+    assert taken.arrival_time_ns > 0
+    assert replace(taken, arrival_time_ns=0) == Request(1, (7, 8), 9, True, (2, 3), 0, sampling)
+
+
+def test_a_response_too_large_to_be_sent_ends_its_request_alone(front_end, batcher, monkeypatch) -> None:
+    large, small = Inbox(), Inbox()
+    front_end.submit(make_request(), large)
+    front_end.submit(make_request(), small)
+    first, second = batcher.take(), batcher.take()
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 1000)
+    batcher.answer(first, *range(1000), final=False)
+    assert isinstance(large.final().error, StepFailed)
+    assert "too large" in str(large.final().error)
+    assert batcher.stops(1) == {StopSignal(first.request_id)}
+    batcher.answer(second, 5)
+    assert small.final().error is None
+
+
+def test_logits_cross_between_small_responses(front_end, batcher) -> None:
+    inboxes = [Inbox() for _ in range(3)]
+    for inbox in inboxes:
+        front_end.submit(make_request(), inbox)
+    logits = FloatTensor((2, 1 << 20), bytes(range(256)) * (1 << 15))
+    for position, request in enumerate([batcher.take() for _ in inboxes]):
+        result = make_result(position, reason=FinishReason.LENGTH, generation_logits=(logits,))
+        if position == 1:
+            batcher.client.send_response(Response(request.request_id, result, is_final=True))
+        else:
+            batcher.answer(request, position)
+    assert [inbox.final().result.output_token_ids for inbox in inboxes] == [((0,),), ((1,),), ((2,),)]
+    assert inboxes[1].final().result.generation_logits == (logits,)
 
 
 def test_responses_arrive_in_order_and_end_with_one_final(front_end, batcher) -> None:
@@ -119,7 +152,7 @@ def test_responses_arrive_in_order_and_end_with_one_final(front_end, batcher) ->
     for token in range(100):
         batcher.answer(request, token, final=False)
     batcher.answer(request, 100)
-    assert inbox.final().result.finish_reason is FinishReason.LENGTH
+    assert inbox.final().result.finish_reasons == (FinishReason.LENGTH,)
     assert inbox.tokens == list(range(101))
 
 
@@ -145,7 +178,7 @@ def test_front_ends_side_by_side_do_not_mix(server, batcher, path) -> None:
     assert ids == [1, 1]  # each counts on its own
     for request in (batcher.take(), batcher.take()):
         batcher.answer(request, 10 + request.input_token_ids[0])
-    assert [inbox.final().result.output_token_ids for inbox in inboxes] == [(10,), (11,)]
+    assert [inbox.final().result.output_token_ids for inbox in inboxes] == [((10,),), ((11,),)]
     for client in clients:
         client.close()
 
@@ -169,7 +202,7 @@ def test_a_stop_while_queued_ends_the_request(front_end, batcher) -> None:
     while len(batcher.client._queue) != 1 or 2 not in batcher.client._queue:
         assert batcher._work.acquire(timeout=PATIENCE_S)
     assert batcher.take().input_token_ids == (99,)
-    assert queued.final().result.finish_reason is FinishReason.CANCELLED
+    assert queued.final().result.finish_reasons == (FinishReason.CANCELLED,)
 
 
 def test_requests_of_a_front_end_that_goes_are_stopped(server, batcher, path) -> None:
@@ -467,7 +500,7 @@ def test_a_supervisor_is_told_when_everything_is_answered(batcher, path) -> None
     batcher.answer(request, 5)
     supervisor.join(PATIENCE_S)
     assert told == [True]
-    assert inbox.final().result.output_token_ids == (5,)
+    assert inbox.final().result.output_token_ids == ((5,),)
     front_end.close()
     server.close()
 

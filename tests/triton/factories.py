@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,9 +15,11 @@ from inflight.core.stop import FinishReason, StopReason
 from inflight.errors import InflightError
 from inflight.testing.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
 from inflight.triton.client_stream import ClientStream
+from inflight.triton.completion_text import CompletionText
 from inflight.triton.in_flight import InFlightRequest
 from inflight.triton.parameters import Parameters, Role, read_parameters
-from inflight.triton.requests import FrontEndOptions, ServingContext
+from inflight.triton.reply import PromptReply, Reply
+from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
@@ -77,7 +79,16 @@ def make_reader(
 
 def make_limits(**changes: int) -> ModelLimits:
     return replace(
-        ModelLimits(1000, max_sequence_length=64, max_input_length=60, max_kv_tokens=512), **changes
+        ModelLimits(
+            1000,
+            max_sequence_length=64,
+            max_input_length=60,
+            num_blocks=64,
+            tokens_per_block=8,
+            max_beam_width=4,
+            max_draft_length=8,
+        ),
+        **changes,
     )
 
 
@@ -104,35 +115,69 @@ def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values:
     }
 
 
-def make_options(**changes: object) -> FrontEndOptions:
-    return replace(FrontEndOptions(requested_outputs=ALL_OUTPUTS), **changes)
+def make_prompt(
+    outputs: frozenset[str] = ALL_OUTPUTS, options: dict[str, object] | None = None, **request: object
+) -> Prompt:
+    return Prompt(make_request(**request), FrontEndOptions(outputs, **(options or {})))
 
 
 def make_result(
-    ids: Sequence[int] = (8, 9), reason: FinishReason = FinishReason.NOT_FINISHED, **changes: int
+    ids: Sequence[int] = (8, 9), reason: FinishReason = FinishReason.NOT_FINISHED, **changes: object
 ) -> Result:
-    result = Result(tuple(ids), num_input_tokens=3, num_output_tokens=len(ids), finish_reason=reason)
+    """Of one sequence; a reason makes it the last."""
+    result = Result(
+        (tuple(ids),),
+        num_input_tokens=3,
+        num_output_tokens=(len(ids),),
+        finish_reasons=(reason,),
+        is_sequence_final=reason is not FinishReason.NOT_FINISHED,
+    )
     return replace(result, **changes)
 
 
-def make_response(engine_id: int, ids: Sequence[int] = (8,), reason: FinishReason | None = None) -> Response:
+def make_beams(
+    *beams: Sequence[int], reason: FinishReason = FinishReason.LENGTH, **changes: object
+) -> Result:
+    """The beams of one search, best first."""
+    result = Result(
+        tuple(tuple(ids) for ids in beams),
+        num_input_tokens=3,
+        num_output_tokens=tuple(len(ids) for ids in beams),
+        finish_reasons=(reason,) * len(beams),
+        is_sequence_final=reason is not FinishReason.NOT_FINISHED,
+    )
+    return replace(result, **changes)
+
+
+def make_response(
+    engine_id: int, ids: Sequence[int] = (8,), reason: FinishReason | None = None, **result: object
+) -> Response:
     """A delta, or with a reason the final response."""
     final = reason is not None
-    return Response(engine_id, make_result(ids, reason or FinishReason.NOT_FINISHED), is_final=final)
+    return Response(
+        engine_id, make_result(ids, reason or FinishReason.NOT_FINISHED, **result), is_final=final
+    )
 
 
 def make_stream(sender: ResponseSender | None = None) -> ClientStream:
     return ClientStream(sender or ResponseSender(), COMPLETE_FINAL)
 
 
+def make_reply(
+    *prompts: Prompt, in_one: bool = False, new_text: Callable[[], CompletionText] | None = None
+) -> Reply:
+    replies = [PromptReply(prompt, new_text, i) for i, prompt in enumerate(prompts or (make_prompt(),))]
+    return Reply(replies, in_one)
+
+
 def make_entry(
-    triton_id: str = "", sender: ResponseSender | None = None, **options: object
+    triton_id: str = "", sender: ResponseSender | None = None, reply: Reply | None = None
 ) -> InFlightRequest:
-    return InFlightRequest(triton_id, make_stream(sender), make_options(**options))
+    return InFlightRequest(triton_id, make_stream(sender), reply or make_reply())
 
 
-def make_request() -> Request:
-    return Request(0, (5, 6, 7), max_new_tokens=4)
+def make_request(**changes: object) -> Request:
+    return replace(Request(0, (5, 6, 7), max_new_tokens=4), **changes)
 
 
 def make_triton_request(

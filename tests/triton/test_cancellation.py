@@ -52,7 +52,7 @@ class Scene:
         self.in_flight = InFlight(self.client)
         self.senders = [AskedSender(self.clock, cost) for _ in range(num_requests)]
         for sender in self.senders:
-            self.in_flight.start(make_entry(sender=sender), make_request(), lambda response: None)
+            self.in_flight.start(make_entry(sender=sender), [make_request()], lambda response: None)
         self.watch = CancellationWatch(self.in_flight, period, self.clock.pause, self.clock)
 
     def round(self) -> None:
@@ -103,7 +103,7 @@ def test_who_is_gone_is_cancelled_once() -> None:
     scene.round()
     gone = [entry for entry in scene.in_flight.wait_for_requests() if entry.ending is Ending.CLIENT_GONE]
     assert len(gone) == 1
-    assert [engine_id for engine_id, _ in scene.client.stopped] == [gone[0].engine_id]
+    assert [engine_id for engine_id, _ in scene.client.stopped] == [gone[0].engine_ids[0]]
 
 
 def test_who_is_done_is_not_asked() -> None:
@@ -125,7 +125,7 @@ def test_the_thread_notices_and_ends_at_close() -> None:
     watcher = CancellationWatcher(in_flight, period_s=0.001)
     sender = ResponseSender()
     sender.cancelled = True
-    in_flight.start(make_entry(sender=sender), make_request(), lambda response: None)
+    in_flight.start(make_entry(sender=sender), [make_request()], lambda response: None)
     assert stopped.wait(30)
     in_flight.close()
     watcher.close()

@@ -1,16 +1,24 @@
-"""Where the tokenizer comes from, and what text_output is made of."""
+"""Where the tokenizer comes from, what text_output is made of, and where a stop string ends it."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from inflight.core.response import Result, TopLogProbs
 from inflight.core.stop import FinishReason
+from inflight.core.tensor import FloatTensor
 from inflight.errors import Unsupported
+from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.completion_text import CompletionText, TokenizerFinder
-from tests.triton.factories import make_result
+from inflight.triton.completion_text import CompletionText, TextDelta, TokenizerFinder, cut
+from tests.text.tiny_tokenizers import byte_ids, tokenizer
+from tests.triton.factories import make_beams, make_result
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 
 
@@ -18,43 +26,210 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(letter_tokenizer().encode(text))
 
 
-def make_text(prompt: str = "ab", prompt_text: str | None = None, lead: bool = True) -> CompletionText:
-    return CompletionText(letter_tokenizer(), ids_of(prompt), prompt_text, lead)
+def make_text(
+    prompt: str = "ab", prompt_text: str | None = None, lead: bool = False, stops: tuple[str, ...] = ()
+) -> CompletionText:
+    return CompletionText(letter_tokenizer(), ids_of(prompt), prompt_text, lead, StopStrings(stops))
+
+
+def final(text: str, **changes: object) -> Result:
+    return make_result(ids_of(text), FinishReason.LENGTH, **changes)
+
+
+def only_text(text: CompletionText, result: Result) -> str:
+    (delta,) = text.add(result)
+    return delta.text
+
+
+# -------------------------------------------------------------------- without stop strings
 
 
 def test_the_prompt_leads_as_it_came() -> None:
-    text = make_text("ab", prompt_text="AB!")
-    assert text.add(make_result(ids_of("cd"), FinishReason.LENGTH), True) == "AB!cd"
+    assert only_text(make_text("ab", prompt_text="AB!", lead=True), final("cd")) == "AB!cd"
 
 
 def test_a_prompt_of_ids_leads_as_text() -> None:
-    assert make_text("ab").add(make_result(ids_of("cd"), FinishReason.LENGTH), True) == "abcd"
+    assert only_text(make_text("ab", lead=True), final("cd")) == "abcd"
 
 
 def test_no_lead() -> None:
-    assert make_text(lead=False).add(make_result(ids_of("cd"), FinishReason.LENGTH), True) == "cd"
+    assert only_text(make_text(), final("cd")) == "cd"
 
 
 def test_the_prompts_ids_in_the_output_are_not_the_completion() -> None:
-    result = make_result(ids_of("abcd"), FinishReason.LENGTH, num_output_tokens=2)
-    assert make_text().add(result, True) == "abcd"
+    assert only_text(make_text(lead=True), final("abcd", num_output_tokens=(2,))) == "abcd"
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
 def test_a_request_that_was_cut_short_has_no_text(reason: FinishReason) -> None:
-    assert make_text(lead=True).add(make_result((), reason), True) == ""
+    assert only_text(make_text(lead=True), make_result((), reason)) == ""
 
 
 def test_nothing_generated() -> None:
-    result = make_result(ids_of("ab"), FinishReason.END_ID, num_output_tokens=0)
-    assert make_text(lead=False).add(result, True) == ""
-    assert make_text(lead=True).add(result, True) == "ab"
+    result = make_result(ids_of("ab"), FinishReason.END_ID, num_output_tokens=(0,))
+    assert only_text(make_text(), result) == ""
+    assert only_text(make_text(lead=True), result) == "ab"
 
 
 def test_deltas_together_are_the_whole() -> None:
-    text = make_text(lead=False)
-    parts = [text.add(make_result(ids_of(part)), part == "") for part in ("c", "de", "")]
-    assert parts == ["c", "de", ""]
+    text = make_text()
+    results = [make_result(ids_of("c")), make_result(ids_of("de")), make_result((), FinishReason.LENGTH)]
+    assert [only_text(text, result) for result in results] == ["c", "de", ""]
+
+
+# -------------------------------------------------------------------- with stop strings
+
+
+def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
+    text = make_text(stops=("de",))
+    assert text.add(make_result(ids_of("bc"))) == (TextDelta("bc", 2),)
+    assert text.add(make_result(ids_of("cd"))) == (TextDelta("c", 2),)  # "d" may begin it
+    assert text.add(make_result(ids_of("efg"))) == (TextDelta("", 1, stopped=True),)
+    assert text.add(final("h")) == (TextDelta("", 0, stopped=True),)
+
+
+def test_what_may_begin_a_stop_string_comes_with_the_last_result() -> None:
+    text = make_text(stops=("xyz",))
+    assert text.add(make_result(ids_of("axy"))) == (TextDelta("a", 3),)
+    assert text.add(final("")) == (TextDelta("xy", 0),)
+
+
+@pytest.mark.parametrize("lead", [False, True])
+def test_a_stop_string_in_the_prompt_is_none(lead: bool) -> None:
+    text = make_text("xdd", lead=lead, stops=("xd", "de"))
+    result = final("xddefx", num_output_tokens=(3,))  # "de" spans prompt and output
+    assert text.add(result) == (TextDelta("xddefx" if lead else "efx", 3),)
+
+
+def test_the_whole_answer_in_one_result_is_cut_as_the_stream_would_be() -> None:
+    text = make_text("ab", lead=True, stops=("de",))
+    (delta,) = text.add(final("abcdefg", num_output_tokens=(5,)))
+    assert delta == TextDelta("abc", 3, stopped=True)
+
+
+def test_every_beam_has_a_text_and_an_end_of_its_own() -> None:
+    text = make_text(stops=("de",))
+    beams = make_beams(ids_of("cdef"), ids_of("cdd"), reason=FinishReason.LENGTH)
+    assert text.add(beams) == (TextDelta("c", 3, stopped=True), TextDelta("cdd", 3))
+
+
+def test_streamed_beams_say_everything_so_far_but_no_part_of_a_stop_string() -> None:
+    text = make_text(stops=("de",))
+    unfinished = FinishReason.NOT_FINISHED
+    first = make_beams(ids_of("cd"), ids_of("cc"), reason=unfinished, is_cumulative=True)
+    assert [delta.text for delta in text.add(first)] == ["c", "cc"]
+    last = make_beams(ids_of("ccd"), ids_of("cde"), is_cumulative=True)
+    assert text.add(last) == (TextDelta("ccd", 3), TextDelta("c", 2 + 1, stopped=True))
+
+
+def test_one_streamed_beam_says_everything_too() -> None:
+    text = make_text()
+    for so_far in ("c", "cd"):
+        assert only_text(text, make_result(ids_of(so_far), is_cumulative=True)) == so_far
+
+
+# Words that stop strings are made of, bytes that are characters only together, and an invalid one.
+TOKENIZERS = ["byte_level", "llama", "gemma"]
+DATA = st.lists(st.sampled_from([b"a", b"ab", b"b", b" ", "🎉".encode(), "é".encode(), b"\xff"]), max_size=14)
+STOPS = st.lists(st.sampled_from(["a", "ab", "aab", "ba", "b a", "🎉", "é", "🎉a", "\ufffd"]), max_size=4)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(DATA, STOPS, st.lists(st.integers(0, 5), max_size=8))
+@example([b"a", "🎉".encode(), b"b"], ["🎉"], [3])
+@example([b"a", b"\xff"], ["\ufffd"], [])
+def test_text_and_tokens_are_the_same_in_any_portions(
+    name: str, data: list[bytes], stops: list[str], sizes: list[int]
+) -> None:
+    ids = tuple(byte_ids(name, b"".join(data)))
+    alone = outcome(name, ids, stops, [])
+    assert outcome(name, ids, stops, sizes) == alone
+    assert outcome(name, ids, stops, [len(ids)]) == alone
+
+    text, kept, stopped = alone
+    decoded = tokenizer(name).decode(tokenizer(name).encode("the") + list(ids))[len("the") :]
+    assert decoded.startswith(text)
+    assert not any(stop in text for stop in stops)
+    if stopped:
+        # Not one token less than it takes: without the last there is no stop string yet.
+        assert not outcome(name, kept[:-1], stops, [], is_final=False)[2]
+    else:
+        assert (text, kept) == (decoded, ids)
+
+
+def outcome(
+    name: str, ids: tuple[int, ...], stops: list[str], sizes: list[int], is_final: bool = True
+) -> tuple[str, tuple[int, ...], bool]:
+    """Text, kept ids and whether a stop string has ended them, for ids that come in portions of these sizes."""
+    prompt = tuple(tokenizer(name).encode("the"))
+    text = CompletionText(tokenizer(name), prompt, stop_strings=StopStrings(stops))
+    shown, kept, stopped, position = "", (), False, 0
+    for size in [*sizes, *[1] * len(ids), 0]:
+        part = ids[position : position + size]
+        position += size
+        last = position >= len(ids) and is_final
+        result = make_result(part, FinishReason.LENGTH if last else FinishReason.NOT_FINISHED)
+        (delta,) = text.add(result)
+        shown, stopped = shown + delta.text, delta.stopped
+        kept += cut(result, (delta,)).output_token_ids[0]
+        if last:
+            break
+    return shown, kept, stopped
+
+
+# -------------------------------------------------------------------- cutting a result
+
+
+def detailed(*tokens: int) -> Result:
+    """A result of everything that can be asked for, the prompt's ids included."""
+    count = len(tokens)
+    log_probs = tuple(-0.5 * (i + 1) for i in range(count))
+    return make_result(
+        (7, 7, *tokens),
+        FinishReason.LENGTH,
+        num_output_tokens=(count,),
+        log_probs=(log_probs,),
+        cum_log_probs=(-3.0 + sum(log_probs),),
+        top_log_probs=(tuple(TopLogProbs((i,), (-0.1,)) for i in range(count)),),
+        prompt_log_probs=(0.0, -1.0),
+        generation_logits=(FloatTensor((count, 2), bytes(range(8 * count))),),
+    )
+
+
+def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
+    result = cut(detailed(5, 6, 7), (TextDelta("", 2, stopped=True),))
+    assert result.output_token_ids == ((7, 7, 5, 6),)
+    assert (result.num_output_tokens, result.finish_reasons) == ((2,), (FinishReason.STOP_WORDS,))
+    assert result.is_sequence_final
+    assert result.log_probs == ((-0.5, -1.0),)
+    assert math.isclose(result.cum_log_probs[0], -3.0 - 1.5)
+    assert [top.token_ids for top in result.top_log_probs[0]] == [(0,), (1,)]
+    assert result.prompt_log_probs == (0.0, -1.0)
+    assert result.generation_logits == (FloatTensor((2, 2), bytes(range(16))),)
+
+
+def test_nothing_is_left_where_nothing_is_kept() -> None:
+    result = cut(detailed(5, 6), (TextDelta("", 0, stopped=True),))
+    assert result.output_token_ids == ((7, 7),)
+    assert result.generation_logits == (FloatTensor((0, 2), b""),)
+
+
+def test_a_result_without_a_stop_stays_as_it_is() -> None:
+    result = detailed(5, 6)
+    assert cut(result, (TextDelta("", 2),)) is result
+
+
+def test_beams_end_apart() -> None:
+    beams = make_beams((5, 6), (5, 7), reason=FinishReason.NOT_FINISHED)
+    result = cut(beams, (TextDelta("", 1, stopped=True), TextDelta("", 2)))
+    assert result.output_token_ids == ((5,), (5, 7))
+    assert result.finish_reasons == (FinishReason.STOP_WORDS, FinishReason.NOT_FINISHED)
+    assert not result.is_sequence_final
+    both = cut(replace(beams), (TextDelta("", 1, stopped=True), TextDelta("", 2, stopped=True)))
+    assert both.is_sequence_final
+
+
+# -------------------------------------------------------------------- finding the tokenizer
 
 
 def test_the_parameter_comes_before_the_engines_folder(tmp_path: Path) -> None:

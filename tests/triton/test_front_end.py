@@ -7,56 +7,24 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from inflight.core.response import Response
-from inflight.core.stop import FinishReason, StopReason
+from inflight.core.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
-from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent, TritonError
+from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
 from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
-from inflight.triton.parameters import Role
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (
     ALL_OUTPUTS,
-    FakeEngineClient,
-    make_description,
     make_parameters,
     make_response,
-    make_result,
     make_triton_request,
     text_inputs,
     token_inputs,
 )
 from tests.triton.letters import letter_tokenizer
+from tests.triton.stage import Stage, error_of, value_of
 
 Build = Callable[..., "Stage"]
-
-
-class Stage:
-    """A front end with its engine client, its tokenizer of letters and its log."""
-
-    def __init__(
-        self, vocabulary: Vocabulary = Vocabulary.TOKENS, decoupled: bool = True, **parameters: str
-    ) -> None:
-        self.client = FakeEngineClient(make_description(tokenizer_dir="letters"))
-        self.pb_utils = FakePbUtils()
-        self.front_end = FrontEnd(
-            self.pb_utils,
-            self.client,
-            self.client.close,
-            ServingModel(vocabulary, decoupled, make_parameters(Role.FRONT_END, **parameters)),
-            TokenizerFinder(None, lambda directory: letter_tokenizer()),
-        )
-
-    def take(self, request: InferenceRequest) -> ResponseSender:
-        self.front_end.execute([request])
-        return request.sender
-
-    def finish(self, ids: list[int], **result: int) -> None:
-        """The engine's only response to the last request."""
-        response = Response(
-            self.client.last_id, make_result(ids, FinishReason.LENGTH, **result), is_final=True
-        )
-        self.client.respond(response)
 
 
 @pytest.fixture
@@ -72,18 +40,6 @@ def build() -> Iterator[Build]:
         stage.front_end.close()
 
 
-def error_of(sent: Sent) -> tuple[int, str]:
-    assert sent.response is not None
-    error = sent.response.error()
-    assert error is not None and sent.is_final
-    return error.code(), error.message()
-
-
-def value_of(sent: Sent, name: str) -> object:
-    assert sent.response is not None
-    return sent.response.arrays()[name].ravel().tolist()
-
-
 def ids_of(text: str) -> list[int]:
     return letter_tokenizer().encode(text)
 
@@ -92,7 +48,7 @@ def test_ids_in_ids_out(build: Build) -> None:
     stage = build()
     sender = stage.take(make_triton_request())
     assert stage.client.submitted[stage.client.last_id].input_token_ids == (5, 6, 7)
-    stage.finish([5, 6, 7, 8, 9], num_output_tokens=2)
+    stage.finish([5, 6, 7, 8, 9], num_output_tokens=(2,))
     (sent,) = sender.wait_final()
     assert value_of(sent, "output_ids") == [5, 6, 7, 8, 9]
     assert value_of(sent, "finish_reason") == [b"LENGTH"]
@@ -117,7 +73,7 @@ def test_ids_in_text_out(build: Build) -> None:
     stage = build()
     prompt = ids_of("ab")
     sender = stage.take(make_triton_request(token_inputs(input_ids=[prompt])))
-    stage.finish([*prompt, *ids_of("cd")], num_output_tokens=2)
+    stage.finish([*prompt, *ids_of("cd")], num_output_tokens=(2,))
     assert value_of(sender.wait_final()[0], "text_output") == [b"abcd"]
 
 

@@ -12,7 +12,7 @@ from inflight.core.response import Response
 from inflight.core.stop import StopReason
 from inflight.errors import AlreadyExists, InvalidArgument, Unavailable
 from inflight.testing.fake_pb_utils import ResponseSender
-from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
+from inflight.triton.in_flight import Arrival, Ending, InFlight, InFlightRequest
 from tests.triton.factories import FakeEngineClient, make_entry, make_request
 
 
@@ -27,18 +27,86 @@ def make_in_flight(client: FakeEngineClient | None = None) -> tuple[InFlight, Fa
 
 def start(in_flight: InFlight, triton_id: str = "", sender: ResponseSender | None = None) -> InFlightRequest:
     entry = make_entry(triton_id, sender)
-    in_flight.start(entry, make_request(), ignore)
+    in_flight.start(entry, [make_request()], ignore)
     return entry
+
+
+def start_batch(in_flight: InFlight, size: int, triton_id: str = "") -> InFlightRequest:
+    entry = make_entry(triton_id)
+    in_flight.start(entry, [make_request() for _ in range(size)], ignore)
+    return entry
+
+
+def finish(in_flight: InFlight, entry: InFlightRequest) -> list[Arrival | None]:
+    return [in_flight.arrive(engine_id, is_final=True) for engine_id in entry.engine_ids]
 
 
 def test_an_entry_is_found_by_the_engines_id_until_it_is_finished() -> None:
     in_flight, client = make_in_flight()
     entry = start(in_flight, "a")
-    assert entry.engine_id == client.last_id
-    assert in_flight.find(entry.engine_id) is entry
-    assert in_flight.finish(entry.engine_id) is entry
-    assert in_flight.find(entry.engine_id) is None
-    assert in_flight.finish(entry.engine_id) is None
+    (engine_id,) = entry.engine_ids
+    assert engine_id == client.last_id
+    assert in_flight.arrive(engine_id, is_final=False) == Arrival(entry, 0, is_last=False)
+    assert in_flight.arrive(engine_id, is_final=True) == Arrival(entry, 0, is_last=True)
+    assert in_flight.arrive(engine_id, is_final=False) is None
+    assert in_flight.arrive(engine_id, is_final=True) is None
+
+
+def test_a_batch_is_finished_with_its_last_prompt() -> None:
+    in_flight, _ = make_in_flight()
+    entry = start_batch(in_flight, 3, "a")
+    first, second, third = entry.engine_ids
+    assert in_flight.arrive(second, is_final=True) == Arrival(entry, 1, is_last=False)
+    assert in_flight.arrive(first, is_final=True) == Arrival(entry, 0, is_last=False)
+    with pytest.raises(AlreadyExists):
+        start(in_flight, "a")
+    assert in_flight.arrive(third, is_final=False) == Arrival(entry, 2, is_last=False)
+    assert in_flight.arrive(third, is_final=True) == Arrival(entry, 2, is_last=True)
+    start(in_flight, "a")
+
+
+def test_stop_and_cancel_reach_every_prompt() -> None:
+    in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
+    stopped, cancelled = start_batch(in_flight, 2, "a"), start_batch(in_flight, 2, "b")
+    in_flight.stop("a")
+    in_flight.cancel(cancelled)
+    ids = (*stopped.engine_ids, *cancelled.engine_ids)
+    assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in ids]
+
+
+def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
+    in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
+    entry = start_batch(in_flight, 3, "a")
+    in_flight.arrive(entry.engine_ids[1], is_final=True)
+    in_flight.abandon(entry)
+    assert [engine_id for engine_id, _ in client.stopped] == [entry.engine_ids[0], entry.engine_ids[2]]
+    assert finish(in_flight, entry) == [None] * 3
+    start(in_flight, "a")
+    assert len(in_flight.close()) == 1
+
+
+def test_a_batch_is_refused_as_a_whole() -> None:
+    """What the engine has taken of it already must not run for nobody."""
+
+    class FullClient(FakeEngineClient):
+        def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+            if len(self.submitted) == 2:
+                raise Unavailable("full")
+            return super().submit(request, on_response)
+
+    in_flight, client = make_in_flight(FullClient())
+    with pytest.raises(Unavailable, match="full"):
+        start_batch(in_flight, 3, "a")
+    assert [engine_id for engine_id, _ in client.stopped] == list(client.submitted)
+    assert [in_flight.arrive(engine_id, is_final=True) for engine_id in client.submitted] == [None, None]
+    assert in_flight.close() == ()
+
+
+def test_one_prompt_may_be_stopped_for_its_text() -> None:
+    in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
+    entry = start_batch(in_flight, 2)
+    in_flight.stop_prompt(entry.engine_ids[1])
+    assert client.stopped == [(entry.engine_ids[1], StopReason.STOP_WORDS)]
 
 
 def test_an_id_in_flight_is_refused_and_the_first_one_goes_on() -> None:
@@ -47,12 +115,12 @@ def test_an_id_in_flight_is_refused_and_the_first_one_goes_on() -> None:
     with pytest.raises(AlreadyExists, match=r"^requestId a is already in progress, request is ignored\.$"):
         start(in_flight, "a")
     assert len(client.submitted) == 1 and not client.stopped
-    assert in_flight.find(first.engine_id) is first
+    assert in_flight.arrive(first.engine_ids[0], is_final=False) is not None
 
 
 def test_an_id_may_be_used_again_after_its_final_response() -> None:
     in_flight, _ = make_in_flight()
-    in_flight.finish(start(in_flight, "a").engine_id)
+    finish(in_flight, start(in_flight, "a"))
     start(in_flight, "a")
 
 
@@ -62,13 +130,13 @@ def test_an_id_whose_client_is_gone_gives_way() -> None:
     first = start(in_flight, "a", sender)
     sender.cancelled = True
     second = start(in_flight, "a")
-    assert client.stopped == [(first.engine_id, StopReason.CANCELLED)]
+    assert client.stopped == [(first.engine_ids[0], StopReason.CANCELLED)]
     assert first.ending is Ending.CLIENT_GONE
-    in_flight.finish(first.engine_id)
+    finish(in_flight, first)
     with pytest.raises(AlreadyExists):
         start(in_flight, "a")
     in_flight.stop("a")
-    assert client.stopped[-1] == (second.engine_id, StopReason.CANCELLED)
+    assert client.stopped[-1] == (second.engine_ids[0], StopReason.CANCELLED)
 
 
 def test_an_id_that_is_being_cancelled_gives_way_without_asking_again() -> None:
@@ -81,14 +149,14 @@ def test_an_id_that_is_being_cancelled_gives_way_without_asking_again() -> None:
 
 def test_any_number_without_an_id() -> None:
     in_flight, _ = make_in_flight()
-    assert len({start(in_flight).engine_id for _ in range(3)}) == 3
+    assert len({start(in_flight).engine_ids for _ in range(3)}) == 3
 
 
 def test_stop_by_id_leaves_the_last_response_a_normal_one() -> None:
     in_flight, client = make_in_flight()
     entry = start(in_flight, "a")
     in_flight.stop("a")
-    assert client.stopped == [(entry.engine_id, StopReason.CANCELLED)]
+    assert client.stopped == [(entry.engine_ids[0], StopReason.CANCELLED)]
     assert entry.ending is Ending.NONE
 
 
@@ -110,7 +178,7 @@ def test_cancel_stops_once() -> None:
     entry = start(in_flight)
     in_flight.cancel(entry)
     in_flight.cancel(entry, Ending.UNLOAD)
-    assert client.stopped == [(entry.engine_id, StopReason.CANCELLED)]
+    assert client.stopped == [(entry.engine_ids[0], StopReason.CANCELLED)]
     assert entry.ending is Ending.CLIENT_GONE
 
 
@@ -124,20 +192,21 @@ def test_nothing_is_registered_when_the_engine_refuses() -> None:
 
 def test_a_response_before_submit_returns_finds_its_entry() -> None:
     """The engine's thread may be faster than ours: whoever looks then waits for the registration."""
-    found: list[InFlightRequest | None] = []
+    found: list[Arrival | None] = []
     lookers: list[threading.Thread] = []
 
     class FastClient(FakeEngineClient):
         def submit(self, request: Request, on_response: SendResponseCallback) -> int:
             engine_id = super().submit(request, on_response)
-            lookers.append(threading.Thread(target=lambda: found.append(in_flight.find(engine_id))))
+            arrive = lambda: found.append(in_flight.arrive(engine_id, is_final=False))  # noqa: E731
+            lookers.append(threading.Thread(target=arrive))
             lookers[0].start()
             return engine_id
 
     in_flight = InFlight(FastClient())
     entry = start(in_flight)
     lookers[0].join()
-    assert found == [entry]
+    assert found == [Arrival(entry, 0, is_last=False)]
 
 
 def test_waiting_ends_with_the_first_request_and_at_close() -> None:
@@ -148,7 +217,7 @@ def test_waiting_ends_with_the_first_request_and_at_close() -> None:
     entry = start(in_flight)
     waiter.join()
     assert seen == [(entry,)]
-    in_flight.finish(entry.engine_id)
+    finish(in_flight, entry)
     closing = threading.Thread(target=lambda: seen.append(in_flight.wait_for_requests()))
     closing.start()
     assert in_flight.close() == ()

@@ -112,6 +112,26 @@ def test_a_bad_parameter_fails_the_load(pb_utils: FakePbUtils, module: object) -
         module.TritonPythonModel().initialize(make_args(nonsense="x"))  # type: ignore[attr-defined]
 
 
+def test_max_beam_width_bounds_requests(pb_utils: FakePbUtils, folder: Path) -> None:
+    parameters = {"fake_engine": "vocab=26,step_us=0", "engine_endpoint": str(folder / "engine.sock")}
+    model = engine.TritonPythonModel()
+    model.initialize(make_args(max_beam_width="2", **parameters))
+    refused, fine = (make_triton_request(token_inputs(beam_width=width)) for width in (3, 2))
+    model.execute([refused, fine])
+    (sent,) = refused.sender.wait_final()
+    assert sent.response is not None and sent.response.error() is not None
+    assert "beam_width must be at most 2" in sent.response.error().message()
+    assert only_arrays(fine)["output_ids"].shape == (1, 2, 7)
+    model.finalize()
+
+
+def test_more_beams_than_slots_fail_the_load_and_say_why(pb_utils: FakePbUtils, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_beam_width is 9; it can be at most max_batch_size \(8\)"):
+        engine.TritonPythonModel().initialize(
+            make_args(max_beam_width="9", fake_engine="vocab=26", engine_endpoint=str(folder / "e.sock"))
+        )
+
+
 def make_text_model(module: object, folder: Path | None) -> TextModel:
     model = module.TritonPythonModel()  # type: ignore[attr-defined]
     model.initialize(make_args(decoupled=False, **({"tokenizer_dir": str(folder)} if folder else {})))

@@ -47,6 +47,7 @@ GOOD = [
     ("enable_chunked_context", "TRUE", True),
     ("enable_kv_cache_reuse", "0", False),
     ("max_num_tokens", "512", 512),
+    ("max_beam_width", "4", 4),
     ("max_sequence_length", "2048", 2048),
     ("tokens_per_block", "16", 16),
     ("max_tokens_in_paged_kv_cache", "4096", 4096),
@@ -142,7 +143,14 @@ def test_a_parameter_of_another_model_is_unknown() -> None:
 
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        make_parameters(max_batch_size=0, max_num_tokens="x", nonsense="y", max_beam_width="4")
+        make_parameters(max_batch_size=0, max_num_tokens="x", nonsense="y", num_nodes="4")
     message = str(raised.value)
     assert message.startswith("config.pbtxt of a_model:")
-    assert all(name in message for name in ("max_batch_size", "max_num_tokens", "nonsense", "max_beam_width"))
+    assert all(name in message for name in ("max_batch_size", "max_num_tokens", "nonsense", "num_nodes"))
+
+
+def test_log_probs_are_not_normalized() -> None:
+    """What upstream does by default is refused rather than ignored; to leave it out says nothing."""
+    assert make_parameters(normalize_log_probs="false") == make_parameters()
+    with pytest.raises(ConfigError, match=r"normalize_log_probs: got 'true'.* leave it out or say false"):
+        make_parameters(normalize_log_probs="true")

@@ -1,12 +1,13 @@
-"""docs/requests.md says what the tables say."""
+"""docs/tensors.md says what the tables say."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from inflight.triton.reference_page import fill_in
 
-PAGE = Path(__file__).parents[2] / "docs" / "requests.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tensors.md"
 
 
 def test_the_page_is_what_the_tables_say() -> None:
@@ -17,3 +18,11 @@ def test_the_page_is_what_the_tables_say() -> None:
 def test_what_stands_around_the_tables_stays() -> None:
     filled = fill_in("before\n<!-- tables: begin -->what it said before<!-- tables: end -->\nafter\n")
     assert filled.startswith("before\n") and filled.endswith("\nafter\n") and "said before" not in filled
+
+
+def test_the_tests_that_the_page_names_are_there() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 20
+    for path, name in named:
+        assert f"def {name}(" in (PAGE.parents[1] / path).read_text(encoding="utf-8"), f"{path}::{name}"

@@ -7,8 +7,10 @@ import pytest
 
 from inflight.core.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
-from inflight.triton.requests import FrontEndOptions, ServingContext, convert
+from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext, convert, wants_stop
 from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.text_encoder import NoText
+from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import (
     ALL_OUTPUTS,
     make_context,
@@ -19,19 +21,40 @@ from tests.triton.factories import (
 )
 
 
-def encode(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+class Codes:
+    """A TextEncoder: letters are their code points, words also come with a space before them."""
+
+    def prompt(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    tokens = prompt
+
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        return (tuple(map(ord, word)), (32, *map(ord, word)))
+
+
+def convert_all(
+    context: ServingContext | None = None,
+    outputs: frozenset[str] = ALL_OUTPUTS,
+    vocabulary: Vocabulary = Vocabulary.TOKENS,
+    **tensors: object,
+) -> tuple[Prompt, ...]:
+    inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
+    naming = Naming.of(outputs, vocabulary)
+    return convert(make_reader(inputs, vocabulary), naming, context or make_context(), Codes())
 
 
 def convert_tokens(
     context: ServingContext | None = None, outputs: frozenset[str] = ALL_OUTPUTS, **tensors: object
 ) -> tuple[Request, FrontEndOptions]:
-    return convert(make_reader(token_inputs(**tensors)), outputs, context or make_context(), encode)
+    (prompt,) = convert_all(context, outputs, **tensors)
+    return prompt.request, prompt.options
 
 
 def convert_text(context: ServingContext | None = None, **tensors: object) -> tuple[Request, FrontEndOptions]:
-    reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
-    return convert(reader, frozenset({"text_output"}), context or make_context(), encode)
+    text_outputs = ALL_OUTPUTS - {"output_ids", "sequence_length"}
+    (prompt,) = convert_all(context, text_outputs, Vocabulary.TEXT, **tensors)
+    return prompt.request, prompt.options
 
 
 def test_defaults_are_the_specifications() -> None:
@@ -111,8 +134,7 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     ({"input_ids": [[5, 1000]]}, InvalidArgument, r"input_ids must be in \[0, 999\], got 1000 at position 1"),
     ({"input_ids": [[-1]]}, InvalidArgument, r"input_ids must be in \[0, 999\], got -1 at position 0"),
     ({"input_ids": [list(range(61))]}, InvalidArgument, "input_ids has 61 tokens"),
-    ({"input_ids": [[1, 2], [3, 4]]}, Unsupported, r"input_ids has shape \[2, 2\].*Send 2 separate requests"),
-    ({"request_output_len": [4, 4]}, Unsupported, r"request_output_len has shape \[2\].*Send 2 separate"),
+    ({"input_ids": [[1, 2], [3, 4]]}, InvalidArgument, "request_output_len has 1 rows and input_ids has 2"),
     ({"end_id": 1000}, InvalidArgument, r"end_id must be in \[-1, 999\]"),
     ({"end_id": -2}, InvalidArgument, r"end_id must be in \[-1, 999\].*got -2"),
     ({"pad_id": -2}, InvalidArgument, "pad_id must be >= -1"),
@@ -121,7 +143,57 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     ({"runtime_top_k": -1}, InvalidArgument, "runtime_top_k must be >= 0"),
     ({"runtime_top_p": 1.5}, InvalidArgument, r"runtime_top_p must be in \(0, 1\].*got 1.5"),
     ({"runtime_top_p": float("nan")}, InvalidArgument, "runtime_top_p must be"),
-    ({"beam_width": 2}, Unsupported, "beam_width is not available"),
+    ({"lora_task_id": 2}, Unsupported, "lora_task_id is not available"),
+    ({"beam_width": 5}, InvalidArgument, "beam_width must be at most 4 on this server, got 5"),
+    ({"beam_width": 0}, InvalidArgument, r"beam_width must be in \[1, 1024\], got 0"),
+    ({"num_return_sequences": 0}, InvalidArgument, "num_return_sequences must be in"),
+    ({"beam_width": 2, "num_return_sequences": 3}, InvalidArgument, r"in \[1, 2\] \(beam_width\), got 3"),
+    ({"early_stopping": -1}, InvalidArgument, "early_stopping must be >= 0, got -1"),
+    ({"repetition_penalty": 0.0}, InvalidArgument, "repetition_penalty must be a finite number > 0"),
+    ({"no_repeat_ngram_size": -1}, InvalidArgument, r"no_repeat_ngram_size must be >= 0"),
+    ({"min_p": 1.5}, InvalidArgument, r"min_p must be in \[0, 1\], got 1.5"),
+    ({"num_top_log_probs": 1001}, InvalidArgument, r"num_top_log_probs must be in \[0, 1000\], got 1001"),
+    ({"num_top_log_probs": -1}, InvalidArgument, r"num_top_log_probs must be in"),
+    (
+        {"stop_words_list": np.array([[[5], [2]]], np.int32)},
+        InvalidArgument,
+        r"stop_words_list has the end offset 2, but 1 ids\. .*\[\[5,7,3,9,2\],\[3,5,-1,-1,-1\]\]",
+    ),
+    (
+        {"bad_words_list": np.array([[[1000], [1]]], np.int32)},
+        InvalidArgument,
+        r"bad_words_list must be in \[0, 999\], got 1000",
+    ),
+    ({"bad_words": [[b"\xff"]]}, InvalidArgument, "bad_words must be UTF-8"),
+    (
+        {"embedding_bias": np.zeros([1, 7], np.float32)},
+        InvalidArgument,
+        r"embedding_bias must have shape \[1, 1000\], got \[1, 7\]",
+    ),
+    (
+        {"embedding_bias": np.full([1, 1000], np.nan, np.float32)},
+        InvalidArgument,
+        "embedding_bias must hold finite numbers, or -inf to ban a token",
+    ),
+    (
+        {"embedding_bias_words": [[b"a", b"b"]], "embedding_bias_weights": [[1.0]]},
+        InvalidArgument,
+        "embedding_bias_words has 2 texts and embedding_bias_weights 1 weights",
+    ),
+    ({"draft_logits": np.zeros([1, 1, 1000], np.float32)}, InvalidArgument, "without draft_input_ids"),
+    (
+        {"draft_input_ids": [[1, 2]], "draft_logits": np.zeros([1, 1, 1000], np.float32)},
+        InvalidArgument,
+        r"draft_logits must have shape \[1, 2, 1000\].*got \[1, 1, 1000\]",
+    ),
+    ({"draft_input_ids": [[1, 1000]]}, InvalidArgument, r"draft_input_ids must be in \[0, 999\]"),
+    ({"draft_input_ids": [[1]], "beam_width": 2}, InvalidArgument, "draft_input_ids needs beam_width 1"),
+    ({"prompt_lookup_num_tokens": -1}, InvalidArgument, "prompt_lookup_num_tokens must be >= 0"),
+    (
+        {"streaming": True, "beam_width": 2, "return_generation_logits": True},
+        InvalidArgument,
+        "generation_logits cannot be streamed with beam_width > 1",
+    ),
     ({"input_ids": None, "text_input": b"\xff"}, InvalidArgument, "text_input must be UTF-8"),
     ({"seed": 1, "random_seed": 2}, InvalidArgument, "seed is 1 but random_seed is 2"),
 ]
@@ -141,6 +213,11 @@ REFUSED_TEXT: list[tuple[dict[str, object], str]] = [
     ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ({"top_k": -1}, "^top_k must be >= 0"),
     ({"top_p": 1.5}, "^top_p must be in"),
+    ({"length_penalty": -1.0}, "^length_penalty must be a finite number >= 0"),
+    (
+        {"stream": True, "beam_width": 2, "return_generation_logits": True},
+        "leave stream or generation_logits",
+    ),
 ]
 
 
@@ -157,9 +234,81 @@ def test_streaming_needs_a_decoupled_model() -> None:
         convert_text(make_context(decoupled=False), stream=True)
 
 
-def test_no_tokenizer_is_the_encoders_refusal() -> None:
-    def refuse(text: str) -> list[int]:
-        raise Unsupported("no tokenizer")
-
+@pytest.mark.parametrize("tensors", [{"text_input": b"a"}, {"text_input": b"a", "bad_words": [[b"b"]]}])
+def test_no_tokenizer_is_the_encoders_refusal(tensors: dict[str, object]) -> None:
+    reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
     with pytest.raises(Unsupported, match="no tokenizer"):
-        convert(make_reader(text_inputs(), Vocabulary.TEXT), ALL_OUTPUTS, make_context(), refuse)
+        convert(reader, Naming(ALL_OUTPUTS, named=False), make_context(), NoText())
+
+
+def test_the_specifications_off_and_upstreams_are_the_same() -> None:
+    for off in (0, 1 << 30):
+        assert convert_tokens(no_repeat_ngram_size=off)[0].sampling.no_repeat_ngram_size == 0
+
+
+def test_a_bias_of_nothing_is_none() -> None:
+    zeros = np.zeros([1, 1000], np.float32)
+    assert convert_tokens(embedding_bias=zeros)[0].embedding_bias is None
+    nothing = {"embedding_bias_words": [[b""]], "embedding_bias_weights": [[0.0]]}
+    assert convert_tokens(**nothing)[0].embedding_bias is None
+    assert convert_tokens(embedding_bias_words=[[b""]])[0].embedding_bias is None
+
+
+def test_minus_infinity_bans() -> None:
+    banned = np.zeros([1, 1000], np.float32)
+    banned[0, 3] = -np.inf
+    bias = convert_tokens(embedding_bias=banned)[0].embedding_bias
+    assert bias is not None and np.frombuffer(bias.data, np.float32)[3] == -np.inf
+
+
+def test_text_that_stops_makes_the_engine_stream() -> None:
+    """Somebody has to look at the text while it is being made; the client gets one response all the same."""
+    request, options = convert_tokens(stop_words=[[b"x"]], stop_words_list=np.array([[[5], [1]]], np.int32))
+    assert request.streaming and not options.streaming
+    assert request.stop_words == ((5,),)
+
+
+def test_a_beam_search_stops_at_ids() -> None:
+    request, options = convert_tokens(stop_words=[[b"x"]], beam_width=2)
+    assert not request.streaming
+    assert request.stop_words == ((120,), (32, 120))
+    assert options.stop_strings == ("x",)
+
+
+def batch(**tensors: object) -> dict[str, object]:
+    given: dict[str, object] = {
+        "input_ids": [[5, 6, 7], [8, 9, 0]],
+        "input_lengths": np.array([3, 2], np.int32),
+        "request_output_len": np.array([4, 5], np.int32),
+    }
+    return given | tensors
+
+
+def test_a_batch_is_a_request_for_each_row() -> None:
+    prompts = convert_all(
+        **batch(
+            beam_width=np.array([1, 3], np.int32),
+            stop_words_list=np.array([[[5], [1]], [[0], [-1]]], np.int32),
+        )
+    )
+    first, second = (prompt.request for prompt in prompts)
+    assert (first.input_token_ids, second.input_token_ids) == ((5, 6, 7), (8, 9))
+    assert (first.max_new_tokens, second.max_new_tokens) == (4, 5)
+    assert (first.sampling.beam_width, second.sampling.beam_width) == (1, 3)
+    assert (first.stop_words, second.stop_words) == (((5,),), ())
+    assert all("batch_index" in prompt.options.outputs for prompt in prompts)
+
+
+def test_a_wrong_row_is_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"^row 1 of the batch: temperature must be"):
+        convert_all(**batch(temperature=np.array([1.0, -1.0], np.float32)))
+
+
+def test_one_row_is_no_batch() -> None:
+    assert "batch_index" not in convert_tokens()[1].outputs
+    assert "batch_index" in convert_tokens(outputs=frozenset({"batch_index"}))[1].outputs
+
+
+def test_one_stop_in_a_batch_is_a_stop() -> None:
+    assert wants_stop(make_reader({"stop": np.array([False, True])}))
+    assert not wants_stop(make_reader({"stop": np.array([False, False])}))

@@ -1,4 +1,4 @@
-"""From a Result to tensors: exactly what was requested, in shapes with the batch of one in front."""
+"""From outputs to a response: exactly the wanted tensors, in the table's types; errors with their codes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from inflight.errors import (
     Unsupported,
 )
 from inflight.testing.fake_pb_utils import FakePbUtils, TritonError
+from inflight.triton.reply import Output
 from inflight.triton.responses import ResponseBuilder
-from tests.triton.factories import make_options, make_result
+from tests.triton.factories import make_prompt, make_result
 
 BUILDER = ResponseBuilder(FakePbUtils())
 
 
+def arrays_of(*names: str, texts: tuple[str, ...] | None = ("text",), **result: object) -> dict:
+    prompt = make_prompt(frozenset(names)) if names else make_prompt()
+    return BUILDER.outputs([Output(prompt, make_result(**result), texts)]).arrays()
+
+
 def test_values_and_shapes() -> None:
-    options = make_options(return_num_input_tokens=True, return_num_output_tokens=True)
-    arrays = BUILDER.outputs(make_result([8, 9], FinishReason.LENGTH), options, "téxt").arrays()
+    arrays = arrays_of(ids=[8, 9], reason=FinishReason.LENGTH, texts=("téxt",))
     assert arrays["output_ids"].tolist() == [[[8, 9]]]
     assert arrays["sequence_length"].tolist() == [[2]]
     assert arrays["finish_reason"].tolist() == [[b"LENGTH"]]
@@ -34,27 +39,29 @@ def test_values_and_shapes() -> None:
 
 
 def test_no_tokens_is_still_an_output() -> None:
-    arrays = BUILDER.outputs(make_result([], FinishReason.CANCELLED), make_options(), None).arrays()
+    arrays = arrays_of(ids=[], reason=FinishReason.CANCELLED, texts=None)
     assert arrays["output_ids"].shape == (1, 1, 0)
     assert arrays["sequence_length"].tolist() == [[0]]
     assert arrays["finish_reason"].tolist() == [[b"CANCELLED"]]
 
 
-def test_counts_need_their_flags() -> None:
-    assert not {"num_input_tokens", "num_output_tokens"} & set(
-        BUILDER.outputs(make_result(), make_options(), None).arrays()
-    )
-
-
 @pytest.mark.parametrize("name", ["output_ids", "sequence_length", "finish_reason", "text_output"])
 def test_only_what_was_requested(name: str) -> None:
-    options = make_options(requested_outputs=frozenset({name}))
-    assert set(BUILDER.outputs(make_result(), options, "text").arrays()) == {name}
+    assert set(arrays_of(name)) == {name}
 
 
 def test_text_needs_text() -> None:
-    assert "text_output" not in BUILDER.outputs(make_result(), make_options(), None).arrays()
-    assert "text_output" in BUILDER.outputs(make_result(), make_options(), "").arrays()
+    assert "text_output" not in arrays_of(texts=None)
+    assert "text_output" in arrays_of(texts=("",))
+
+
+def test_what_one_prompt_of_a_batch_wants_all_return() -> None:
+    plain = Output(make_prompt(frozenset({"output_ids"})), make_result(), None)
+    curious = Output(
+        make_prompt(frozenset({"output_ids", "cum_log_probs"})), make_result(cum_log_probs=(-1.5,)), None
+    )
+    arrays = BUILDER.outputs([plain, curious]).arrays()
+    assert arrays["cum_log_probs"].tolist() == [[0.0], [-1.5]]
 
 
 def test_empty() -> None:

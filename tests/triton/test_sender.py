@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from inflight.core.response import Response
-from inflight.core.stop import FinishReason
-from inflight.errors import StepFailed
+from inflight.core.stop import FinishReason, StopReason
+from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
+from inflight.text.stop_strings import StopStrings
+from inflight.triton.completion_text import CompletionText
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
+from inflight.triton.reply import Reply
+from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
-from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response
+from tests.triton.factories import (
+    FakeEngineClient,
+    make_entry,
+    make_prompt,
+    make_reply,
+    make_request,
+    make_response,
+)
+from tests.triton.letters import letter_tokenizer
+
+
+class CountingBudget(ResponseBudget):
+    """Remembers what was released, and has no room when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[int] = []
+        self.is_full = False
+
+    @contextmanager
+    def sending(self, ticket: int, response: InferenceResponse) -> Iterator[None]:
+        if self.is_full and not response.has_error():
+            raise Unavailable("no room for it any more")
+        yield
+
+    def release(self, ticket: int) -> None:
+        self.released.append(ticket)
 
 
 class Desk:
@@ -24,15 +56,22 @@ class Desk:
         self.client = FakeEngineClient()
         self.in_flight = InFlight(self.client)
         self.log: list[str] = []
-        self.sender = Sender(self.in_flight, ResponseBuilder(FakePbUtils()), self.log.append)
+        self.budget = CountingBudget()
+        self.tickets = itertools.count(1)
+        self.sender = Sender(self.in_flight, ResponseBuilder(FakePbUtils()), self.budget, self.log.append)
 
-    def start(self, stream: ResponseSender, triton_id: str = "") -> InFlightRequest:
-        entry = make_entry(triton_id, stream)
-        self.in_flight.start(entry, make_request(), self.sender.put)
+    def start(
+        self, stream: ResponseSender, triton_id: str = "", reply: Reply | None = None, size: int = 1
+    ) -> InFlightRequest:
+        entry = make_entry(triton_id, stream, reply)
+        entry.ticket = next(self.tickets)
+        self.in_flight.start(entry, [make_request()] * size, self.sender.put)
         return entry
 
-    def respond(self, entry: InFlightRequest, ids: list[int], reason: FinishReason | None = None) -> None:
-        self.client.respond(make_response(entry.engine_id, ids, reason))
+    def respond(
+        self, entry: InFlightRequest, ids: list[int], reason: FinishReason | None = None, index: int = 0
+    ) -> None:
+        self.client.respond(make_response(entry.engine_ids[index], ids, reason))
 
 
 @pytest.fixture
@@ -106,7 +145,7 @@ def test_a_stream_that_has_fallen_behind_gets_what_waits_in_one_response(desk: D
 def test_an_error_keeps_its_code(desk: Desk) -> None:
     stream = ResponseSender()
     entry = desk.start(stream)
-    desk.client.respond(Response(entry.engine_id, error=StepFailed("device lost"), is_final=True))
+    desk.client.respond(Response(entry.engine_ids[0], error=StepFailed("device lost"), is_final=True))
     assert code_of(stream.wait_final()[-1]) == TritonError.INTERNAL
 
 
@@ -151,7 +190,7 @@ def test_the_id_is_free_when_the_final_response_arrives(desk: Desk) -> None:
 
     class LookingSender(ResponseSender):
         def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-            seen.append(desk.in_flight.find(entry.engine_id))
+            seen.append(desk.in_flight.arrive(entry.engine_ids[0], is_final=False))
             super().send(response, flags)
 
     stream = LookingSender()
@@ -169,7 +208,7 @@ def test_a_client_that_cannot_be_answered_is_given_up(desk: Desk) -> None:
     desk.respond(entry, [8])
     (last,) = stream.wait_final()
     assert last.is_final and code_of(last) == TritonError.INTERNAL
-    assert desk.client.stopped == [(entry.engine_id, desk.client.stopped[0][1])]
+    assert desk.client.stopped == [(entry.engine_ids[0], desk.client.stopped[0][1])]
     assert len(desk.log) == 1 and "gone" in desk.log[0]
 
 
@@ -182,17 +221,93 @@ def test_a_final_response_that_cannot_be_sent_still_ends_the_request(desk: Desk)
 
 
 def test_text_that_cannot_be_made_is_an_error_of_that_request_alone(desk: Desk) -> None:
-    class BrokenText:
-        def add(self, result: object, is_final: bool) -> str:
-            raise KeyError("no such token")
+    def fail() -> CompletionText:
+        raise KeyError("no such token")
 
     broken, fine = ResponseSender(), ResponseSender()
-    first, second = desk.start(broken), desk.start(fine)
-    first.text = BrokenText()  # type: ignore[assignment]
+    first, second = desk.start(broken, reply=make_reply(new_text=fail)), desk.start(fine)
     desk.respond(first, [8], FinishReason.LENGTH)
     desk.respond(second, [9], FinishReason.LENGTH)
     assert code_of(broken.wait_final()[-1]) == TritonError.INTERNAL
     assert ids_of(fine.wait_final()) == [9]
+
+
+def two_prompts(in_one: bool = False) -> Reply:
+    return make_reply(make_prompt(), make_prompt(), in_one=in_one)
+
+
+def test_a_batch_ends_with_its_last_prompt(desk: Desk) -> None:
+    stream = ResponseSender()
+    entry = desk.start(stream, reply=two_prompts(), size=2)
+    desk.respond(entry, [8], index=1)
+    desk.respond(entry, [9], FinishReason.LENGTH, index=1)
+    desk.respond(entry, [5], FinishReason.LENGTH, index=0)
+    sent = stream.wait_final()
+    indexes = [one.response.arrays()["batch_index"].item() for one in sent if one.response]
+    assert indexes[-1] == 0 and set(indexes[:-1]) == {1}
+    assert ids_of(sent) == [8, 9, 5]
+    assert [one.is_final for one in sent] == [False] * (len(sent) - 1) + [True]
+
+
+def test_a_batch_in_one_response(desk: Desk) -> None:
+    stream = ResponseSender()
+    entry = desk.start(stream, reply=two_prompts(in_one=True), size=2)
+    desk.respond(entry, [8, 9], FinishReason.LENGTH, index=1)
+    desk.respond(entry, [5], FinishReason.END_ID, index=0)
+    (sent,) = stream.wait_final()
+    assert sent.response is not None
+    assert sent.response.arrays()["output_ids"].tolist() == [[[5, -1]], [[8, 9]]]
+
+
+@pytest.mark.parametrize("in_one", [True, False], ids=["in one", "apart"])
+def test_an_error_of_one_prompt_is_the_batchs_error_and_its_end(desk: Desk, in_one: bool) -> None:
+    stream = ResponseSender()
+    entry = desk.start(stream, "a", two_prompts(in_one), size=2)
+    desk.client.respond(Response(entry.engine_ids[1], error=StepFailed("device lost"), is_final=True))
+    assert [code_of(one) for one in stream.wait_final()] == [TritonError.INTERNAL]
+    desk.start(ResponseSender(), "a")
+    desk.sender.close()
+    assert [engine_id for engine_id, _ in desk.client.stopped] == [entry.engine_ids[0]]
+    assert len(stream.sent) == 1
+
+
+def test_a_cancelled_batch_ends_once(desk: Desk) -> None:
+    stream = ResponseSender()
+    desk.in_flight.cancel(desk.start(stream, reply=two_prompts(), size=2))
+    assert [code_of(one) for one in stream.wait_final()] == [TritonError.CANCELLED]
+
+
+def test_a_stop_string_stops_the_engine(desk: Desk) -> None:
+    stop_strings = StopStrings(["d"])
+    reply = make_reply(new_text=lambda: CompletionText(letter_tokenizer(), (), stop_strings=stop_strings))
+    stream = ResponseSender()
+    entry = desk.start(stream, reply=reply)
+    desk.respond(entry, letter_tokenizer().encode("cde"))  # and the stop brings the final response
+    sent = stream.wait_final()
+    assert desk.client.stopped == [(entry.engine_ids[0], StopReason.STOP_WORDS)]
+    assert [one.response.arrays()["finish_reason"].item() for one in sent] == [b"STOP_WORDS"] * 2
+    assert ids_of(sent) == letter_tokenizer().encode("cd")
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, None], ids=["the last", "one of a stream"])
+def test_a_response_without_room_is_an_error_in_its_place(desk: Desk, reason: FinishReason | None) -> None:
+    """Nothing was sent, so the error still can be; it says why."""
+    stream = ResponseSender()
+    entry = desk.start(stream)
+    desk.budget.is_full = True
+    desk.respond(entry, [8], reason)
+    assert [code_of(one) for one in stream.wait_final()] == [TritonError.UNAVAILABLE]
+
+
+def test_the_room_of_a_response_is_given_back_once_it_is_sent(desk: Desk) -> None:
+    fine, broken, batch = ResponseSender(), ResponseSender(), ResponseSender()
+    broken.failures = [RuntimeError("too large")]
+    desk.respond(desk.start(fine), [8], FinishReason.LENGTH)
+    desk.respond(desk.start(broken), [8], FinishReason.LENGTH)
+    entry = desk.start(batch, reply=two_prompts(), size=2)
+    desk.client.respond(Response(entry.engine_ids[1], error=StepFailed("device lost"), is_final=True))
+    desk.sender.close()
+    assert desk.budget.released == [1, 2, 3]
 
 
 def test_close_sends_what_waits() -> None:

@@ -27,8 +27,6 @@ def test_an_empty_tensor_is_absent(shape: list[int]) -> None:
 def test_any_byte_but_zero_is_true(byte: int) -> None:
     raw = np.array([byte], np.uint8).view(np.bool_)
     assert make_reader({"streaming": raw}).boolean("streaming") is True
-    with pytest.raises(Unsupported, match="return_log_probs"):
-        make_reader({"return_log_probs": raw}).refuse_unbuilt()
 
 
 def test_a_seed_keeps_its_64_bits() -> None:
@@ -51,7 +49,49 @@ def test_an_array_may_come_with_or_without_the_batch_dimension(
     assert array is not None and list(array.shape) == expected
 
 
-def test_a_batch_is_refused_with_advice() -> None:
+def test_a_batch_is_read_row_by_row() -> None:
+    inputs = {
+        "input_ids": np.array([[5, 6], [7, 8]], np.int32),
+        "end_id": np.array([1, 2], np.int32),
+        "stop_words_list": np.array([[[5], [1]], [[0], [-1]]], np.int32),
+        "stop_words": np.array([[b"a", b"b"], [b"c", b""]], np.object_),
+        "random_seed": np.zeros([2, 0], np.uint64),
+    }
+    first, second = make_reader(inputs).rows()
+    assert [row.array("input_ids").tolist() for row in (first, second)] == [[5, 6], [7, 8]]
+    assert (first.integer("end_id"), second.integer("end_id")) == (1, 2)
+    assert second.array("stop_words_list").tolist() == [[0], [-1]]
+    assert (first.texts("stop_words"), second.texts("stop_words")) == (["a", "b"], ["c", ""])
+    assert second.integer("random_seed") is None
+
+
+def test_scalars_of_a_batch_may_keep_their_second_dimension() -> None:
+    rows = make_reader({"end_id": np.array([[1], [2]], np.int32)}).rows()
+    assert [row.integer("end_id") for row in rows] == [1, 2]
+
+
+def test_one_row_is_the_reader_itself() -> None:
+    reader = make_reader()
+    assert reader.rows() == [reader]
+
+
+def test_rows_must_be_of_one_number() -> None:
+    inputs = {"input_ids": np.zeros([3, 4], np.int32), "end_id": np.array([1, 2], np.int32)}
+    with pytest.raises(InvalidArgument, match="end_id has 2 rows and input_ids has 3"):
+        make_reader(inputs).rows()
+    with pytest.raises(InvalidArgument, match="end_id has 1 rows and input_ids has 3"):
+        make_reader(inputs | {"end_id": np.array([1], np.int32)}).rows()
+
+
+def test_texts() -> None:
+    reader = make_reader({"bad_words": np.array([["ü".encode(), b"x"]], np.object_)})
+    assert reader.texts("bad_words") == ["ü", "x"]
+    assert make_reader({}).texts("bad_words") == []
+    with pytest.raises(InvalidArgument, match="bad_words must be UTF-8"):
+        make_reader({"bad_words": np.array([[b"\xff"]], np.object_)}).texts("bad_words")
+
+
+def test_where_one_at_a_time_is_taken_a_batch_is_refused_with_advice() -> None:
     with pytest.raises(Unsupported, match=r"input_ids has shape \[2, 3\].*Send 2 separate requests"):
         make_reader({"input_ids": np.zeros([2, 3], np.int32)}).array("input_ids")
     with pytest.raises(Unsupported, match=r"end_id has shape \[4\].*Send 4 separate requests"):
@@ -82,15 +122,15 @@ def test_both_names_must_agree() -> None:
 
 
 def test_a_refusal_says_what_came_and_what_would_do() -> None:
-    with pytest.raises(Unsupported, match=r"beam_width .*got 4; leave it out or send 1$"):
-        make_reader({"beam_width": np.array([4], np.int32)}).refuse_unbuilt()
-    words = np.array([[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]], np.int32)
+    with pytest.raises(Unsupported, match=r"client_id .*got 4; leave it out or send 0$"):
+        make_reader({"client_id": np.array([4], np.uint64)}).refuse_unbuilt()
+    starts = np.array([[5, 7, 3, 9, 2]], np.int32)
     with pytest.raises(
-        Unsupported, match=r"bad_words_list .*\[1, 2, 5\] \[5, 7, 3, 9, …\]; .*\[\[0\], \[-1\]\]$"
+        Unsupported, match=r"retention_token_range_starts .*\[1, 5\] \[5, 7, 3, 9, …\]; .* an empty tensor$"
     ):
-        make_reader({"bad_words_list": words}).refuse_unbuilt()
-    with pytest.raises(Unsupported, match=r"stop_words .*got 'end'"):
-        make_reader({"stop_words": np.array([b"end"], np.object_)}).refuse_unbuilt()
+        make_reader({"retention_token_range_starts": starts}).refuse_unbuilt()
+    with pytest.raises(Unsupported, match=r"guided_decoding_guide .*got 'end'"):
+        make_reader({"guided_decoding_guide": np.array([[b"end"]], np.object_)}).refuse_unbuilt()
 
 
 def test_text_must_be_utf8() -> None:

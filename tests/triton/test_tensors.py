@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from inflight.core.request import Request
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.tensor import FloatTensor
 from inflight.errors import Unsupported
-from inflight.testing.fake_pb_utils import FakePbUtils
-from inflight.triton.requests import FrontEndOptions, convert, wants_stop
-from inflight.triton.responses import ResponseBuilder
+from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_stop
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensor_spec import NeutralRule, TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import (
-    ALL_OUTPUTS,
     make_context,
-    make_options,
     make_reader,
-    make_result,
     text_inputs,
     token_inputs,
     wire,
@@ -27,13 +26,34 @@ from tests.triton.factories import (
 UNBUILT = [spec for spec in INPUTS.specs if not spec.built]
 REFUSABLE = [spec for spec in UNBUILT if spec.neutral and spec.neutral.rule is not NeutralRule.ANY]
 BUILT = {spec.name for spec in INPUTS.specs if spec.built}
+VOCABULARY_SIZE = 1000
+NOBODY = frozenset({"output_ids"})
+
+
+class Codes:
+    """A TextEncoder: letters are their code points, words also come with a space before them."""
+
+    def prompt(self, text: str) -> list[int]:
+        return [len(text)]
+
+    def tokens(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        return (tuple(map(ord, word)), (32, *map(ord, word)))
 
 
 def converted(
-    vocabulary: Vocabulary = Vocabulary.TOKENS, **tensors: object
+    vocabulary: Vocabulary = Vocabulary.TOKENS,
+    outputs: frozenset[str] | None = None,
+    context: ServingContext | None = None,
+    **tensors: object,
 ) -> tuple[Request, FrontEndOptions]:
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
-    return convert(make_reader(inputs, vocabulary), ALL_OUTPUTS, make_context(), lambda text: [len(text)])
+    every = {name for name, _ in OUTPUTS.declared(vocabulary)}
+    naming = Naming.of(frozenset(every) if outputs is None else outputs, vocabulary)
+    (prompt,) = convert(make_reader(inputs, vocabulary), naming, context or make_context(), Codes())
+    return prompt.request, prompt.options
 
 
 # The specification's tables, name for name: (data type, rank with the batch dimension).
@@ -123,23 +143,33 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
     empty = np.zeros([1, 0], dtype=NUMPY_TYPES[spec.dtype])
     if spec.neutral.rule is NeutralRule.VALUES:
         return [empty, *(wire(spec, value) for value in spec.neutral.values)]
-    if spec.neutral.rule is NeutralRule.NO_WORDS:
-        return [empty, np.array([[[0], [-1]]], np.int32), np.array([[[7, 8], [-1, -1]]], np.int32)]
     if spec.neutral.rule is NeutralRule.NO_TEXT:
         return [empty, wire(spec, b"")]
     return [empty, wire(spec, 7)] if spec.neutral.rule is NeutralRule.ANY else [empty]
 
 
 def test_neutral_values_are_said_as_a_client_has_to_send_them() -> None:
-    assert str(INPUTS["no_repeat_ngram_size"].neutral) == "0 or 1073741824"
-    assert str(INPUTS["return_log_probs"].neutral) == "false"
-    assert str(INPUTS["runtime_top_p_min"].neutral) == "0 or 1e-06"
+    assert str(INPUTS["priority"].neutral) == "0.5"
+    assert str(INPUTS["retention_decode_priority"].neutral) == "35"
+    assert str(INPUTS["guided_decoding_guide"].neutral) == '""'
 
 
 @pytest.mark.parametrize("name", ["embedding_bias_words", "embedding_bias_weights", "prompt_table_extra_id"])
 def test_the_ensembles_own_tensors_are_there(name: str) -> None:
     assert INPUTS.sent_as(name, Vocabulary.TEXT) is not None
 
+
+def bias(values: dict[int, float]) -> FloatTensor:
+    array = np.zeros(VOCABULARY_SIZE, np.float32)
+    for token_id, value in values.items():
+        array[token_id] = value
+    return FloatTensor((VOCABULARY_SIZE,), array.tobytes())
+
+
+WORDS = np.array([[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]], np.int32)
+SPECIFIED_WORDS = ((5, 7, 3), (9, 2))
+BIAS = np.frombuffer(bias({7: 2.0}).data, np.float32).reshape(1, -1)
+DRAFT_LOGITS = np.ones([1, 2, VOCABULARY_SIZE], np.float32)
 
 # (name, value, where it lands, what is there then)
 LANDINGS = [
@@ -149,15 +179,77 @@ LANDINGS = [
     ("streaming", True, "streaming", True),
     ("end_id", 4, "end_ids", (4,)),
     ("pad_id", 0, "pad_id", 0),
+    ("stop_words_list", WORDS, "stop_words", SPECIFIED_WORDS),
+    ("bad_words_list", WORDS, "bad_words", SPECIFIED_WORDS),
+    ("stop_words", [[b"ab", b""]], "stop_strings", ("ab",)),
+    ("bad_words", [[b"ab", b""]], "bad_words", ((97, 98), (32, 97, 98))),
+    ("embedding_bias", BIAS, "embedding_bias", bias({7: 2.0})),
     ("temperature", 0.5, "sampling.temperature", 0.5),
     ("runtime_top_k", 3, "sampling.top_k", 3),
     ("runtime_top_p", 0.5, "sampling.top_p", 0.5),
     ("random_seed", 2**64 - 1, "sampling.random_seed", 2**64 - 1),
     ("seed", 11, "sampling.random_seed", 11),
+    ("min_p", 0.25, "sampling.min_p", 0.25),
+    ("runtime_top_p_min", 0.25, "sampling.top_p_min", 0.25),
+    ("runtime_top_p_decay", 0.5, "sampling.top_p_decay", 0.5),
+    ("runtime_top_p_reset_ids", 8, "sampling.top_p_reset_id", 8),
+    ("repetition_penalty", 1.5, "sampling.repetition_penalty", 1.5),
+    ("presence_penalty", -0.5, "sampling.presence_penalty", -0.5),
+    ("frequency_penalty", 0.5, "sampling.frequency_penalty", 0.5),
+    ("no_repeat_ngram_size", 3, "sampling.no_repeat_ngram_size", 3),
+    ("min_length", 2, "sampling.min_length", 2),
+    ("min_tokens", 2, "sampling.min_length", 2),
+    ("beam_width", 4, "sampling.beam_width", 4),
+    ("num_return_sequences", 3, "sampling.num_return_sequences", 3),
+    ("len_penalty", 0.5, "sampling.length_penalty", 0.5),
+    ("early_stopping", 2, "sampling.early_stopping", 2),
+    ("beam_search_diversity_rate", 0.5, "sampling.beam_search_diversity_rate", 0.5),
     ("exclude_input_in_output", True, "output.exclude_input_from_output", True),
-    ("return_num_input_tokens", True, "return_num_input_tokens", True),
-    ("return_num_output_tokens", True, "return_num_output_tokens", True),
+    ("return_log_probs", True, "output.return_log_probs", True),
+    ("num_top_log_probs", 5, "output.num_top_log_probs", 5),
+    ("return_prompt_log_probs", True, "output.return_prompt_log_probs", True),
+    ("return_context_logits", True, "output.return_context_logits", True),
+    ("return_generation_logits", True, "output.return_generation_logits", True),
+    ("return_perf_metrics", True, "output.return_perf_metrics", True),
+    ("return_kv_cache_reuse_stats", True, "output.return_perf_metrics", True),
+    ("draft_input_ids", [[1, 2]], "draft", ExternalDraft((1, 2))),
+    ("prompt_lookup_num_tokens", 3, "prompt_lookup_num_tokens", 3),
 ]
+ALIASES = {"seed", "min_tokens", "return_kv_cache_reuse_stats"}
+
+# Those that mean something in company alone: (name, tensors, where they land, what is there then).
+COMPANIONS = [
+    (
+        "embedding_bias_words",
+        {"embedding_bias_words": [[b"aba", b""]], "embedding_bias_weights": [[2.0, 5.0]]},
+        "embedding_bias",
+        bias({97: 2.0, 98: 2.0}),
+    ),
+    (
+        "embedding_bias_weights",
+        {
+            "embedding_bias": BIAS,
+            "embedding_bias_words": [[b"a", b"ab"]],
+            "embedding_bias_weights": [[2.0, -0.5]],
+        },
+        "embedding_bias",
+        bias({7: 2.0, 97: 1.5, 98: -0.5}),
+    ),
+    (
+        "draft_logits",
+        {"draft_input_ids": [[1, 2]], "draft_logits": DRAFT_LOGITS},
+        "draft.logits",
+        FloatTensor((2, VOCABULARY_SIZE), DRAFT_LOGITS.tobytes()),
+    ),
+    (
+        "draft_acceptance_threshold",
+        {"draft_input_ids": [[1, 2]], "draft_acceptance_threshold": 0.5},
+        "draft.acceptance_threshold",
+        0.5,
+    ),
+]
+# What asks for an output and nothing else.
+ASKING = {"return_num_input_tokens", "return_num_output_tokens"}
 
 
 def landed(pair: tuple[Request, FrontEndOptions], path: str) -> object:
@@ -178,8 +270,21 @@ def test_text_lands() -> None:
     assert (request.input_token_ids, options.prompt_text) == ((4,), "four")
 
 
+@pytest.mark.parametrize(
+    ("name", "tensors", "path", "expected"),
+    COMPANIONS,
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_what_is_built_lands_in_company(
+    name: str, tensors: dict[str, object], path: str, expected: object
+) -> None:
+    assert name in tensors
+    assert landed(converted(**tensors), path) == expected
+
+
 def test_every_built_input_is_covered_above() -> None:
-    assert {name for name, *_ in LANDINGS} - {"seed"} | {"text_input", "stop"} == BUILT
+    covered = {name for name, *_ in LANDINGS} - ALIASES | {name for name, *_ in COMPANIONS} | ASKING
+    assert covered | {"text_input", "stop"} == BUILT
 
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
@@ -196,9 +301,15 @@ TEXT_LANDINGS = [
     ("end_id", 4, "end_ids", (4,)),
     ("top_k", 3, "sampling.top_k", 3),
     ("top_p", 0.5, "sampling.top_p", 0.5),
+    ("top_p_min", 0.25, "sampling.top_p_min", 0.25),
+    ("top_p_decay", 0.5, "sampling.top_p_decay", 0.5),
+    ("top_p_reset_ids", 8, "sampling.top_p_reset_id", 8),
     ("temperature", 0.5, "sampling.temperature", 0.5),
     ("seed", 11, "sampling.random_seed", 11),
     ("random_seed", 11, "sampling.random_seed", 11),
+    ("min_tokens", 3, "sampling.min_length", 3),
+    ("min_length", 3, "sampling.min_length", 3),
+    ("length_penalty", 0.5, "sampling.length_penalty", 0.5),
     ("exclude_input_in_output", True, "include_prompt", False),
 ]
 
@@ -211,11 +322,72 @@ def test_what_is_built_lands_under_the_names_of_ensemble(
     assert landed(converted(Vocabulary.TEXT, **{name: value}), path) == expected
 
 
+def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
+    """The others are the renamed ones above, and those that only make sense for ids."""
+    renamed = {spec.name for spec in INPUTS.specs if spec.built and spec.name not in spec.text_names}
+    assert renamed == {
+        "request_output_len",
+        "streaming",
+        "runtime_top_k",
+        "runtime_top_p",
+        "runtime_top_p_min",
+        "runtime_top_p_decay",
+        "runtime_top_p_reset_ids",
+        "len_penalty",
+        "input_ids",
+        "input_lengths",
+        "stop_words_list",
+        "bad_words_list",
+        "embedding_bias",
+        "draft_input_ids",
+        "draft_logits",
+        "draft_acceptance_threshold",
+    }
+
+
+ASKED_FOR = [spec for spec in OUTPUTS.specs if spec.asked_by]
+# Outputs that come unasked, when there is something to say.
+UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
+TOLD_APART = {"batch_index", "sequence_index"}
+
+
+def test_every_output_is_asked_for_comes_unasked_or_tells_responses_apart() -> None:
+    assert {spec.name for spec in ASKED_FOR} | UNASKED | TOLD_APART == {spec.name for spec in OUTPUTS.specs}
+    assert converted()[1].outputs == UNASKED
+
+
+@pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
+def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
+    value = 3 if spec.asked_by == "num_top_log_probs" else True
+    asked = {other.name for other in ASKED_FOR if other.asked_by == spec.asked_by}
+    assert converted(**{spec.asked_by: value})[1].outputs == UNASKED | asked
+
+
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_outputs_come_in_their_type_and_rank(spec: TensorSpec) -> None:
-    options = make_options(return_num_input_tokens=True, return_num_output_tokens=True)
-    arrays = ResponseBuilder(FakePbUtils()).outputs(make_result(), options, "text").arrays()
-    assert (spec.name in arrays) == spec.built
-    if spec.built:
-        assert arrays[spec.name].dtype == NUMPY_TYPES[spec.dtype]
-        assert arrays[spec.name].ndim == len(spec.dims) + 1
+def test_a_named_output_is_asked_for_by_its_name(spec: TensorSpec) -> None:
+    request, options = converted(outputs=frozenset({spec.name}))
+    assert options.outputs == {spec.name}
+    if spec.asked_by:
+        value = 1 if spec.asked_by == "num_top_log_probs" else True
+        by_flag, _ = converted(**{spec.asked_by: value})
+        assert replace(request.output, exclude_input_from_output=False) == by_flag.output
+
+
+@pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
+def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec) -> None:
+    value = 3 if spec.asked_by == "num_top_log_probs" else True
+    request, options = converted(outputs=NOBODY, **{spec.asked_by: value})
+    assert options.outputs == NOBODY
+    assert request.output == converted()[0].output
+
+
+def test_the_number_of_alternatives_is_the_clients() -> None:
+    named = converted(outputs=frozenset({"top_log_probs"}), num_top_log_probs=7)[0]
+    assert named.output.num_top_log_probs == 7
+
+
+def test_sequences_are_told_apart_where_they_come_apart() -> None:
+    several = {"num_return_sequences": 2, "runtime_top_k": 4}
+    assert "sequence_index" in converted(**several)[1].outputs
+    assert "sequence_index" not in converted(beam_width=2, num_return_sequences=2)[1].outputs
+    assert "sequence_index" not in converted(context=make_context(decoupled=False), **several)[1].outputs

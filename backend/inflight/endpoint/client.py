@@ -30,6 +30,7 @@ from inflight.endpoint.frames import (
     decode_from_engine,
     encode,
     read_frame,
+    read_response,
 )
 from inflight.endpoint.path import peer_is_this_user
 from inflight.errors import InvalidArgument, Unavailable
@@ -165,7 +166,7 @@ class _Connection:
             while (body := read_frame(self._socket)) is not None:
                 frame = decode_from_engine(body)
                 if isinstance(frame, Answer):
-                    self._deliver(frame.response())
+                    self._deliver(read_response(self._socket, frame))
         except (OSError, BadFrame) as error:
             _log.warning("the connection to the engine broke: %s", error)
         finally:

@@ -2,12 +2,16 @@
 
 Owns the message types and their encoding. The engine's side speaks first, with Hello. Requests go by an id that
 the connecting side chooses and that means nothing outside of its connection. Errors cross as code and message.
-A tensor too large for msgpack could follow its frame as raw bytes of announced length. Pure but for `read_frame`.
+
+Logits are no part of a message: they follow their Answer as raw bytes, whose number is known from their shapes, so
+that gigabytes are copied no more often than a socket does. Pure but for the functions that read.
 """
 
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import msgspec
@@ -16,10 +20,13 @@ from inflight.core.description import EngineDescription
 from inflight.core.request import Request
 from inflight.core.response import Response, Result
 from inflight.core.stop import StopReason
+from inflight.core.tensor import FloatTensor
 from inflight.errors import InflightError, error_from_code
 
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH_BYTES = 4
+
+_Shape = tuple[int, ...]
 
 
 class BadFrame(InflightError):
@@ -55,25 +62,21 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: every request has its final response."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end: one response."""
+class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Engine → front end: one response, without its logits.
+
+    Attributes:
+        context_logits: Their shape; None if there are none.
+        generation_logits: Per beam, their shape; None if there are none.
+    """
 
     request_id: int
-    result: Result | None
-    error_code: str
-    error_message: str
-    is_final: bool
-
-    @classmethod
-    def of(cls, response: Response) -> Answer:
-        """The frame that carries `response`."""
-        code, message = (response.error.code, str(response.error)) if response.error else ("", "")
-        return cls(response.request_id, response.result, code, message, response.is_final)
-
-    def response(self) -> Response:
-        """The response that the frame carries."""
-        error = error_from_code(self.error_code, self.error_message) if self.error_code else None
-        return Response(self.request_id, self.result, error, self.is_final)
+    result: Result | None = None
+    error_code: str = ""
+    error_message: str = ""
+    is_final: bool = False
+    context_logits: _Shape | None = None
+    generation_logits: tuple[_Shape, ...] | None = None
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -87,6 +90,35 @@ def encode(frame: Hello | Answer | Drained | Submit | Stop | Drain) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+def encode_response(response: Response) -> list[bytes]:
+    """An Answer's frame and the tensors that follow it; BadFrame as in `encode`."""
+    result, error = response.result, response.error
+    if error is not None:
+        answer = Answer(response.request_id, None, error.code, str(error), response.is_final)
+    elif result is not None and _has_logits(result):
+        return _encode_with_logits(response, result)
+    else:
+        answer = Answer(response.request_id, result, is_final=response.is_final)
+    return [encode(answer)]
+
+
+def _has_logits(result: Result) -> bool:
+    return result.context_logits is not None or result.generation_logits is not None
+
+
+def _encode_with_logits(response: Response, result: Result) -> list[bytes]:
+    context, generation = result.context_logits, result.generation_logits
+    answer = Answer(
+        response.request_id,
+        replace(result, context_logits=None, generation_logits=None),
+        is_final=response.is_final,
+        context_logits=None if context is None else context.shape,
+        generation_logits=None if generation is None else tuple(tensor.shape for tensor in generation),
+    )
+    tensors = (*(() if context is None else (context,)), *(generation or ()))
+    return [encode(answer), *(tensor.data for tensor in tensors)]
 
 
 def decode_from_engine(body: bytes) -> Hello | Answer | Drained:
@@ -114,6 +146,29 @@ def read_frame(connection: socket.socket) -> bytes | None:
     length = int.from_bytes(header, "big")
     if len(header) < _LENGTH_BYTES or length > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
+    return _read_all(connection, length)
+
+
+def read_response(connection: socket.socket, answer: Answer) -> Response:
+    """The response whose frame was read last; takes the tensors that follow it. BadFrame if they are cut short."""
+    error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
+    result, context, generation = answer.result, answer.context_logits, answer.generation_logits
+    if result is not None and (context is not None or generation is not None):
+        result = replace(
+            result,
+            context_logits=None if context is None else _read_tensor(connection, context),
+            generation_logits=(
+                None if generation is None else tuple(_read_tensor(connection, shape) for shape in generation)
+            ),
+        )
+    return Response(answer.request_id, result, error, answer.is_final)
+
+
+def _read_tensor(connection: socket.socket, shape: _Shape) -> FloatTensor:
+    return FloatTensor(shape, _read_all(connection, 4 * prod(shape)))
+
+
+def _read_all(connection: socket.socket, length: int) -> bytes:
     body = _read(connection, length)
     if len(body) < length:
         raise BadFrame(f"the connection ended inside a frame, {len(body)} of {length} bytes")
@@ -123,7 +178,10 @@ def read_frame(connection: socket.socket) -> bytes | None:
 def _read(connection: socket.socket, count: int) -> bytes:
     """`count` bytes, fewer only at the end of the connection."""
     parts = []
-    while count and (part := connection.recv(min(count, 1 << 20))):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    try:
+        while count and (part := connection.recv(count, socket.MSG_WAITALL)):
+            parts.append(part)
+            count -= len(part)
+    except MemoryError:
+        raise BadFrame(f"a frame with {count} bytes to come, for which there is no memory") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)

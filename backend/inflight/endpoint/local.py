@@ -13,14 +13,15 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.description import EngineDescription
 from inflight.core.ports import SendResponseCallback
 from inflight.core.request import Request
-from inflight.core.response import Response, Result
-from inflight.core.stop import CUT_SHORT, FINISH_REASON_OF_STOP, StopReason, StopSignal
+from inflight.core.response import Response, ended_without_tokens
+from inflight.core.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
 from inflight.errors import InflightError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class LocalEngineClient:
         self._lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}  # of every unanswered request
         self._queue: dict[int, Request] = {}  # in order of arrival
-        self._stopped_in_queue: dict[int, Response] = {}
+        self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
         self._refusal: str | None = None
         self._farewell: InflightError | None = None  # instead of CANCELLED, for those that drain ends
@@ -61,7 +62,9 @@ class LocalEngineClient:
             self._check_available()
             request_id = next(self._ids)
             self._callbacks[request_id] = on_response
-            self._queue[request_id] = replace(request, request_id=request_id)
+            self._queue[request_id] = replace(
+                request, request_id=request_id, arrival_time_ns=time.monotonic_ns()
+            )
         self._notify()
         return request_id
 
@@ -133,7 +136,7 @@ class LocalEngineClient:
             ended, self._stopped_in_queue = self._stopped_in_queue, {}
             ids = list(itertools.islice(self._queue, None if max_num < 0 else max_num))
             requests = [self._queue.pop(request_id) for request_id in ids]
-        for response in ended.values():
+        for response in itertools.chain.from_iterable(ended.values()):
             self.send_response(response)
         return requests
 
@@ -152,19 +155,34 @@ class LocalEngineClient:
                 on_response = self._callbacks.get(response.request_id)
             farewell = self._farewell
         if on_response is not None:
-            if farewell is not None and response.result and response.result.finish_reason in CUT_SHORT:
-                response = Response(response.request_id, error=farewell, is_final=True)
-            _deliver(on_response, response)
+            if farewell is not None and response.result and response.result.was_cut_short:
+                _deliver_farewell(on_response, response, farewell)
+            else:
+                _deliver(on_response, response)
         if response.is_final:
             with self._lock:
                 if not self._callbacks:
                     self._all_answered.notify_all()
 
 
-def _ended_without_tokens(request: Request, reason: StopReason) -> Response:
-    # As the scheduler would answer.
-    result = Result((), request.prompt_length, 0, FINISH_REASON_OF_STOP[reason])
-    return Response(request.request_id, result, is_final=True)
+def _ended_without_tokens(request: Request, reason: StopReason) -> list[Response]:
+    """As the scheduler would answer: the last result of every sequence."""
+    num_sequences, num_beams = request.sampling.num_sequences, request.sampling.num_outputs
+    finish_reason = FINISH_REASON_OF_STOP[reason]
+    return [
+        Response(
+            request.request_id,
+            ended_without_tokens(request.prompt_length, finish_reason, index, num_beams),
+            is_final=index == num_sequences - 1,
+        )
+        for index in range(num_sequences)
+    ]
+
+
+def _deliver_farewell(on_response: SendResponseCallback, response: Response, farewell: InflightError) -> None:
+    """An error in the place of a request's last response; nothing in that of another sequence's."""
+    if response.is_final:
+        _deliver(on_response, Response(response.request_id, error=farewell, is_final=True))
 
 
 def _deliver(on_response: SendResponseCallback, response: Response) -> None:

@@ -1,8 +1,9 @@
 """Responses on their way to a consumer that may be slower than the engine.
 
 Owns the waiting responses of one consumer (a sender thread, a connection's writer). The consumer gets one joined
-response per request however many have come meanwhile, so that what it has to do is bounded by the number of
-requests and not by the tokens they produce.
+response per sequence however many have come meanwhile, so that what it has to do is bounded by the number of
+sequences and not by the tokens they produce. A request's final response comes out after everything else of the
+request: its sequences are joined apart, and end in any order.
 
 Does not know who the consumer is or what it does with a response. Any thread may call `put` and `close`; one or
 more consumer threads sit in `get`. Nobody polls: an idle consumer sleeps in a condition variable.
@@ -13,43 +14,54 @@ from __future__ import annotations
 import threading
 from itertools import islice
 
-from inflight.core.response import Response, merge_responses
+from inflight.core.response import Response, Result, merge_responses
+
+MAX_JOINED_LOGITS_BYTES = 8 << 20
+"""Responses with more generation_logits than this together are not joined: else a stream that falls behind would
+need as much room on its way as the whole answer."""
+
+_Key = tuple[int, int]  # request id, sequence index
 
 
 class Mailbox:
-    """Queue of responses that joins those of one request, served in the order in which requests began to wait.
+    """Queue of responses that joins those of one sequence, served in the order in which sequences began to wait.
 
     An id must not be used again while its final response still waits here.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._waiting: dict[int, list[Response]] = {}  # in order of first insertion, hence fair
+        self._waiting: dict[_Key, list[Response]] = {}  # in order of first insertion, hence fair
+        # By request, which sequences wait beside the first; requests with one sequence are not here.
+        self._further: dict[int, set[int]] = {}
         self._num_consumers_asleep = 0
         self._closed = False
 
     def __len__(self) -> int:
-        """Requests with a response waiting."""
+        """Sequences with a response waiting."""
         return len(self._waiting)
 
     def put(self, response: Response) -> None:
-        """Hand over one response in O(1), without waiting for a consumer.
+        """Hand over one response in O(1), without waiting for a consumer; an error in O(sequences).
 
-        A request that already waits keeps its place in the queue. After `close` the response is dropped.
+        A sequence that already waits keeps its place in the queue. After `close` the response is dropped.
         """
+        key = (response.request_id, response.sequence_index)
         with self._changed:
             if self._closed:
                 return
-            backlog = self._waiting.get(response.request_id)
+            if response.result is None:
+                self._drop_all(response.request_id)
+            backlog = self._waiting.get(key)
             if backlog is not None:
                 backlog.append(response)  # joined by the consumer: the producer is the loop's thread
                 return
-            self._waiting[response.request_id] = [response]
+            self._append(key, [response])
             if self._num_consumers_asleep:
                 self._changed.notify()
 
     def get(self, limit: int = 0, timeout: float | None = None) -> list[Response]:
-        """Wait for responses and take them, longest waiting first, one per request.
+        """Wait for responses and take them, longest waiting first, one per sequence.
 
         Args:
             limit: Most responses to take; 0 takes all. A slow consumer takes few at a time, so that what it
@@ -71,6 +83,26 @@ class Mailbox:
             self._closed = True
             self._changed.notify_all()
 
+    def _append(self, key: _Key, backlog: list[Response]) -> None:
+        self._waiting[key] = backlog
+        if key[1]:
+            self._further.setdefault(key[0], set()).add(key[1])
+
+    def _remove(self, key: _Key) -> list[Response]:
+        further = self._further.get(key[0])
+        if further is not None:
+            further.discard(key[1])
+            if not further:
+                del self._further[key[0]]
+        return self._waiting.pop(key, [])
+
+    def _drop_all(self, request_id: int) -> None:
+        """An error says all there is to say of a request. The first sequence's place is the error's."""
+        for index in tuple(self._further.get(request_id, ())):
+            self._remove((request_id, index))
+        if (request_id, 0) in self._waiting:
+            self._waiting[request_id, 0].clear()
+
     def _sleep(self, timeout: float | None) -> None:
         self._num_consumers_asleep += 1
         try:
@@ -79,5 +111,37 @@ class Mailbox:
             self._num_consumers_asleep -= 1
 
     def _take(self, limit: int) -> list[list[Response]]:
-        keys = list(islice(self._waiting, limit or None))
-        return [self._waiting.pop(key) for key in keys]
+        taken: list[list[Response]] = []
+        while self._waiting and not taken:
+            for key in list(islice(self._waiting, limit or None)):
+                backlog = self._remove(key)
+                if backlog[-1].is_final and self._waits(key[0]):
+                    self._append(key, backlog)  # behind its request's other sequences
+                    continue
+                count = _num_joined(backlog)
+                taken.append(backlog[:count])
+                if count < len(backlog):
+                    self._append(key, backlog[count:])
+        return taken
+
+    def _waits(self, request_id: int) -> bool:
+        return request_id in self._further or (request_id, 0) in self._waiting
+
+
+def _num_joined(backlog: list[Response]) -> int:
+    """How many responses, from the first on, to join: all, unless there are too many logits."""
+    last = backlog[-1].result
+    if last is None or last.generation_logits is None or last.was_cut_short or last.is_cumulative:
+        return len(backlog)
+    num_bytes = 0
+    for count, response in enumerate(backlog):
+        num_bytes += _logits_bytes(response.result)
+        if num_bytes > MAX_JOINED_LOGITS_BYTES:
+            return max(count, 1)
+    return len(backlog)
+
+
+def _logits_bytes(result: Result | None) -> int:
+    if result is None or result.generation_logits is None:
+        return 0
+    return sum(len(tensor.data) for tensor in result.generation_logits)

@@ -12,12 +12,12 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 
 from inflight.core.ports import EngineClient
 from inflight.core.response import Response
 from inflight.core.stop import StopReason
 from inflight.endpoint.frames import (
-    Answer,
     BadFrame,
     Drained,
     Hello,
@@ -25,6 +25,7 @@ from inflight.endpoint.frames import (
     Submit,
     decode_from_front_end,
     encode,
+    encode_response,
     read_frame,
 )
 from inflight.endpoint.mailbox import Mailbox
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 # Responses one write takes along. While it is under way, those of the other streams go on being joined.
 _RESPONSES_PER_WRITE = 64
+_LARGE_BYTES = 64 * 1024
 _FAREWELL_S = 2.0
 _ACCEPT_AGAIN_S = 1.0
 
@@ -193,11 +195,28 @@ class _Connection:
         try:
             self._socket.sendall(encode(Hello(self._client.describe())))
             while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
-                self._socket.sendall(b"".join(encode(Answer.of(response)) for response in responses))
+                self._send([part for response in responses for part in self._parts(response)])
         except (OSError, InflightError) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:
             self._disconnect()  # the reader ends the connection
+
+    def _parts(self, response: Response) -> list[bytes]:
+        try:
+            return encode_response(response)
+        except BadFrame as error:
+            failed = StepFailed(f"the response is too large to be sent: {error}")
+        with self._lock:
+            engine_id = self._engine_ids.pop(response.request_id, None)
+        if engine_id is not None:
+            self._client.stop(engine_id, StopReason.CANCELLED)
+        return encode_response(Response(response.request_id, error=failed, is_final=True))
+
+    def _send(self, parts: list[bytes]) -> None:
+        """In few calls; what is large goes as it is, not copied into one piece with the others."""
+        for is_large, run in groupby(parts, key=lambda part: len(part) > _LARGE_BYTES):
+            for piece in run if is_large else (b"".join(run),):
+                self._socket.sendall(piece)
 
 
 def _as_inflight_error(error: Exception) -> InflightError:

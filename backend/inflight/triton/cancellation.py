@@ -56,7 +56,7 @@ class CancellationWatch:
         for position, entry in enumerate(entries, start=1):
             before = self._clock()
             if entry.stream.is_cancelled():
-                _log.debug("request %s: its client is gone", entry.triton_id or entry.engine_id)
+                _log.debug("request %s: its client is gone", entry)
                 self._in_flight.cancel(entry)
             asking += self._clock() - before
             ahead = _due(asking, position / len(entries)) - (self._clock() - started)

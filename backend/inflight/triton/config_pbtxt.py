@@ -100,7 +100,7 @@ def _max_batch_size(model: ModelSpec) -> list[str]:
     if model.role is not Role.ENGINE:
         return [f"max_batch_size: {DEFAULT_MAX_BATCH_SIZE}"]
     return [
-        "# Most sequences in one iteration. A request is one prompt: what has a batch dimension has 1 there.",
+        "# Most sequences in one iteration, and most prompts in one request.",
         f"max_batch_size: {DEFAULT_MAX_BATCH_SIZE}",
     ]
 

@@ -12,19 +12,23 @@ from typing import Any
 
 from inflight.core.description import EngineDescription
 from inflight.core.ports import EngineClient
-from inflight.core.request import Request
 from inflight.errors import InflightError, StepFailed, Unavailable
+from inflight.text.stop_strings import StopStrings
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.client_stream import ClientStream
 from inflight.triton.completion_text import CompletionText, TokenizerFinder
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
 from inflight.triton.parameters import Parameters
-from inflight.triton.requests import FrontEndOptions, ServingContext, convert, refuse_misnamed, wants_stop
+from inflight.triton.reply import NewText, PromptReply, Reply
+from inflight.triton.requests import Prompt, ServingContext, convert, refuse_misnamed, wants_stop
+from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
+from inflight.triton.text_encoder import ModelTextEncoder
+from inflight.triton.wanted_outputs import Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ class FrontEnd:
         self._tokenizers = tokenizers
         self._responses = ResponseBuilder(pb_utils)
         self._in_flight = InFlight(client)
-        self._sender = Sender(self._in_flight, self._responses, pb_utils.Logger.log_verbose)
+        self._budget = ResponseBudget()
+        self._sender = Sender(self._in_flight, self._responses, self._budget, pb_utils.Logger.log_verbose)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000
         )
@@ -95,6 +100,7 @@ class FrontEnd:
         self._sender.close()
         for entry in self._in_flight.close():  # only if the client broke its promise of a final response
             self._refuse(entry.stream, Unavailable("the model was unloaded before the request was done"))
+            self._budget.release(entry.ticket)
 
     def _admit(self, triton_request: Any, stream: ClientStream) -> None:
         refuse_misnamed(triton_request.parameters(), self._model.vocabulary)
@@ -104,17 +110,23 @@ class FrontEnd:
             stream.finish(self._responses.empty())
             return
         description = self._client.describe()
-        request, options = convert(
-            reader,
-            frozenset(triton_request.requested_output_names()),
-            self._context(description),
-            lambda text: self._tokenizers.require(description.tokenizer_dir).encode(
-                text, add_special_tokens=True
-            ),
-        )
-        text = self._completion_text(request, options, description)
-        entry = InFlightRequest(triton_request.request_id(), stream, options, text)
-        self._in_flight.start(entry, request, self._sender.put)
+        naming = Naming.of(frozenset(triton_request.requested_output_names()), self._model.vocabulary)
+        encoder = ModelTextEncoder(self._tokenizers, description.tokenizer_dir)
+        prompts = convert(reader, naming, self._context(description), encoder)
+        replies = [
+            PromptReply(prompt, self._new_text(prompt, naming, description), index)
+            for index, prompt in enumerate(prompts)
+        ]
+        in_one = not self._model.decoupled
+        requests = [prompt.request for prompt in prompts]
+        streaming = prompts[0].options.streaming
+        ticket = self._budget.reserve(requests, description.limits.vocab_size, streaming, in_one)
+        entry = InFlightRequest(triton_request.request_id(), stream, Reply(replies, in_one), ticket)
+        try:
+            self._in_flight.start(entry, requests, self._sender.put)
+        except Exception:
+            self._budget.release(ticket)
+            raise
 
     def _context(self, description: EngineDescription) -> ServingContext:
         exclude = self._model.parameters.exclude_input_in_output
@@ -124,15 +136,19 @@ class FrontEnd:
             exclude_input_in_output=description.exclude_input_from_output if exclude is None else exclude,
         )
 
-    def _completion_text(
-        self, request: Request, options: FrontEndOptions, description: EngineDescription
-    ) -> CompletionText | None:
-        if "text_output" not in options.requested_outputs:
+    def _new_text(self, prompt: Prompt, naming: Naming, description: EngineDescription) -> NewText | None:
+        options, request = prompt.options, prompt.request
+        if "text_output" not in options.outputs and not options.stop_strings:
             return None
-        tokenizer = self._tokenizers.find(description.tokenizer_dir)
+        needed = naming.named or options.stop_strings
+        find = self._tokenizers.require if needed else self._tokenizers.find
+        tokenizer = find(description.tokenizer_dir)
         if tokenizer is None:
             return None
-        return CompletionText(tokenizer, request.input_token_ids, options.prompt_text, options.include_prompt)
+        stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
+        return lambda: CompletionText(
+            tokenizer, request.input_token_ids, options.prompt_text, options.include_prompt, stop_strings
+        )
 
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
         try:

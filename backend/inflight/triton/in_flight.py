@@ -7,16 +7,16 @@ Does not know tensors or how answers are sent. Any thread; one lock, never held 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from inflight.core.ports import EngineClient, SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.stop import StopReason
-from inflight.errors import AlreadyExists, InvalidArgument, Unavailable
+from inflight.errors import AlreadyExists, InflightError, InvalidArgument, Unavailable
 from inflight.triton.client_stream import ClientStream
-from inflight.triton.completion_text import CompletionText
-from inflight.triton.requests import FrontEndOptions
+from inflight.triton.reply import Reply
 
 
 class Ending(Enum):
@@ -30,23 +30,47 @@ class Ending(Enum):
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One request between execute and its final response.
+    """One Triton request between execute and its final response: a prompt, or a batch of them.
 
     Attributes:
         triton_id: The client's request id, "" if it gave none.
         stream: The way back to the client.
-        options: What it wants back.
-        text: Makes its text; None if no text is wanted. Touched by the sender thread only.
-        engine_id: The id it runs under. Written once, by InFlight.
+        reply: Makes its outputs. Touched by the sender thread only.
+        ticket: Of `ResponseBudget`, to release when it is answered.
+        engine_ids: What its prompts run under. Written once, by InFlight.
+        num_unfinished: Prompts whose final response has not come. Written by InFlight.
         ending: Written by InFlight.
+        send_failure: Why a response could not be sent. Touched by the sender thread only.
     """
 
     triton_id: str
     stream: ClientStream
-    options: FrontEndOptions
-    text: CompletionText | None = None
-    engine_id: int = -1
+    reply: Reply
+    ticket: int = 0
+    engine_ids: tuple[int, ...] = ()
+    num_unfinished: int = 0
     ending: Ending = Ending.NONE
+    send_failure: InflightError | None = None
+
+    def __str__(self) -> str:
+        """For log lines."""
+        return self.triton_id or "/".join(map(str, self.engine_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Whose response has come.
+
+    Attributes:
+        entry: The Triton request.
+        batch_index: Which of its prompts.
+        is_last: Whether nothing more comes for any of them; then the request is forgotten already, and its id may
+            be used again.
+    """
+
+    entry: InFlightRequest
+    batch_index: int
+    is_last: bool
 
 
 class InFlight:
@@ -55,24 +79,30 @@ class InFlight:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._changed = threading.Condition(threading.Lock())
-        self._by_engine_id: dict[int, InFlightRequest] = {}
+        self._entries: dict[InFlightRequest, None] = {}  # in order of arrival
+        self._by_engine_id: dict[int, tuple[InFlightRequest, int]] = {}
         self._by_triton_id: dict[str, InFlightRequest] = {}
         self._closed = False
 
-    def start(self, entry: InFlightRequest, request: Request, on_response: SendResponseCallback) -> None:
-        """Submit `request` and register `entry` for its responses.
+    def start(
+        self, entry: InFlightRequest, requests: Sequence[Request], on_response: SendResponseCallback
+    ) -> None:
+        """Submit `requests`, in the order of the batch, and register `entry` for their responses.
 
         Raises AlreadyExists if the id is in flight, unless the client that sent it is gone: that request is
         cancelled then. Raises Unavailable when closed, and what the engine client raises; then nothing is
-        registered.
+        registered and nothing of it runs on.
         """
         with self._changed:
             if self._closed:
                 raise Unavailable("the model is being unloaded")
             self._make_room_for(entry.triton_id)
             # Under the lock, so that a response that comes before submit returns finds its entry.
-            entry.engine_id = self._client.submit(request, on_response)
-            self._by_engine_id[entry.engine_id] = entry
+            entry.engine_ids = self._submit(requests, on_response)
+            entry.num_unfinished = len(requests)
+            self._entries[entry] = None
+            for batch_index, engine_id in enumerate(entry.engine_ids):
+                self._by_engine_id[engine_id] = (entry, batch_index)
             if entry.triton_id:
                 self._by_triton_id[entry.triton_id] = entry
             self._changed.notify()
@@ -84,7 +114,11 @@ class InFlight:
         with self._changed:
             entry = self._by_triton_id.get(triton_id)
         if entry is not None:
-            self._client.stop(entry.engine_id, StopReason.CANCELLED)
+            self._stop_all(entry.engine_ids)
+
+    def stop_prompt(self, engine_id: int) -> None:
+        """End one prompt, whose text has come to a stop string."""
+        self._client.stop(engine_id, StopReason.STOP_WORDS)
 
     def cancel(self, entry: InFlightRequest, ending: Ending = Ending.CLIENT_GONE) -> None:
         """End `entry`, whose last response then is an error; does nothing the second time."""
@@ -92,34 +126,43 @@ class InFlight:
             if entry.ending is not Ending.NONE:
                 return
             entry.ending = ending
-        self._client.stop(entry.engine_id, StopReason.CANCELLED)
+        self._stop_all(entry.engine_ids)
 
-    def find(self, engine_id: int) -> InFlightRequest | None:
-        """The request that runs under this id."""
+    def abandon(self, entry: InFlightRequest) -> None:
+        """Forget `entry` and end what still runs for it: it gets its last response now."""
         with self._changed:
-            return self._by_engine_id.get(engine_id)
+            running = [engine_id for engine_id in entry.engine_ids if engine_id in self._by_engine_id]
+            for engine_id in running:
+                del self._by_engine_id[engine_id]
+            self._forget(entry)
+        self._stop_all(running)
 
-    def finish(self, engine_id: int) -> InFlightRequest | None:
-        """Forget the request, and return it for its last response: from now on its id may be used again."""
+    def arrive(self, engine_id: int, is_final: bool) -> Arrival | None:
+        """Whose response has come, None if nobody waits for it; a final one is counted."""
         with self._changed:
-            entry = self._by_engine_id.pop(engine_id, None)
-            # The id may be another's by now: the client of this one was gone when it came.
-            if entry is not None and self._by_triton_id.get(entry.triton_id) is entry:
-                del self._by_triton_id[entry.triton_id]
-            return entry
+            found = self._by_engine_id.get(engine_id)
+            if found is None:
+                return None
+            entry, batch_index = found
+            if is_final:
+                del self._by_engine_id[engine_id]
+                entry.num_unfinished -= 1
+                if not entry.num_unfinished:
+                    self._forget(entry)
+            return Arrival(entry, batch_index, is_last=not entry.num_unfinished)
 
     def wait_for_requests(self) -> tuple[InFlightRequest, ...]:
         """Everything in flight, as soon as there is something; empty once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._by_engine_id)
-            return () if self._closed else tuple(self._by_engine_id.values())
+            self._changed.wait_for(lambda: self._closed or self._entries)
+            return () if self._closed else tuple(self._entries)
 
     def close(self) -> tuple[InFlightRequest, ...]:
         """Take no more requests; returns what is still in flight."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            return tuple(self._by_engine_id.values())
+            return tuple(self._entries)
 
     def _make_room_for(self, triton_id: str) -> None:
         earlier = self._by_triton_id.get(triton_id)
@@ -129,4 +172,24 @@ class InFlight:
             if not earlier.stream.is_cancelled():
                 raise AlreadyExists(f"requestId {triton_id} is already in progress, request is ignored.")
             earlier.ending = Ending.CLIENT_GONE
-            self._client.stop(earlier.engine_id, StopReason.CANCELLED)
+            self._stop_all(earlier.engine_ids)
+
+    def _submit(self, requests: Sequence[Request], on_response: SendResponseCallback) -> tuple[int, ...]:
+        engine_ids: list[int] = []
+        try:
+            for request in requests:
+                engine_ids.append(self._client.submit(request, on_response))
+        except Exception:
+            self._stop_all(engine_ids)
+            raise
+        return tuple(engine_ids)
+
+    def _stop_all(self, engine_ids: Sequence[int]) -> None:
+        for engine_id in engine_ids:
+            self._client.stop(engine_id, StopReason.CANCELLED)
+
+    def _forget(self, entry: InFlightRequest) -> None:
+        self._entries.pop(entry, None)
+        # The id may be another's by now: the client of this one was gone when it came.
+        if self._by_triton_id.get(entry.triton_id) is entry:
+            del self._by_triton_id[entry.triton_id]

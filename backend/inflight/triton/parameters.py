@@ -45,6 +45,7 @@ class Parameters:
     enable_chunked_context: bool
     enable_kv_cache_reuse: bool
     max_num_tokens: int
+    max_beam_width: int | None
     max_sequence_length: int | None
     tokens_per_block: int
     max_tokens_in_paged_kv_cache: int | None
@@ -161,6 +162,7 @@ _BUILT: tuple[ParameterSpec, ...] = (
     ParameterSpec("enable_chunked_context", BOOLEAN, False, "split long prompts over iterations"),
     ParameterSpec("enable_kv_cache_reuse", BOOLEAN, True, "share KV blocks of equal prefixes"),
     ParameterSpec("max_num_tokens", integer(1), 8192, "most tokens in one iteration"),
+    ParameterSpec("max_beam_width", integer(1), None, "most beams of a search; max_batch_size without one"),
     ParameterSpec("max_sequence_length", integer(2), None, "prompt and output; the model's without one"),
     ParameterSpec("tokens_per_block", integer(1), 32, "tokens per KV cache block"),
     ParameterSpec(
@@ -222,7 +224,6 @@ _BUILT: tuple[ParameterSpec, ...] = (
 )
 
 _UNBUILT: tuple[ParameterSpec, ...] = (
-    _unbuilt("max_beam_width", integer(1), "most beams", 1),
     _unbuilt("decoding_mode", TEXT, "how tokens are chosen", "top_k", "top_p", "top_k_top_p"),
     _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", real(0, 1), "KV cache share of an encoder", 0.0),
@@ -231,7 +232,7 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("max_attention_window_size", TEXT, "sliding window"),
     _unbuilt("sink_token_length", integer(0), "tokens kept beside the window", 0),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
-    _unbuilt("normalize_log_probs", BOOLEAN, "log probs over the kept tokens", True),
+    _unbuilt("normalize_log_probs", BOOLEAN, "log probs of the kept tokens alone", False),
     _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
     _unbuilt("iter_stats_max_iterations", integer(0), "length of the statistics ring", 0, 1000),
     _unbuilt("request_stats_max_iterations", integer(0), "length of the request statistics ring", 0),

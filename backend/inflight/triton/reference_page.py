@@ -1,4 +1,4 @@
-"""The tables of docs/requests.md, written from the table of tensors so that they cannot disagree with it. Pure."""
+"""The tables of docs/tensors.md, written from the table of tensors so that they cannot disagree with it. Pure."""
 
 from __future__ import annotations
 
@@ -21,23 +21,32 @@ def fill_in(page: str) -> str:
 
 def tables() -> str:
     """Inputs and outputs, those that work first."""
-    parts = []
-    for title, specs in (("Inputs", INPUTS.specs), ("Outputs", OUTPUTS.specs)):
-        parts += [f"## {title}", "", *_table(spec for spec in specs if spec.built), ""]
-        parts += [f"{title} that are declared and not built yet:", ""]
-        parts += [*_table((spec for spec in specs if not spec.built), neutral=title == "Inputs"), ""]
-    return "\n".join(parts).rstrip()
+    parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
+    parts += ["Inputs that are declared and not built yet:", ""]
+    parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
+    parts += ["## Outputs", "", *_outputs(OUTPUTS.specs)]
+    return "\n".join(parts)
 
 
-def _table(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]:
+def _inputs(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]:
     extra = (" accepted values |", "---|") if neutral else ("", "")
     yield "| name | in `ensemble` | type | shape | meaning |" + extra[0]
     yield "|---|---|---|---|---|" + extra[1]
     for spec in specs:
-        names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS))
-        text_names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TEXT)) or "–"
-        row = f"| {names} | {text_names} | {spec.dtype} | {spec.wire_shape} | {spec.meaning} |"
-        yield row + (f" {spec.neutral} |" if neutral else "")
+        yield _row(spec) + (f" {spec.neutral} |" if neutral else "")
+
+
+def _outputs(specs: Iterable[TensorSpec]) -> Iterator[str]:
+    yield "| name | in `ensemble` | type | shape | meaning | asked for by its name or |"
+    yield "|---|---|---|---|---|---|"
+    for spec in specs:
+        yield _row(spec) + (f" `{spec.asked_by}` |" if spec.asked_by else " – |")
+
+
+def _row(spec: TensorSpec) -> str:
+    names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS))
+    text_names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TEXT)) or "–"
+    return f"| {names} | {text_names} | {spec.dtype} | {spec.wire_shape} | {spec.meaning} |"
 
 
 def main() -> None:

@@ -1,29 +1,28 @@
-"""From a Triton request's tensors to a frozen Request and what the front end itself has to remember.
+"""From a Triton request's tensors to frozen Requests and what the front end itself has to remember of each.
 
-Owns what each tensor means and its default. Does not register, submit or answer anything: whatever is wrong is
-raised before anyone knows of the request. Runs on the thread that calls execute.
+Owns the meaning of prompts, ends, word lists and stop requests; how tokens are chosen stands in
+`sampling_tensors`, what comes back in `wanted_outputs`. Does not register, submit or answer anything: whatever is
+wrong is raised before anyone knows of the request. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
 from dataclasses import dataclass
 
 from inflight.core.description import EngineDescription
-from inflight.core.output_config import OutputConfig
 from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, RequestError
+from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
-
-Encode = Callable[[str], Sequence[int]]
-"""Text to token ids; raises Unsupported where the model has no tokenizer."""
+from inflight.triton.text_encoder import TextEncoder
+from inflight.triton.wanted_outputs import Naming, output_config, wanted_outputs
+from inflight.triton.word_lists import LAYOUT, Words, read_word_list
 
 NO_ID = -1
-_ID_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +42,39 @@ class ServingContext:
 
 @dataclass(frozen=True, slots=True)
 class FrontEndOptions:
-    """What of a request the engine need not know.
+    """What of a prompt the engine need not know.
 
     Attributes:
-        requested_outputs: Names of the outputs to return; all of the model's if the client named none.
-        streaming: Whether responses are deltas.
-        return_num_input_tokens: Whether num_input_tokens may be returned.
-        return_num_output_tokens: Whether num_output_tokens may be returned.
+        outputs: Names of the outputs to return, as far as there is something to say.
+        streaming: Whether the client wants responses as they come. The engine may stream all the same.
         prompt_text: The prompt as it came, None if it came as ids.
         include_prompt: Whether text_output starts with the prompt.
+        stop_strings: Texts that end the output.
     """
 
-    requested_outputs: frozenset[str]
+    outputs: frozenset[str]
     streaming: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
     prompt_text: str | None = None
     include_prompt: bool = False
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a Triton request.
+
+    Attributes:
+        request: For the engine; its `request_id` is 0: the engine client gives it one.
+        options: For the front end.
+    """
+
+    request: Request
+    options: FrontEndOptions
 
 
 def wants_stop(reader: TensorReader) -> bool:
     """Whether this is a request to end another one; then none of its other tensors mean anything."""
-    return bool(reader.boolean("stop"))
+    return any(row.boolean("stop") for row in reader.rows())
 
 
 def refuse_misnamed(parameters: str, vocabulary: Vocabulary) -> None:
@@ -85,121 +95,164 @@ def refuse_misnamed(parameters: str, vocabulary: Vocabulary) -> None:
 
 
 def convert(
-    reader: TensorReader, requested_outputs: frozenset[str], context: ServingContext, encode: Encode
-) -> tuple[Request, FrontEndOptions]:
-    """The request and its options.
+    reader: TensorReader, naming: Naming, context: ServingContext, encoder: TextEncoder
+) -> tuple[Prompt, ...]:
+    """The prompts of one Triton request, one for each row of its batch.
 
-    Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came
-    and what was expected. The request is valid for the engine that `context` describes. Its `request_id` is 0:
-    the engine client gives it one.
+    Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came,
+    what was expected, and the row where there are several. The requests are valid for the engine that `context`
+    describes.
     """
-    reader.refuse_unbuilt()
-    prompt_text = reader.text("text_input")
-    exclude_input = _exclude_input(reader, context)
-    request = Request(
-        request_id=0,
-        input_token_ids=_prompt_ids(reader, prompt_text, encode),
-        max_new_tokens=_max_new_tokens(reader),
-        streaming=_streaming(reader, context),
-        end_ids=_end_ids(reader, context.description, prompt_text is not None),
-        pad_id=_pad_id(reader),
-        sampling=_sampling_config(reader),
-        # Nobody looks at the prompt's ids without these outputs: they need not come back.
-        output=OutputConfig(exclude_input or not requested_outputs & _ID_OUTPUTS),
-    )
-    _validate(request, context, reader, prompt_text is not None)
-    options = FrontEndOptions(
-        requested_outputs=requested_outputs,
-        streaming=request.streaming,
-        return_num_input_tokens=bool(reader.boolean("return_num_input_tokens")),
-        return_num_output_tokens=bool(reader.boolean("return_num_output_tokens")),
-        prompt_text=prompt_text,
-        include_prompt=not exclude_input and not request.streaming,
-    )
-    return request, options
+    rows = reader.rows()
+    if len(rows) == 1:
+        return (_Row(reader, naming, context, encoder, in_batch=False).prompt(),)
+    prompts = []
+    for index, row in enumerate(rows):
+        try:
+            prompts.append(_Row(row, naming, context, encoder, in_batch=True).prompt())
+        except RequestError as error:
+            raise type(error)(f"row {index} of the batch: {error}") from None
+    return tuple(prompts)
 
 
-def _prompt_ids(reader: TensorReader, prompt_text: str | None, encode: Encode) -> tuple[int, ...]:
-    ids = reader.array("input_ids")
-    length = reader.integer("input_lengths")
-    if prompt_text is not None:
-        if ids is not None:
-            raise InvalidArgument("got both input_ids and text_input: send the prompt in one of them")
-        if length is not None:
+class _Row:
+    """One prompt's tensors, and what they depend on."""
+
+    def __init__(
+        self,
+        reader: TensorReader,
+        naming: Naming,
+        context: ServingContext,
+        encoder: TextEncoder,
+        in_batch: bool,
+    ) -> None:
+        self._reader = reader
+        self._naming = naming
+        self._context = context
+        self._encoder = encoder
+        self._in_batch = in_batch
+
+    def prompt(self) -> Prompt:
+        reader, context = self._reader, self._context
+        reader.refuse_unbuilt()
+        prompt_text = reader.text("text_input")
+        sampling = read_sampling_config(reader)
+        wanted = wanted_outputs(
+            reader, self._naming, self._in_batch, context.decoupled and sampling.num_sequences > 1
+        )
+        exclude_input = self._exclude_input()
+        streaming = self._streaming()
+        stop_strings = tuple(word for word in reader.texts("stop_words") if word)
+        request = Request(
+            request_id=0,
+            input_token_ids=self._prompt_ids(prompt_text),
+            max_new_tokens=self._max_new_tokens(),
+            # Where text ends a sequence, somebody has to look at it while it is being made.
+            streaming=streaming or (bool(stop_strings) and not sampling.uses_beams),
+            end_ids=self._end_ids(prompt_text is not None),
+            pad_id=self._pad_id(),
+            sampling=sampling,
+            output=output_config(reader, wanted, exclude_input),
+            stop_words=self._stop_words(stop_strings if sampling.uses_beams else ()),
+            bad_words=self._bad_words(),
+            embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._encoder),
+            draft=read_draft(reader),
+            prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
+        )
+        self._validate(request, streaming, prompt_text is not None)
+        options = FrontEndOptions(
+            outputs=wanted,
+            streaming=streaming,
+            prompt_text=prompt_text,
+            include_prompt=not exclude_input and not streaming,
+            stop_strings=stop_strings,
+        )
+        return Prompt(request, options)
+
+    def _prompt_ids(self, prompt_text: str | None) -> tuple[int, ...]:
+        reader = self._reader
+        ids = reader.array("input_ids")
+        length = reader.integer("input_lengths")
+        if prompt_text is not None:
+            if ids is not None:
+                raise InvalidArgument("got both input_ids and text_input: send the prompt in one of them")
+            if length is not None:
+                raise InvalidArgument(
+                    f"input_lengths is {length}, but it counts input_ids and text_input came instead"
+                )
+            return tuple(self._encoder.prompt(prompt_text))
+        if ids is None:
+            name = reader.shown_name("text_input" if reader.has_text_vocabulary else "input_ids")
+            either = "" if reader.has_text_vocabulary else ", or text_input"
+            raise InvalidArgument(f"a value is required for {name}{either}: it is missing or empty")
+        if length is None:
+            return tuple(ids.tolist())
+        if not 1 <= length <= ids.size:
             raise InvalidArgument(
-                f"input_lengths is {length}, but it counts input_ids and text_input came instead"
+                f"input_lengths must be from 1 to {ids.size}, the length of input_ids, got {length}"
             )
-        return tuple(encode(prompt_text))
-    if ids is None:
-        name = reader.shown_name("text_input" if reader.has_text_vocabulary else "input_ids")
-        either = "" if reader.has_text_vocabulary else ", or text_input"
-        raise InvalidArgument(f"a value is required for {name}{either}: it is missing or empty")
-    if length is None:
-        return tuple(ids.tolist())
-    if not 1 <= length <= ids.size:
-        raise InvalidArgument(
-            f"input_lengths must be from 1 to {ids.size}, the length of input_ids, got {length}"
-        )
-    return tuple(ids[:length].tolist())
+        return tuple(ids[:length].tolist())
 
+    def _max_new_tokens(self) -> int:
+        value = self._reader.integer("request_output_len")
+        if value is None:
+            name = self._reader.shown_name("request_output_len")
+            raise InvalidArgument(f"a value is required for {name}: it is missing")
+        return value
 
-def _max_new_tokens(reader: TensorReader) -> int:
-    value = reader.integer("request_output_len")
-    if value is None:
-        raise InvalidArgument(
-            f"a value is required for {reader.shown_name('request_output_len')}: it is missing"
-        )
-    return value
+    def _streaming(self) -> bool:
+        streaming = bool(self._reader.boolean("streaming"))
+        if streaming and not self._context.decoupled:
+            raise InvalidArgument(
+                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a "
+                "request: send streaming requests to tensorrt_llm or ensemble"
+            )
+        return streaming
 
+    def _end_ids(self, is_text: bool) -> tuple[int, ...]:
+        """Absent: the defaults, which differ for text and ids. An explicit -1 means none either way."""
+        end_id = self._reader.integer("end_id")
+        if end_id is None:
+            description = self._context.description
+            return description.eos_token_ids if is_text else description.default_end_ids
+        return () if end_id == NO_ID else (end_id,)
 
-def _streaming(reader: TensorReader, context: ServingContext) -> bool:
-    streaming = bool(reader.boolean("streaming"))
-    if streaming and not context.decoupled:
-        raise InvalidArgument(
-            f"{reader.shown_name('streaming')} is true, but this model gives one response to a request: "
-            "send streaming requests to tensorrt_llm or ensemble"
-        )
-    return streaming
+    def _pad_id(self) -> int | None:
+        pad_id = self._reader.integer("pad_id")
+        if pad_id is not None and pad_id < NO_ID:
+            raise InvalidArgument(f"pad_id must be >= -1 (-1: none), got {pad_id}")
+        return None if pad_id == NO_ID else pad_id
 
+    def _stop_words(self, texts: tuple[str, ...]) -> Words:
+        """As ids, and those texts that a beam search has to know as ids."""
+        words = self._word_list("stop_words_list")
+        return words + tuple(ids for text in texts for ids in self._encoder.spellings(text))
 
-def _end_ids(reader: TensorReader, description: EngineDescription, is_text: bool) -> tuple[int, ...]:
-    """Absent: the defaults, which differ for text and ids. An explicit -1 means none either way."""
-    end_id = reader.integer("end_id")
-    if end_id is None:
-        return description.eos_token_ids if is_text else description.default_end_ids
-    return () if end_id == NO_ID else (end_id,)
+    def _bad_words(self) -> Words:
+        words = self._word_list("bad_words_list")
+        texts = [text for text in self._reader.texts("bad_words") if text]
+        return words + tuple(ids for text in texts for ids in self._encoder.spellings(text))
 
+    def _word_list(self, name: str) -> Words:
+        try:
+            array = self._reader.array(name)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{error}. {LAYOUT}") from None
+        return () if array is None else read_word_list(array, self._reader.shown_name(name))
 
-def _pad_id(reader: TensorReader) -> int | None:
-    pad_id = reader.integer("pad_id")
-    if pad_id is not None and pad_id < NO_ID:
-        raise InvalidArgument(f"pad_id must be >= -1 (-1: none), got {pad_id}")
-    return None if pad_id == NO_ID else pad_id
+    def _exclude_input(self) -> bool:
+        value = self._reader.boolean("exclude_input_in_output")
+        return self._context.exclude_input_in_output if value is None else value
 
-
-def _sampling_config(reader: TensorReader) -> SamplingConfig:
-    default = SamplingConfig()
-    temperature = reader.real("temperature")
-    top_k = reader.integer("runtime_top_k")
-    top_p = reader.real("runtime_top_p")
-    seed = reader.integer("random_seed")
-    return SamplingConfig(
-        temperature=default.temperature if temperature is None else temperature,
-        top_k=default.top_k if top_k is None else top_k,
-        # Not max(): NaN has to get through to the check that refuses it.
-        top_p=default.top_p if top_p is None or top_p <= 0 else top_p,
-        random_seed=default.random_seed if seed is None else seed,
-    )
-
-
-def _exclude_input(reader: TensorReader, context: ServingContext) -> bool:
-    value = reader.boolean("exclude_input_in_output")
-    return context.exclude_input_in_output if value is None else value
-
-
-def _validate(request: Request, context: ServingContext, reader: TensorReader, is_text: bool) -> None:
-    try:
-        request.validate(context.description.limits)
-    except InvalidArgument as error:
-        message = reader.in_client_names(str(error))
-        raise InvalidArgument(message.replace("input_ids", "text_input") if is_text else message) from None
+    def _validate(self, request: Request, streaming: bool, is_text: bool) -> None:
+        try:
+            request.validate(self._context.description.limits)
+            if streaming and request.sampling.uses_beams and request.output.return_generation_logits:
+                raise InvalidArgument(
+                    "generation_logits cannot be streamed with beam_width > 1, because beams change: "
+                    "leave streaming or generation_logits out"
+                )
+        except InvalidArgument as error:
+            message = self._reader.in_client_names(str(error))
+            shown = re.sub(r"\binput_ids\b", "text_input", message) if is_text else message
+            raise InvalidArgument(shown) from None

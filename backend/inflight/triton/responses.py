@@ -1,19 +1,19 @@
-"""From a core Response to Triton's InferenceResponse: exactly the requested outputs, in the table's types.
+"""From outputs to Triton's InferenceResponse: exactly the wanted tensors, in the table's types.
 
-Owns shapes and data types of outputs and the codes of errors. Does not know who waits for the response. Runs on
-the sender thread; errors also on the thread that calls execute.
+Owns the data types of outputs and the codes of errors. Does not know who waits for the response. Runs on the
+sender thread; errors also on the thread that calls execute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from inflight.core.response import Result
 from inflight.errors import InflightError
-from inflight.triton.requests import FrontEndOptions
+from inflight.triton.output_arrays import make_array
+from inflight.triton.reply import Output
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensors import OUTPUTS
 
@@ -25,15 +25,14 @@ class ResponseBuilder:
         self._pb_utils = pb_utils
         self._types = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS.specs}
 
-    def outputs(self, result: Result, options: FrontEndOptions, text: str | None) -> Any:
-        """One response of one sequence.
-
-        Args:
-            result: Ids and counts.
-            options: Says which outputs are wanted.
-            text: For text_output; None if there is no text to return.
-        """
-        tensors = [self._tensor(name, value) for name, value in _values(result, options, text)]
+    def outputs(self, outputs: Sequence[Output]) -> Any:
+        """One response, with every tensor that one of its prompts wants."""
+        wanted = frozenset().union(*(output.prompt.options.outputs for output in outputs))
+        tensors = []
+        for name, dtype in self._types.items():
+            array = make_array(name, outputs) if name in wanted else None
+            if array is not None:
+                tensors.append(self._pb_utils.Tensor(name, np.ascontiguousarray(array, dtype)))
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
     def empty(self) -> Any:
@@ -44,29 +43,7 @@ class ResponseBuilder:
         """A response that carries an error and its Triton code."""
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
 
-    def _tensor(self, name: str, value: Sequence[Any]) -> Any:
-        return self._pb_utils.Tensor(name, np.array(value, dtype=self._types[name]))
-
 
 def triton_error(pb_utils: Any, error: InflightError) -> Any:
     """The TritonError of an error of this package."""
     return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
-
-
-def _values(
-    result: Result, options: FrontEndOptions, text: str | None
-) -> Iterator[tuple[str, Sequence[Any]]]:
-    """(name, nested lists) of the wanted outputs; the outer level is the batch of one, then one per beam."""
-    wanted = options.requested_outputs
-    if "output_ids" in wanted:
-        yield "output_ids", [[result.output_token_ids]]
-    if "sequence_length" in wanted:
-        yield "sequence_length", [[len(result.output_token_ids)]]
-    if "text_output" in wanted and text is not None:
-        yield "text_output", [[text.encode("utf-8")]]
-    if "finish_reason" in wanted:
-        yield "finish_reason", [[result.finish_reason.name.encode()]]
-    if "num_input_tokens" in wanted and options.return_num_input_tokens:
-        yield "num_input_tokens", [[result.num_input_tokens]]
-    if "num_output_tokens" in wanted and options.return_num_output_tokens:
-        yield "num_output_tokens", [[result.num_output_tokens]]

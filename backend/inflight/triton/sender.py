@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from inflight.core.response import Response
 from inflight.endpoint.mailbox import Mailbox
 from inflight.errors import Cancelled, InflightError, StepFailed, Unavailable
-from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
+from inflight.triton.in_flight import Arrival, Ending, InFlight
+from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 
 _ERROR_OF_ENDING: dict[Ending, InflightError] = {
     Ending.CLIENT_GONE: Cancelled("the request was cancelled by its client"),
-    Ending.SEND_FAILED: StepFailed("a response could not be sent"),
+    Ending.SEND_FAILED: StepFailed("a response could not be sent"),  # where there is no better reason
     Ending.UNLOAD: Unavailable("the model was unloaded before the request was done"),
 }
 
@@ -27,14 +29,22 @@ _ERROR_OF_ENDING: dict[Ending, InflightError] = {
 class Sender:
     """One thread, from construction to `close`."""
 
-    def __init__(self, in_flight: InFlight, responses: ResponseBuilder, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        in_flight: InFlight,
+        responses: ResponseBuilder,
+        budget: ResponseBudget,
+        log: Callable[[str], None],
+    ) -> None:
         """Args:
         in_flight: Where the clients of responses are found.
         responses: Makes Triton's responses.
+        budget: Knows whether there is room for a response, and gets it back when a request has been answered.
         log: Takes a line about a client that could not be answered.
         """
         self._in_flight = in_flight
         self._responses = responses
+        self._budget = budget
         self._log = log
         self._mailbox = Mailbox()
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
@@ -56,39 +66,56 @@ class Sender:
                 self._deliver(response)
 
     def _deliver(self, response: Response) -> None:
-        take = self._in_flight.finish if response.is_final else self._in_flight.find
-        entry = take(response.request_id)
-        if entry is None or (entry.ending is not Ending.NONE and not response.is_final):
+        arrival = self._in_flight.arrive(response.request_id, response.is_final)
+        if arrival is None:
+            return
+        if response.result is None and not arrival.is_last:
+            # One prompt of a batch has failed: so has the request, and the others work for nobody.
+            self._in_flight.abandon(arrival.entry)
+            arrival = replace(arrival, is_last=True)
+        if arrival.entry.ending is not Ending.NONE and not arrival.is_last:
             return
         try:
-            self._send(entry, response)
+            self._send(arrival, response)
         except Exception as error:
-            self._give_up(entry, response, error)
+            self._give_up(arrival, error)
+        if arrival.is_last:
+            self._budget.release(arrival.entry.ticket)
 
-    def _send(self, entry: InFlightRequest, response: Response) -> None:
-        message = self._message(entry, response)
-        if response.is_final:
-            entry.stream.finish(message)
-        else:
-            entry.stream.send(message)
+    def _send(self, arrival: Arrival, response: Response) -> None:
+        message, stream = self._message(arrival, response), arrival.entry.stream
+        if message is None:
+            if arrival.is_last:
+                stream.finish()
+            return
+        with self._budget.sending(arrival.entry.ticket, message):
+            if arrival.is_last:
+                stream.finish(message)
+            else:
+                stream.send(message)
 
-    def _message(self, entry: InFlightRequest, response: Response) -> Any:
-        result = response.result
+    def _message(self, arrival: Arrival, response: Response) -> Any:
+        """A Triton response; None if there is nothing to send yet."""
+        entry, result = arrival.entry, response.result
         if result is None:
             return self._responses.error(response.error or StepFailed("the engine gave no result"))
         if entry.ending is not Ending.NONE:
-            return self._responses.error(_ERROR_OF_ENDING[entry.ending])
-        text = entry.text.add(result, response.is_final) if entry.text else None
-        return self._responses.outputs(result, entry.options, text)
+            return self._responses.error(entry.send_failure or _ERROR_OF_ENDING[entry.ending])
+        outputs = entry.reply.take(arrival.batch_index, result, arrival.is_last)
+        if not response.is_final and entry.reply.has_just_stopped(arrival.batch_index):
+            self._in_flight.stop_prompt(response.request_id)
+        return self._responses.outputs(outputs) if outputs else None
 
-    def _give_up(self, entry: InFlightRequest, response: Response, error: Exception) -> None:
+    def _give_up(self, arrival: Arrival, error: Exception) -> None:
         """A response could not be made or sent: the client gets an error, and the engine stops working for it."""
-        self._log(f"request {entry.triton_id or entry.engine_id} could not be answered: {error!r}")
-        if not response.is_final:
+        entry = arrival.entry
+        self._log(f"request {entry} could not be answered: {error!r}")
+        failed = error if isinstance(error, InflightError) else StepFailed(f"response not sent: {error!r}")
+        if not arrival.is_last:
+            entry.send_failure = failed
             self._in_flight.cancel(entry, Ending.SEND_FAILED)
             return
-        failed = error if isinstance(error, InflightError) else StepFailed(f"response not sent: {error!r}")
         try:
             entry.stream.finish(self._responses.error(failed))
         except Exception as last:
-            self._log(f"request {entry.triton_id or entry.engine_id} could not be ended: {last!r}")
+            self._log(f"request {entry} could not be ended: {last!r}")

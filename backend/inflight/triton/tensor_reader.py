@@ -1,7 +1,7 @@
 """Reads one Triton request's input tensors by the table's names and turns every surprise into a named error.
 
-Owns shapes, data types, aliases and the refusal of what is declared but not built. Does not know what a request
-does with the values. Runs on the thread that calls execute.
+Owns shapes, data types, aliases, the rows of a batch and the refusal of what is declared but not built. Does not
+know what a request does with the values. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
@@ -61,6 +61,34 @@ class TensorReader:
             if (spec := table.sent_as(tensor.name(), vocabulary)) is not None:
                 self._sent.setdefault(spec.name, []).append(_Sent(tensor.name(), tensor.as_numpy()))
 
+    def rows(self) -> list[TensorReader]:
+        """A reader for each prompt of the batch: row i of every tensor.
+
+        Raises InvalidArgument where tensors differ in their number of rows, which Triton lets nobody send.
+        """
+        sizes = {
+            sent.wire_name: _num_rows(sent.array, self._table[name])
+            for name, found in self._sent.items()
+            for sent in found
+            if sent.array.size
+        }
+        most = max(sizes.values(), default=1)
+        for wire_name, size in sizes.items():
+            if size != most:
+                larger = next(name for name in sizes if sizes[name] == most)
+                raise InvalidArgument(
+                    f"{wire_name} has {size} rows and {larger} has {most}: a batch has one row for each prompt"
+                )
+        return [self] if most == 1 else [self._row(index) for index in range(most)]
+
+    def _row(self, index: int) -> TensorReader:
+        row = TensorReader((), self._table, self._vocabulary)
+        row._sent = {
+            name: [_Sent(sent.wire_name, _row_of(sent.array, self._table[name], index)) for sent in found]
+            for name, found in self._sent.items()
+        }
+        return row
+
     def shown_name(self, name: str) -> str:
         """The name under which this request's client knows the tensor."""
         sent = [one.wire_name for one in self._sent.get(name, ())]
@@ -98,6 +126,11 @@ class TensorReader:
         """A scalar BYTES as UTF-8, None when absent."""
         value = self._scalar(name)
         return None if value is None else decode_utf8(value.item(), self.shown_name(name))
+
+    def texts(self, name: str) -> list[str]:
+        """The elements of a BYTES array as UTF-8, in order; none when absent."""
+        array = self.array(name)
+        return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
     def array(self, name: str) -> np.ndarray | None:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
@@ -145,8 +178,6 @@ def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
     if neutral.rule is NeutralRule.VALUES:
         raw = array.view(np.uint8) if array.dtype == np.bool_ else array
         return bool(np.isin(raw, np.asarray(neutral.values).astype(raw.dtype)).all())
-    if neutral.rule is NeutralRule.NO_WORDS:
-        return array.ndim >= 2 and array.shape[-2] == 2 and bool((array[..., 1, :] == -1).all())
     if neutral.rule is NeutralRule.NO_TEXT:
         return not any(array.ravel())
     return neutral.rule is NeutralRule.ANY
@@ -164,6 +195,19 @@ def decode_utf8(raw: bytes | str, name: str) -> str:
         ) from None
 
 
+def _num_rows(array: np.ndarray, spec: TensorSpec) -> int:
+    """Rows of the batch; 1 for a tensor without that dimension, and for a wrong shape, which fails when read."""
+    if spec.scalar:
+        return array.size
+    return array.shape[0] if array.ndim == len(spec.dims) + 1 else 1
+
+
+def _row_of(array: np.ndarray, spec: TensorSpec, index: int) -> np.ndarray:
+    if not array.size:
+        return array
+    return array.reshape(-1)[index : index + 1] if spec.scalar else array[index : index + 1]
+
+
 def _without_batch(sent: _Sent, spec: TensorSpec) -> np.ndarray:
     array, rank = sent.array, len(spec.dims)
     if array.ndim == rank + 1:
@@ -177,7 +221,7 @@ def _without_batch(sent: _Sent, spec: TensorSpec) -> np.ndarray:
 
 def _batch_refused(sent: _Sent) -> Unsupported:
     return Unsupported(
-        f"{sent.wire_name} has shape {list(sent.array.shape)}: a request carries one prompt. "
+        f"{sent.wire_name} has shape {list(sent.array.shape)}: this takes one at a time. "
         f"Send {sent.array.shape[0]} separate requests; they run in one batch all the same"
     )
 

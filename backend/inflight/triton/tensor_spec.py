@@ -22,7 +22,6 @@ class NeutralRule(Enum):
 
     EMPTY = "leave it out"
     VALUES = "every element is one of `values`"
-    NO_WORDS = "a word list without words: the second row, the end offsets, is all -1"
     NO_TEXT = "every string is empty"
     ANY = "it has no effect beside the other tensors' neutral values"
 
@@ -44,7 +43,6 @@ class Neutral:
             return " or ".join("false" if value is False else f"{value:.10g}" for value in self.values)
         return {
             NeutralRule.EMPTY: "an empty tensor",
-            NeutralRule.NO_WORDS: "[[0], [-1]]",
             NeutralRule.NO_TEXT: '""',
             NeutralRule.ANY: "any value",
         }[self.rule]
@@ -63,6 +61,7 @@ class TensorSpec:
         aliases: Other names of the same tensor.
         text_names: Its names in the text vocabulary, the main one first; none if that has no such tensor.
         neutral: None for a tensor that is built. Otherwise any other value than these is refused.
+        asked_by: Of an output: the input that asks for it; "" for one that always comes.
     """
 
     name: str
@@ -72,6 +71,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
     text_names: tuple[str, ...] = ()
     neutral: Neutral | None = None
+    asked_by: str = ""
 
     @property
     def built(self) -> bool:

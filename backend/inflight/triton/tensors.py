@@ -5,7 +5,7 @@ so that its clients work unchanged; then this project's own. config.pbtxt is gen
 `neutral` value are declared and not built: any other value is refused, never ignored.
 
 Left out, because no model served here could use them: encoder_*, decoder_*, cross_attention_mask,
-skip_cross_attn_blocks, mrope_*, context_phase_params and the output batch_index (a request is one prompt).
+skip_cross_attn_blocks, mrope_* and context_phase_params.
 
 `early_stopping` is INT32 as the specification has it; tensorrtllm_backend declares BOOL and reads an int.
 """
@@ -21,16 +21,9 @@ def _values(*values: float) -> Neutral:
 
 _EMPTY = Neutral(NeutralRule.EMPTY)
 _ZERO = _values(0)
-_FALSE = _values(False)
-_ONE = _values(1)
-_NO_WORDS = Neutral(NeutralRule.NO_WORDS)
 _NO_TEXT = Neutral(NeutralRule.NO_TEXT)
-# Of no effect with a single beam, or beside a tensor that has to be neutral itself.
+# Of no effect beside a tensor that has to be neutral itself.
 _ANY = Neutral(NeutralRule.ANY)
-# Upstream's code defaults to 1, its documentation to 0; both do nothing there, as a first token is a token.
-_MIN_LENGTH_OFF = _values(0, 1)
-# "Off" is 0 in the documentation and 2**30 in TensorRT-LLM's code.
-_NO_REPEAT_OFF = _values(0, 1 << 30)
 
 _PROMPT = (
     TensorSpec("input_ids", "INT32", (-1,), "prompt token ids; or text_input"),
@@ -40,24 +33,18 @@ _PROMPT = (
     TensorSpec("streaming", "BOOL", (), "respond at every iteration instead of once", (), ("stream",)),
     TensorSpec("stop", "BOOL", (), "end the request in flight with this request's id", (), ("stop",)),
     TensorSpec("end_id", "INT32", (), "token that ends the sequence; -1: none", (), ("end_id",)),
-    TensorSpec("pad_id", "INT32", (), "fills ragged outputs; -1: none", (), ("pad_id",)),
+    TensorSpec("pad_id", "INT32", (), "fills ragged outputs; -1 by default", (), ("pad_id",)),
     TensorSpec(
-        "stop_words_list",
-        "INT32",
-        (2, -1),
-        "ids over end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]",
-        neutral=_NO_WORDS,
+        "stop_words_list", "INT32", (2, -1), "ids over end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]; returned"
     ),
-    TensorSpec("bad_words_list", "INT32", (2, -1), "as stop_words_list", neutral=_NO_WORDS),
-    TensorSpec("stop_words", "BYTES", (-1,), "texts that end the output", (), ("stop_words",), _NO_TEXT),
-    TensorSpec("bad_words", "BYTES", (-1,), "texts never to generate", (), ("bad_words",), _NO_TEXT),
-    TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits", neutral=_ZERO),
+    TensorSpec("bad_words_list", "INT32", (2, -1), "as stop_words_list; never generated"),
+    TensorSpec("stop_words", "BYTES", (-1,), "texts that end the output; not returned", (), ("stop_words",)),
+    TensorSpec("bad_words", "BYTES", (-1,), "texts never to generate", (), ("bad_words",)),
+    TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits"),
     TensorSpec(
-        "embedding_bias_words", "BYTES", (-1,), "texts to bias", (), ("embedding_bias_words",), _NO_TEXT
+        "embedding_bias_words", "BYTES", (-1,), "texts whose tokens to bias", (), ("embedding_bias_words",)
     ),
-    TensorSpec(
-        "embedding_bias_weights", "FP32", (-1,), "one per text", (), ("embedding_bias_weights",), _ANY
-    ),
+    TensorSpec("embedding_bias_weights", "FP32", (-1,), "one per text", (), ("embedding_bias_weights",)),
 )
 
 _SAMPLING = (
@@ -67,50 +54,93 @@ _SAMPLING = (
     TensorSpec("runtime_top_k", "INT32", (), "keep the k likeliest; 0: all", (), ("top_k",)),
     TensorSpec("runtime_top_p", "FP32", (), "keep probability p in (0, 1]; <= 0: unset", (), ("top_p",)),
     TensorSpec("random_seed", "UINT64", (), "0 by default", ("seed",), ("seed", "random_seed")),
-    TensorSpec("min_p", "FP32", (), "keep p >= min_p * largest p", (), ("min_p",), _ZERO),
-    TensorSpec("runtime_top_p_min", "FP32", (), "floor of a decaying top_p", neutral=_values(0, 1e-6)),
-    TensorSpec("runtime_top_p_decay", "FP32", (), "top_p's factor per token", neutral=_ONE),
-    TensorSpec("runtime_top_p_reset_ids", "INT32", (), "token that resets top_p", neutral=_values(-1)),
-    TensorSpec("repetition_penalty", "FP32", (), "1: none", (), ("repetition_penalty",), _ONE),
-    TensorSpec("presence_penalty", "FP32", (), "0: none", (), ("presence_penalty",), _ZERO),
-    TensorSpec("frequency_penalty", "FP32", (), "0: none", (), ("frequency_penalty",), _ZERO),
-    TensorSpec("no_repeat_ngram_size", "INT32", (), "0: off", (), ("no_repeat_ngram_size",), _NO_REPEAT_OFF),
+    TensorSpec("min_p", "FP32", (), "keep p >= min_p * largest p", (), ("min_p",)),
+    TensorSpec("runtime_top_p_min", "FP32", (), "floor of a decaying top_p; 1e-6", (), ("top_p_min",)),
+    TensorSpec("runtime_top_p_decay", "FP32", (), "top_p's factor per token; 1", (), ("top_p_decay",)),
+    TensorSpec(
+        "runtime_top_p_reset_ids", "INT32", (), "token that resets top_p; -1: none", (), ("top_p_reset_ids",)
+    ),
+    TensorSpec(
+        "repetition_penalty",
+        "FP32",
+        (),
+        "divides positive and multiplies negative logits of tokens seen; 1: none",
+        (),
+        ("repetition_penalty",),
+    ),
+    TensorSpec(
+        "presence_penalty", "FP32", (), "off the logits of tokens seen; 0: none", (), ("presence_penalty",)
+    ),
+    TensorSpec(
+        "frequency_penalty",
+        "FP32",
+        (),
+        "the same for each time a token was seen; 0: none",
+        (),
+        ("frequency_penalty",),
+    ),
+    TensorSpec(
+        "no_repeat_ngram_size",
+        "INT32",
+        (),
+        "no n-gram twice; 0 or 2**30: off",
+        (),
+        ("no_repeat_ngram_size",),
+    ),
     TensorSpec(
         "min_length",
         "INT32",
         (),
-        "fewest tokens",
+        "no end id before so many tokens; 0",
         ("min_tokens",),
         ("min_tokens", "min_length"),
-        _MIN_LENGTH_OFF,
     ),
 )
 
 _BEAMS = (
-    TensorSpec("beam_width", "INT32", (), "beams of a beam search", (), ("beam_width",), _ONE),
-    TensorSpec("num_return_sequences", "INT32", (), "answers wanted", (), ("num_return_sequences",), _ONE),
-    TensorSpec("len_penalty", "FP32", (), "exponent of a beam's length", (), ("length_penalty",), _ANY),
-    TensorSpec("early_stopping", "INT32", (), "when a beam search ends", (), ("early_stopping",), _ANY),
-    TensorSpec("beam_search_diversity_rate", "FP32", (), "bias per beam index", neutral=_ANY),
+    TensorSpec("beam_width", "INT32", (), "beams of a beam search; 1: none", (), ("beam_width",)),
+    TensorSpec(
+        "num_return_sequences",
+        "INT32",
+        (),
+        "sequences to sample; of beams, how many of the best",
+        (),
+        ("num_return_sequences",),
+    ),
+    TensorSpec("len_penalty", "FP32", (), "exponent of a beam's length; 0", (), ("length_penalty",)),
+    TensorSpec(
+        "early_stopping",
+        "INT32",
+        (),
+        "end with enough beams: 1 at once, 0 if none is better now, other if none can be",
+        (),
+        ("early_stopping",),
+    ),
+    TensorSpec(
+        "beam_search_diversity_rate",
+        "FP32",
+        (),
+        "times a beam's index, added to its candidates' ranks; 0",
+        (),
+        ("beam_search_diversity_rate",),
+    ),
 )
 
 
-def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), built: bool = False) -> TensorSpec:
-    return TensorSpec(name, "BOOL", (), meaning, aliases, (name, *aliases), None if built else _FALSE)
+def _flag(name: str, meaning: str, aliases: tuple[str, ...] = ()) -> TensorSpec:
+    return TensorSpec(name, "BOOL", (), meaning, aliases, (name, *aliases))
 
 
 _WANTED = (
-    _flag("exclude_input_in_output", "leave the prompt out; default: the model's parameter", built=True),
-    _flag("return_num_input_tokens", "adds output num_input_tokens", built=True),
-    _flag("return_num_output_tokens", "adds output num_output_tokens", built=True),
+    _flag("exclude_input_in_output", "leave the prompt out; default: the model's parameter"),
+    _flag("return_num_input_tokens", "adds output num_input_tokens"),
+    _flag("return_num_output_tokens", "adds output num_output_tokens"),
     _flag("return_log_probs", "adds outputs cum_log_probs and output_log_probs"),
     _flag("return_context_logits", "adds output context_logits"),
     _flag("return_generation_logits", "adds output generation_logits"),
     _flag("return_prompt_log_probs", "adds output prompt_log_probs"),
     _flag("return_perf_metrics", "adds times, blocks and draft counts", ("return_kv_cache_reuse_stats",)),
-    TensorSpec(
-        "num_top_log_probs", "INT32", (), "likeliest tokens to report", (), ("num_top_log_probs",), _ZERO
-    ),
+    TensorSpec("num_top_log_probs", "INT32", (), "likeliest tokens to report", (), ("num_top_log_probs",)),
 )
 
 _ADAPTERS = (
@@ -133,15 +163,20 @@ _ADAPTERS = (
 )
 
 _DRAFTS = (
-    TensorSpec("draft_input_ids", "INT32", (-1,), "tokens to verify", neutral=_EMPTY),
-    TensorSpec("draft_logits", "FP32", (-1, -1), "[draft tokens, vocab_size]", neutral=_EMPTY),
-    TensorSpec(
-        "draft_acceptance_threshold", "FP32", (), "accept when p_target / p_draft reaches it", neutral=_ANY
-    ),
+    TensorSpec("draft_input_ids", "INT32", (-1,), "a guess at the first tokens, verified in one pass"),
+    TensorSpec("draft_logits", "FP32", (-1, -1), "[draft tokens, vocab_size] they were drawn from"),
+    TensorSpec("draft_acceptance_threshold", "FP32", (), "accept where p_target / p_draft reaches it"),
     TensorSpec("lookahead_window_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_ngram_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_verification_set_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
-    TensorSpec("prompt_lookup_num_tokens", "INT32", (), "draft tokens taken from the prompt", neutral=_ZERO),
+    TensorSpec(
+        "prompt_lookup_num_tokens",
+        "INT32",
+        (),
+        "most tokens to guess from what came before; 0: off",
+        (),
+        ("prompt_lookup_num_tokens",),
+    ),
 )
 
 
@@ -180,37 +215,50 @@ INPUTS = TensorTable(
 )
 
 
-def _output(name: str, dtype: str, dims: tuple[int, ...], meaning: str, built: bool = False) -> TensorSpec:
+def _output(name: str, dtype: str, dims: tuple[int, ...], meaning: str, asked_by: str = "") -> TensorSpec:
     # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
     text_names = () if name in ("output_ids", "sequence_length") else (name,)
-    return TensorSpec(name, dtype, dims, meaning, (), text_names, None if built else _EMPTY)
+    return TensorSpec(name, dtype, dims, meaning, (), text_names, asked_by=asked_by)
+
+
+def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
+    return _output(name, dtype, (1,), meaning, "return_perf_metrics")
 
 
 OUTPUTS = TensorTable(
     (
-        _output("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens", built=True),
-        _output("sequence_length", "INT32", (-1,), "[beams] ids in this response", built=True),
-        _output("text_output", "BYTES", (-1,), "[beams] text; streaming: the new text", built=True),
-        _output("finish_reason", "BYTES", (-1,), "[beams] NOT_FINISHED, END_ID, LENGTH, …", built=True),
-        _output("num_input_tokens", "INT32", (1,), "prompt tokens", built=True),
-        _output("num_output_tokens", "INT32", (1,), "tokens generated, in this response", built=True),
-        _output("cum_log_probs", "FP32", (-1,), "[beams]"),
-        _output("output_log_probs", "FP32", (-1, -1), "[beams, n]"),
-        _output("top_log_prob_ids", "INT32", (-1, -1, -1), "[beams, n, k]"),
-        _output("top_log_probs", "FP32", (-1, -1, -1), "[beams, n, k]"),
-        _output("prompt_log_probs", "FP32", (-1,), "[prompt tokens]"),
-        _output("context_logits", "FP32", (-1, -1), "[prompt tokens, vocab_size]"),
-        _output("generation_logits", "FP32", (-1, -1, -1), "[beams, n, vocab_size]"),
-        _output("sequence_index", "INT32", (1,), "which of num_return_sequences"),
-        _output("kv_cache_alloc_new_blocks", "INT32", (1,), "with return_perf_metrics"),
-        _output("kv_cache_reused_blocks", "INT32", (1,), "with return_perf_metrics"),
-        _output("kv_cache_alloc_total_blocks", "INT32", (1,), "with return_perf_metrics"),
-        _output("arrival_time_ns", "INT64", (1,), "with return_perf_metrics"),
-        _output("first_scheduled_time_ns", "INT64", (1,), "with return_perf_metrics"),
-        _output("first_token_time_ns", "INT64", (1,), "with return_perf_metrics"),
-        _output("last_token_time_ns", "INT64", (1,), "with return_perf_metrics"),
-        _output("acceptance_rate", "FP32", (1,), "of draft tokens"),
-        _output("total_accepted_draft_tokens", "INT32", (1,), "with return_perf_metrics"),
-        _output("total_draft_tokens", "INT32", (1,), "with return_perf_metrics"),
+        _output("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens"),
+        _output("sequence_length", "INT32", (-1,), "[beams] ids in this response"),
+        _output("text_output", "BYTES", (-1,), "[beams] text; streaming: the new text"),
+        _output("finish_reason", "BYTES", (-1,), "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
+        _output("batch_index", "INT32", (1,), "which prompt of a batch; only then"),
+        _output("sequence_index", "INT32", (1,), "which of num_return_sequences; only then"),
+        _output("num_input_tokens", "INT32", (1,), "prompt tokens", "return_num_input_tokens"),
+        _output(
+            "num_output_tokens",
+            "INT32",
+            (1,),
+            "generated in this response, first beam's",
+            "return_num_output_tokens",
+        ),
+        _output("cum_log_probs", "FP32", (-1,), "[beams] sum so far", "return_log_probs"),
+        _output("output_log_probs", "FP32", (-1, -1), "[beams, n] of generated tokens", "return_log_probs"),
+        _output("top_log_prob_ids", "INT32", (-1, -1, -1), "[beams, n, k]", "num_top_log_probs"),
+        _output("top_log_probs", "FP32", (-1, -1, -1), "[beams, n, k] likeliest first", "num_top_log_probs"),
+        _output("prompt_log_probs", "FP32", (-1,), "[prompt tokens], the first 0", "return_prompt_log_probs"),
+        _output("context_logits", "FP32", (-1, -1), "[prompt tokens, vocab_size]", "return_context_logits"),
+        _output(
+            "generation_logits", "FP32", (-1, -1, -1), "[beams, n, vocab_size]", "return_generation_logits"
+        ),
+        _metric("kv_cache_alloc_new_blocks", "KV blocks taken"),
+        _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
+        _metric("kv_cache_alloc_total_blocks", "both"),
+        _metric("arrival_time_ns", "monotonic clock: it was queued", "INT64"),
+        _metric("first_scheduled_time_ns", "its first iteration began", "INT64"),
+        _metric("first_token_time_ns", "the first token was there", "INT64"),
+        _metric("last_token_time_ns", "the last one was; 0 until then", "INT64"),
+        _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
+        _metric("total_accepted_draft_tokens", "draft tokens accepted"),
+        _metric("total_draft_tokens", "draft tokens verified"),
     )
 )

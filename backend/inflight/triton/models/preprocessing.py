@@ -52,16 +52,13 @@ def _first(*ids: int | None) -> int:
 
 
 def _word_list(reader: TensorReader, name: str, encode: Callable[[str], Sequence[int]]) -> np.ndarray:
-    """Texts as [2, n]: all ids, then the end offset of each word, filled up with -1. No words: [[0], [-1]]."""
-    words = [decode_utf8(word, name) for word in _elements(reader, name)]
-    ids = [encode(word) for word in words if word]
-    flat = [token_id for word in ids for token_id in word]
+    return pack_words([encode(word) for word in reader.texts(name) if word])
+
+
+def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:
+    """[2, n]: all ids, then the end offset of each word, filled up with -1. No words: [[0], [-1]]."""
+    flat = [token_id for word in words for token_id in word]
     if not flat:
         return np.array([[0], [-1]])
-    offsets = np.cumsum([len(word) for word in ids])
+    offsets = np.cumsum([len(word) for word in words if word])
     return np.array([flat, [*offsets, *[-1] * (len(flat) - len(offsets))]])
-
-
-def _elements(reader: TensorReader, name: str) -> list[bytes]:
-    array = reader.array(name)
-    return [] if array is None else array.tolist()

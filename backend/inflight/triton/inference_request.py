@@ -1,0 +1,89 @@
+"""TensorRT-LLM's `InferenceRequest` for those who use GptManager as a library: a map of tensors, and no Triton.
+
+Owns nothing but the map: what its tensors mean is the business of `requests`, as for a served model.
+Specification: Inference Request. Any thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from inflight.core.description import EngineDescription
+from inflight.core.request import ModelLimits, Request
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.triton.requests import ServingContext, convert, wants_stop
+from inflight.triton.tensor_reader import TensorReader
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.triton.text_encoder import NoText
+from inflight.triton.wanted_outputs import Naming
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One request to a GptManager.
+
+    Attributes:
+        request_id: Unique among requests in flight, 0 .. 2**64 - 1.
+        tensors: By the names of docs/tensors.md and in its types. Arrays may come with or without the batch
+            dimension: word lists as [2, n] or [1, 2, n], ids as [n] or [1, n]; scalars as [1, 1], [1] or [].
+    """
+
+    request_id: int
+    tensors: Mapping[str, np.ndarray]
+
+    def to_request(self, limits: ModelLimits) -> Request:
+        """What GetInferenceRequests returns to a GptManager.
+
+        Args:
+            limits: Of the scheduler that the GptManager runs (`Scheduler.limits`).
+
+        Raises:
+            InvalidArgument: A name, type, shape or value is wrong; the message names the tensor.
+            Unsupported: A tensor is not built, or needs a tokenizer: there is none here.
+        """
+        for name in self.tensors:
+            self._check_name(name)
+        reader = TensorReader(
+            [_Tensor(name, array) for name, array in self.tensors.items()], INPUTS, Vocabulary.TOKENS
+        )
+        if wants_stop(reader):
+            raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
+        prompts = convert(reader, _FLAGS_DECIDE, _context(limits), NoText())
+        if len(prompts) > 1:
+            raise InvalidArgument(f"the tensors have {len(prompts)} rows: make an InferenceRequest for each")
+        if prompts[0].options.stop_strings:
+            raise Unsupported("stop_words is text, and there is no tokenizer here: send stop_words_list")
+        return replace(prompts[0].request, request_id=self.request_id)
+
+    def _check_name(self, name: str) -> None:
+        names = [known for known, _ in INPUTS.declared(Vocabulary.TOKENS)]
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidArgument(f"there is no tensor {name!r}{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An InputTensor."""
+
+    wire_name: str
+    array: np.ndarray
+
+    def name(self) -> str:
+        return self.wire_name
+
+    def as_numpy(self) -> np.ndarray:
+        return self.array
+
+
+_FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=False)
+
+
+def _context(limits: ModelLimits) -> ServingContext:
+    return ServingContext(EngineDescription(limits), decoupled=True, exclude_input_in_output=False)

@@ -1,0 +1,203 @@
+"""From outputs to numpy arrays in the table's shapes, by tensor name.
+
+Owns how ragged rows are filled up: ids with the prompt's pad_id (else -1), numbers with 0. One response is an
+array's first dimension however many prompts it holds, then come rows: beams, or sequences. Knows nothing of
+Triton. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from inflight.core.response import PerfMetrics, TopLogProbs
+from inflight.core.tensor import FloatTensor
+from inflight.triton.reply import Output
+
+_NO_PAD = -1
+_Rows = Sequence[Sequence[Any]]
+"""Per prompt, its rows."""
+
+
+def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
+    """The output tensor `name` of one response, [prompts, …]; None if there is nothing to say.
+
+    Types are numpy's choice; KeyError for a name that no table knows.
+    """
+    if name in _OF_METRICS:
+        return _metric(_OF_METRICS[name], outputs)
+    return _MAKERS[name](outputs)
+
+
+def _output_ids(outputs: Sequence[Output]) -> np.ndarray:
+    return _stack([output.result.output_token_ids for output in outputs], _pads(outputs), np.int32)
+
+
+def _sequence_length(outputs: Sequence[Output]) -> np.ndarray:
+    lengths = [[len(ids) for ids in output.result.output_token_ids] for output in outputs]
+    return _table(lengths, 0, np.int32)
+
+
+def _text_output(outputs: Sequence[Output]) -> np.ndarray | None:
+    if any(output.texts is None for output in outputs):
+        return None
+    return _table(
+        [[text.encode("utf-8") for text in output.texts or ()] for output in outputs], b"", np.object_
+    )
+
+
+def _finish_reason(outputs: Sequence[Output]) -> np.ndarray:
+    reasons = [[reason.name.encode() for reason in output.result.finish_reasons] for output in outputs]
+    return _table(reasons, b"", np.object_)
+
+
+def _cum_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    rows = [output.result.cum_log_probs for output in outputs]
+    return None if _all_missing(rows) else _table([row or () for row in rows], 0.0, np.float32)
+
+
+def _output_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    rows = [output.result.log_probs for output in outputs]
+    return None if _all_missing(rows) else _stack([row or () for row in rows], None, np.float32)
+
+
+def _top_log_prob_ids(outputs: Sequence[Output]) -> np.ndarray | None:
+    return _top(outputs, lambda top: top.token_ids, _pads(outputs), np.int32)
+
+
+def _top_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    return _top(outputs, lambda top: top.log_probs, None, np.float32)
+
+
+def _top(
+    outputs: Sequence[Output],
+    part: Callable[[TopLogProbs], Sequence[float]],
+    fills: Sequence[int] | None,
+    dtype: type,
+) -> np.ndarray | None:
+    found = [output.result.top_log_probs for output in outputs]
+    if _all_missing(found):
+        return None
+    width = max(output.prompt.request.output.num_top_log_probs for output in outputs)
+    rows = [[[part(top) for top in row] for row in of_prompt or ()] for of_prompt in found]
+    return _stack(rows, fills, dtype, (width,))
+
+
+def _prompt_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    rows = [output.result.prompt_log_probs for output in outputs]
+    return None if _all_missing(rows) else _stack([[row or ()] for row in rows], None, np.float32)[:, 0]
+
+
+def _context_logits(outputs: Sequence[Output]) -> np.ndarray | None:
+    tensors = [output.result.context_logits for output in outputs]
+    if _all_missing(tensors):
+        return None
+    return _stack_tensors([[tensor] if tensor else [] for tensor in tensors])[:, 0]
+
+
+def _generation_logits(outputs: Sequence[Output]) -> np.ndarray | None:
+    tensors = [output.result.generation_logits for output in outputs]
+    return None if _all_missing(tensors) else _stack_tensors([rows or () for rows in tensors])
+
+
+def _batch_index(outputs: Sequence[Output]) -> np.ndarray:
+    return np.array([[output.batch_index] for output in outputs])
+
+
+def _sequence_index(outputs: Sequence[Output]) -> np.ndarray:
+    return np.array([[output.result.sequence_index] for output in outputs])
+
+
+def _num_input_tokens(outputs: Sequence[Output]) -> np.ndarray:
+    return np.array([[output.result.num_input_tokens] for output in outputs])
+
+
+def _num_output_tokens(outputs: Sequence[Output]) -> np.ndarray:
+    return np.array([[output.result.num_output_tokens[0]] for output in outputs])
+
+
+def _metric(value: Callable[[PerfMetrics], float], outputs: Sequence[Output]) -> np.ndarray | None:
+    metrics = [output.result.perf_metrics for output in outputs]
+    return None if _all_missing(metrics) else np.array([[value(one or PerfMetrics())] for one in metrics])
+
+
+def _acceptance_rate(metrics: PerfMetrics) -> float:
+    drafted = metrics.num_draft_tokens
+    return metrics.num_accepted_draft_tokens / drafted if drafted else 0.0
+
+
+_MAKERS: dict[str, Callable[[Sequence[Output]], np.ndarray | None]] = {
+    "output_ids": _output_ids,
+    "sequence_length": _sequence_length,
+    "text_output": _text_output,
+    "finish_reason": _finish_reason,
+    "batch_index": _batch_index,
+    "sequence_index": _sequence_index,
+    "num_input_tokens": _num_input_tokens,
+    "num_output_tokens": _num_output_tokens,
+    "cum_log_probs": _cum_log_probs,
+    "output_log_probs": _output_log_probs,
+    "top_log_prob_ids": _top_log_prob_ids,
+    "top_log_probs": _top_log_probs,
+    "prompt_log_probs": _prompt_log_probs,
+    "context_logits": _context_logits,
+    "generation_logits": _generation_logits,
+}
+
+_OF_METRICS: dict[str, Callable[[PerfMetrics], float]] = {
+    "kv_cache_alloc_new_blocks": lambda metrics: metrics.num_new_blocks,
+    "kv_cache_reused_blocks": lambda metrics: metrics.num_reused_blocks,
+    "kv_cache_alloc_total_blocks": lambda metrics: metrics.num_new_blocks + metrics.num_reused_blocks,
+    "arrival_time_ns": lambda metrics: metrics.arrival_time_ns,
+    "first_scheduled_time_ns": lambda metrics: metrics.first_scheduled_time_ns,
+    "first_token_time_ns": lambda metrics: metrics.first_token_time_ns,
+    "last_token_time_ns": lambda metrics: metrics.last_token_time_ns,
+    "acceptance_rate": _acceptance_rate,
+    "total_accepted_draft_tokens": lambda metrics: metrics.num_accepted_draft_tokens,
+    "total_draft_tokens": lambda metrics: metrics.num_draft_tokens,
+}
+
+
+def _pads(outputs: Sequence[Output]) -> list[int]:
+    pads = [output.prompt.request.pad_id for output in outputs]
+    return [_NO_PAD if pad is None else pad for pad in pads]
+
+
+def _all_missing(parts: Sequence[object | None]) -> bool:
+    return all(part is None for part in parts)
+
+
+def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
+    """[prompts, rows]."""
+    table = np.full((len(rows), max(map(len, rows))), fill, dtype)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return table
+
+
+def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[int, ...] = ()) -> np.ndarray:
+    """[prompts, rows, longest, *tail]; `fills` has a prompt's filling, without it that is 0."""
+    longest = max((len(row) for of_prompt in rows for row in of_prompt), default=0)
+    stack = np.zeros((len(rows), max(map(len, rows)), longest, *tail), dtype)
+    for index, of_prompt in enumerate(rows):
+        if fills is not None:
+            stack[index] = fills[index]
+        for number, row in enumerate(of_prompt):
+            if len(row):
+                stack[index, number, : len(row)] = row
+    return stack
+
+
+def _stack_tensors(rows: Sequence[Sequence[FloatTensor]]) -> np.ndarray:
+    """[prompts, rows, longest, vocab_size]; a single tensor is not copied."""
+    arrays = [[_as_array(tensor) for tensor in of_prompt] for of_prompt in rows]
+    if len(arrays) == 1 and len(arrays[0]) == 1:
+        return arrays[0][0][np.newaxis, np.newaxis]
+    width = max((array.shape[1] for of_prompt in arrays for array in of_prompt), default=0)
+    return _stack(arrays, None, np.float32, (width,))
+
+
+def _as_array(tensor: FloatTensor) -> np.ndarray:
+    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)

@@ -1,0 +1,211 @@
+"""What goes back for one Triton request: the engine's results in, outputs to be sent out.
+
+A Triton request is one prompt or a batch of them, each an engine request of its own, and each of these has one or
+several sequences. Owns what is held back: results that are gathered because the client wants one response where
+the engine gives several, and whatever comes after a text stop string. Knows neither tensors nor Triton. Belongs to
+the sender thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
+
+from inflight.core.response import Response, Result, merge_responses
+from inflight.core.stop import FinishReason
+from inflight.core.tensor import FloatTensor
+from inflight.triton.completion_text import CompletionText, cut
+from inflight.triton.requests import Prompt
+
+NewText = Callable[[], CompletionText]
+"""Makes the text of one more sequence."""
+
+_T = TypeVar("_T")
+_NO_LOGITS = FloatTensor((0, 0), b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One part of a response: a prompt's sequence, its beams, or all of its sequences.
+
+    Attributes:
+        prompt: What was asked.
+        result: The tokens and what belongs to them, a row for each beam or sequence.
+        texts: Per row, for text_output; None if there is no text.
+        batch_index: Which of the Triton request's prompts it is.
+    """
+
+    prompt: Prompt
+    result: Result
+    texts: tuple[str, ...] | None
+    batch_index: int = 0
+
+
+class PromptReply:
+    """The outputs of one prompt.
+
+    Attributes:
+        has_just_stopped: Whether with the result taken last a stop string has ended the last of its sequences: the
+            engine works for nobody.
+    """
+
+    def __init__(self, prompt: Prompt, new_text: NewText | None, batch_index: int = 0) -> None:
+        """Args:
+        prompt: What was asked.
+        new_text: For its text; None if it has none.
+        batch_index: Which of the Triton request's prompts it is.
+        """
+        self._prompt = prompt
+        self._new_text = new_text
+        self._batch_index = batch_index
+        self._sequences: dict[int, _Sequence] = {}
+        self._num_running = prompt.request.sampling.num_sequences
+        self.has_just_stopped = False
+
+    def take(self, result: Result) -> Output | None:
+        """What `result` gives to be sent; None if nothing, or nothing yet."""
+        sequence = self._sequences.get(result.sequence_index)
+        if sequence is None:
+            text = self._new_text() if self._new_text else None
+            sequence = self._sequences[result.sequence_index] = _Sequence(self._prompt, text)
+        was_stopped = sequence.stopped
+        taken = sequence.take(result)
+        stops = sequence.stopped and not was_stopped
+        self._num_running -= stops
+        self.has_just_stopped = stops and self._num_running == 0
+        return Output(self._prompt, *taken, self._batch_index) if taken else None
+
+
+class Reply:
+    """The outputs of one Triton request."""
+
+    def __init__(self, prompts: Sequence[PromptReply], in_one: bool) -> None:
+        """Args:
+        prompts: In the order of the batch.
+        in_one: Whether the client gets one response, when everything is there.
+        """
+        self._prompts = tuple(prompts)
+        self._in_one = in_one
+        self._held: list[Output] = []
+
+    def take(self, batch_index: int, result: Result, is_last: bool) -> tuple[Output, ...]:
+        """What is to be sent now, as one response; empty if nothing is.
+
+        Args:
+            batch_index: Whose result it is.
+            result: From the engine.
+            is_last: Whether no prompt of this request has another result to come.
+        """
+        output = self._prompts[batch_index].take(result)
+        if not self._in_one:
+            return (output,) if output else ()
+        self._held += [output] if output else []
+        return _joined(self._held) if is_last else ()
+
+    def has_just_stopped(self, batch_index: int) -> bool:
+        """Whether the prompt's last result has made its engine request superfluous."""
+        return self._prompts[batch_index].has_just_stopped
+
+
+class _Sequence:
+    """One sequence, or the beams of one search."""
+
+    def __init__(self, prompt: Prompt, text: CompletionText | None) -> None:
+        self._prompt = prompt
+        self._text = text
+        # The engine streams where text has to be looked at before anyone knows whether it goes on.
+        self._gathers = prompt.request.streaming and not prompt.options.streaming
+        self._gathered: list[tuple[Result, tuple[str, ...] | None]] = []
+        self._stopped_at: Result | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped_at is not None
+
+    def take(self, result: Result) -> tuple[Result, tuple[str, ...] | None] | None:
+        is_last = result.is_sequence_final
+        if self._stopped_at is not None:
+            if not is_last:
+                return None
+            taken = (_after_stop(self._stopped_at, result), None if self._text is None else ("",))
+        else:
+            taken = self._with_text(result)
+        if not self._gathers:
+            return taken
+        self._gathered.append(taken)
+        return self._whole() if is_last else None
+
+    def _with_text(self, result: Result) -> tuple[Result, tuple[str, ...] | None]:
+        if self._text is None:
+            return result, None
+        deltas = self._text.add(result)
+        kept = cut(result, deltas)
+        # Beams run on: what is said of them may be said differently by the next response.
+        if not result.is_cumulative and deltas and all(delta.stopped for delta in deltas):
+            self._stopped_at = kept
+        return kept, tuple(delta.text for delta in deltas)
+
+    def _whole(self) -> tuple[Result, tuple[str, ...] | None]:
+        """Everything gathered, as a request that is not streamed gets it."""
+        result = merge_responses([Response(0, result) for result, _ in self._gathered]).result
+        assert result is not None
+        if result.was_cut_short:
+            return result, None if self._text is None else ("",)
+        request = self._prompt.request
+        if not request.output.exclude_input_from_output:
+            whole = (*request.input_token_ids, *result.output_token_ids[0])
+            result = replace(result, output_token_ids=(whole,))
+        if self._text is None:
+            return result, None
+        return result, ("".join(chain.from_iterable(texts or () for _, texts in self._gathered)),)
+
+
+def _after_stop(stopped_at: Result, last: Result) -> Result:
+    """The last result of a sequence that a stop string had ended before: nothing more, but what it took."""
+    return replace(
+        stopped_at,
+        output_token_ids=((),),
+        num_output_tokens=(0,),
+        finish_reasons=(FinishReason.STOP_WORDS,),
+        log_probs=None if stopped_at.log_probs is None else ((),),
+        top_log_probs=None if stopped_at.top_log_probs is None else ((),),
+        prompt_log_probs=None,
+        context_logits=None,
+        generation_logits=None,
+        perf_metrics=last.perf_metrics,
+    )
+
+
+def _joined(outputs: list[Output]) -> tuple[Output, ...]:
+    """One output for each prompt, its sequences as rows, in order."""
+    of_prompt: dict[int, list[Output]] = {}
+    for output in sorted(outputs, key=lambda one: (one.batch_index, one.result.sequence_index)):
+        of_prompt.setdefault(output.batch_index, []).append(output)
+    return tuple(_as_rows(sequences) for sequences in of_prompt.values())
+
+
+def _as_rows(sequences: list[Output]) -> Output:
+    if len(sequences) == 1:
+        return sequences[0]
+    first, results = sequences[0], [output.result for output in sequences]
+    result = replace(
+        first.result,
+        output_token_ids=tuple(r.output_token_ids[0] for r in results),
+        num_output_tokens=tuple(r.num_output_tokens[0] for r in results),
+        finish_reasons=tuple(r.finish_reasons[0] for r in results),
+        log_probs=_rows([r.log_probs for r in results], ()),
+        cum_log_probs=_rows([r.cum_log_probs for r in results], 0.0),
+        top_log_probs=_rows([r.top_log_probs for r in results], ()),
+        generation_logits=_rows([r.generation_logits for r in results], _NO_LOGITS),
+    )
+    texts = None if first.texts is None else tuple(chain.from_iterable(one.texts or () for one in sequences))
+    return replace(first, result=result, texts=texts)
+
+
+def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
+    """The one row of every part; a sequence that was cut short has none, and nobody has one that nobody wants."""
+    if all(part is None for part in parts):
+        return None
+    return tuple(missing if part is None else part[0] for part in parts)

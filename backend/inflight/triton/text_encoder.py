@@ -1,0 +1,63 @@
+"""Text of requests to token ids: prompts, and the words to ban, to bias or to stop at.
+
+Owns nothing but the choice of the tokenizer. Runs on the thread that calls execute, with the GIL released while a
+text is being tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from inflight.errors import Unsupported
+from inflight.text.tokenizer import Tokenizer
+from inflight.text.words import word_ids
+from inflight.triton.completion_text import TokenizerFinder
+
+Words = tuple[tuple[int, ...], ...]
+
+
+class TextEncoder(Protocol):
+    """What requests need of a tokenizer; every call raises Unsupported where the model has none."""
+
+    def prompt(self, text: str) -> Sequence[int]:
+        """Ids of a prompt, with the special tokens that belong around it."""
+
+    def tokens(self, text: str) -> Sequence[int]:
+        """Ids of a text as it is written, and no special tokens."""
+
+    def spellings(self, word: str) -> Words:
+        """The ids of a word in every way in which it is likely to stand in a text."""
+
+
+class ModelTextEncoder:
+    """The tokenizer of a served model."""
+
+    def __init__(self, tokenizers: TokenizerFinder, engine_directory: str) -> None:
+        self._tokenizers = tokenizers
+        self._engine_directory = engine_directory
+
+    def prompt(self, text: str) -> Sequence[int]:
+        """See TextEncoder."""
+        return self._tokenizer().encode(text, add_special_tokens=True)
+
+    def tokens(self, text: str) -> Sequence[int]:
+        """See TextEncoder."""
+        return self._tokenizer().encode(text, add_special_tokens=False)
+
+    def spellings(self, word: str) -> Words:
+        """See TextEncoder."""
+        return word_ids(self._tokenizer(), word)
+
+    def _tokenizer(self) -> Tokenizer:
+        return self._tokenizers.require(self._engine_directory)
+
+
+class NoText:
+    """For users without a tokenizer: refuses all text."""
+
+    def prompt(self, text: str) -> Sequence[int]:
+        """Raises Unsupported."""
+        raise Unsupported("there is no tokenizer here: send token ids instead of text")
+
+    tokens = spellings = prompt

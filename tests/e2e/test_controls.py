@@ -1,0 +1,346 @@
+"""Every control of how tokens are chosen, over the real server, with transformers to say what is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from inflight.text.tokenizer import Tokenizer
+from tests.models.zoo import ZooModel
+
+from .clients import ask, completion, word_list
+
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
+NUM_TOKENS = 24
+VOCABULARY = 3072
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(PROMPT)
+
+
+class SeenTokens(transformers.LogitsProcessor):
+    """Presence and frequency penalties, which transformers does not have; written out."""
+
+    def __init__(self, presence: float = 0.0, frequency: float = 0.0) -> None:
+        self.presence, self.frequency = presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for token_id in set(input_ids[0].tolist()):
+            count = int((input_ids[0] == token_id).sum())
+            scores[0, token_id] -= self.presence + self.frequency * count
+        return scores
+
+
+def seen(**penalties: float) -> transformers.LogitsProcessorList:
+    return transformers.LogitsProcessorList([SeenTokens(**penalties)])
+
+
+def bias_of(values: dict[int, float]) -> np.ndarray:
+    bias = np.zeros((1, VOCABULARY), np.float32)
+    for token_id, value in values.items():
+        bias[0, token_id] = value
+    return bias
+
+
+@dataclass(frozen=True)
+class Control:
+    """One control: what we are sent, what transformers is told."""
+
+    name: str
+    tensors: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+GREEDY_CONTROLS = [
+    Control("repetition_penalty", {"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    Control("presence_penalty", {"presence_penalty": 3.0}, {"logits_processor": seen(presence=3.0)}),
+    Control("frequency_penalty", {"frequency_penalty": 1.0}, {"logits_processor": seen(frequency=1.0)}),
+    Control("no_repeat_ngram_size", {"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    "control", [pytest.param(one, id=one.name, marks=pytest.mark.covers(one.name)) for one in GREEDY_CONTROLS]
+)
+def test_greedy_tokens_are_those_of_transformers(exact_server, oracle, prompt, control):
+    expected = oracle.generate(tuple(prompt), NUM_TOKENS, **control.options)
+    assert expected != oracle.greedy(tuple(prompt), NUM_TOKENS), "the control has to change something"
+    answer = completion(exact_server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, **control.tensors)
+    assert answer.ids == expected
+
+
+@pytest.mark.covers("end_id")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.covers(name)) for name in ("min_length", "min_tokens")]
+)
+def test_no_end_id_before_min_length(exact_server, oracle, prompt, name):
+    """A stop word is no end id: min_length does not keep it from ending."""
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    end_id = plain[4]
+    expected = oracle.generate(tuple(prompt), NUM_TOKENS, end_id=end_id, min_new_tokens=12)
+    request = {"input_ids": prompt, "request_output_len": NUM_TOKENS}
+    short = completion(exact_server.grpc, end_id=end_id, **request)
+    assert short.ids == plain[: plain.index(end_id)] and short.finish_reason == "END_ID"
+    answer = completion(exact_server.grpc, end_id=end_id, **{name: 12}, **request)
+    assert len(answer.ids) >= 12
+    assert answer.ids == expected[: len(answer.ids)] and end_id not in answer.ids
+    stopped = completion(exact_server.grpc, stop_words_list=word_list([end_id]), **{name: 12}, **request)
+    assert stopped.ids == plain[: plain.index(end_id) + 1] and stopped.finish_reason == "STOP_WORDS"
+
+
+@pytest.mark.covers("bad_words_list")
+def test_bad_words_are_never_generated(exact_server, oracle, prompt):
+    """Alone, and as the last token of a sequence; token 0 like any other."""
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    words = [[plain[3]], [plain[0], plain[1]], [0]]
+    expected = oracle.generate(tuple(prompt), NUM_TOKENS, bad_words_ids=words)
+    assert expected != plain
+    answer = completion(
+        exact_server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, bad_words_list=word_list(*words)
+    )
+    assert answer.ids == expected
+
+
+@pytest.mark.covers("bad_words_list")
+def test_token_zero_can_be_banned(exact_server, oracle, tokenizer):
+    """Upstream cannot; here it is the end of a text, which the demo model comes to soon."""
+    prompt = tokenizer.encode("def f():\n    return 1\n")
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    assert 0 in plain
+    answer = completion(
+        exact_server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, bad_words_list=word_list([0])
+    )
+    assert answer.ids == oracle.generate(tuple(prompt), NUM_TOKENS, bad_words_ids=[[0]])
+
+
+@pytest.mark.covers("embedding_bias")
+def test_a_bias_is_added_to_the_logits(exact_server, oracle, prompt):
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    values = {plain[2]: -4.0, plain[5]: 2.5, 77: 3.0}
+    options = {"sequence_bias": [[[token_id], value] for token_id, value in values.items()]}
+    expected = oracle.generate(tuple(prompt), NUM_TOKENS, **options)
+    assert expected != plain
+    answer = completion(
+        exact_server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, embedding_bias=bias_of(values)
+    )
+    assert answer.ids == expected
+
+
+@pytest.mark.covers("embedding_bias_words", "embedding_bias_weights")
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_words_are_biased_by_every_token_of_theirs(exact_server, oracle, tokenizer, prompt, model):
+    words, weights = [" self", "lines"], [8.0, -3.0]
+    values: dict[int, float] = {}
+    for word, weight in zip(words, weights):
+        for token_id in set(tokenizer.encode(word, add_special_tokens=False)):
+            values[token_id] = values.get(token_id, 0.0) + weight
+    options = {"sequence_bias": [[[token_id], value] for token_id, value in values.items()]}
+    expected = oracle.generate(tuple(prompt), NUM_TOKENS, **options)
+    assert expected != oracle.greedy(tuple(prompt), NUM_TOKENS)
+    length = "max_tokens" if model == "ensemble" else "request_output_len"
+    (answer,) = ask(
+        exact_server.grpc,
+        model,
+        text_input=PROMPT,
+        end_id=-1,
+        exclude_input_in_output=True,
+        embedding_bias_words=words,
+        embedding_bias_weights=weights,
+        **{length: NUM_TOKENS},
+    )
+    assert answer.text == tokenizer.decode([*prompt, *expected])[len(PROMPT) :]
+
+
+@pytest.mark.covers("bad_words")
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_bad_words_as_text(exact_server, oracle, tokenizer, prompt, model):
+    """With and without a space before them: the demo model's vocabulary has other tokens for the two."""
+    plain = tokenizer.decode(oracle.greedy(tuple(prompt), NUM_TOKENS))
+    word = next(word for word in plain.split() if word.isalpha() and len(word) > 2)
+    length = "max_tokens" if model == "ensemble" else "request_output_len"
+    (answer,) = ask(
+        exact_server.grpc,
+        model,
+        text_input=PROMPT,
+        exclude_input_in_output=True,
+        bad_words=[word],
+        **{length: NUM_TOKENS},
+    )
+    assert answer.error is None
+    forbidden = {tuple(tokenizer.encode(f"{space}{word}", add_special_tokens=False)) for space in ("", " ")}
+    assert any(len(ids) == 1 for ids in forbidden)
+    assert word in plain and word not in answer.text.split()
+
+
+# ---------------------------------------------------------------- sampling: what may be drawn
+
+
+def kept(oracle: ZooModel, prompt: list[int], tokens: list[int], *warpers: Any) -> list[bool]:
+    """Whether each of `tokens` is among those that transformers' warpers leave to be drawn."""
+    logits = oracle.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+    for warper in warpers:
+        logits = warper(None, logits.clone())
+    return torch.isfinite(logits[range(len(tokens)), tokens]).tolist()
+
+
+def sampled(server, prompt: list[int], count: int = NUM_TOKENS, **tensors: Any) -> list[int]:
+    given = {"temperature": 1.8, "random_seed": SEED} | tensors
+    return completion(server.grpc, input_ids=prompt, request_output_len=count, **given).ids
+
+
+WARPED = [
+    Control("runtime_top_k", {"runtime_top_k": 3}, {"warper": transformers.TopKLogitsWarper(3)}),
+    Control("runtime_top_p", {"runtime_top_p": 0.4}, {"warper": transformers.TopPLogitsWarper(0.4)}),
+    Control("min_p", {"min_p": 0.25}, {"warper": transformers.MinPLogitsWarper(0.25)}),
+]
+
+
+@pytest.mark.parametrize(
+    "control",
+    [pytest.param(one, id=one.name, marks=pytest.mark.covers(one.name, "temperature")) for one in WARPED],
+)
+def test_what_is_drawn_is_among_what_is_kept(exact_server, oracle, prompt, control):
+    warpers = (transformers.TemperatureLogitsWarper(1.8), control.options["warper"])
+    free = sampled(exact_server, prompt, runtime_top_p=1.0)
+    assert not all(kept(oracle, prompt, free, *warpers)), "without the control others are drawn"
+    tokens = sampled(exact_server, prompt, **control.tensors)
+    assert all(kept(oracle, prompt, tokens, *warpers))
+    assert tokens != oracle.greedy(tuple(prompt), NUM_TOKENS)
+
+
+@pytest.mark.covers("temperature")
+def test_temperature_zero_is_greedy_and_a_low_one_nearly(exact_server, oracle, prompt):
+    greedy = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    assert sampled(exact_server, prompt, runtime_top_k=50, temperature=0.0) == greedy
+    assert sampled(exact_server, prompt, runtime_top_k=50, temperature=0.001) == greedy
+
+
+@pytest.mark.covers("random_seed", "seed")
+def test_the_seed_decides(exact_server, prompt):
+    default = sampled(exact_server, prompt, runtime_top_p=1.0, random_seed=0)
+    request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "temperature": 1.8}
+    assert completion(exact_server.grpc, runtime_top_p=1.0, **request).ids == default
+    assert completion(exact_server.grpc, runtime_top_p=1.0, seed=SEED, **request).ids != default
+    other = completion(exact_server.grpc, runtime_top_p=1.0, seed=SEED, **request).ids
+    assert other == sampled(exact_server, prompt, runtime_top_p=1.0)
+
+
+@pytest.mark.covers("runtime_top_p_decay", "runtime_top_p_min")
+def test_a_top_p_that_has_decayed_to_nothing_is_greedy_and_a_floor_holds_it(exact_server, oracle, prompt):
+    nucleus = {"runtime_top_p": 0.95, "temperature": 1.0}
+    plain = sampled(exact_server, prompt, **nucleus)
+    decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)
+    assert decayed[0] == plain[0]
+    assert decayed[1:] == oracle.greedy((*prompt, decayed[0]), NUM_TOKENS - 1) != plain[1:]
+    floored = sampled(exact_server, prompt, runtime_top_p_decay=0.001, runtime_top_p_min=0.95, **nucleus)
+    assert floored == plain
+
+
+@pytest.mark.covers("runtime_top_p_reset_ids")
+def test_a_reset_id_sets_top_p_back(exact_server, oracle, prompt):
+    """The token after it is the one that is drawn there with the first top_p; then all is greedy again."""
+    nucleus = {"runtime_top_p": 0.95, "temperature": 2.5}
+    decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)
+    reset_at = 3
+    assert decayed.index(decayed[reset_at]) == reset_at
+    tokens = sampled(
+        exact_server,
+        prompt,
+        runtime_top_p_decay=0.001,
+        runtime_top_p_reset_ids=decayed[reset_at],
+        **nucleus,
+    )
+    before = decayed[: reset_at + 1]
+    (drawn,) = sampled(exact_server, [*prompt, *before], 1, **nucleus)
+    assert drawn != decayed[reset_at + 1], "the seed has to draw another token than the likeliest"
+    assert tokens[: reset_at + 2] == [*before, drawn]
+
+
+@pytest.mark.covers("num_return_sequences", "sequence_index", "streaming")
+@pytest.mark.parametrize("streaming", [True, False])
+def test_several_sequences_are_drawn_apart(exact_server, prompt, streaming):
+    request = {"input_ids": prompt, "request_output_len": 8, "runtime_top_p": 1.0, "temperature": 1.5}
+    answers = ask(
+        exact_server.grpc,
+        num_return_sequences=4,
+        streaming=streaming,
+        exclude_input_in_output=True,
+        **request,
+    )
+    sequences: dict[int, list[int]] = {}
+    for answer in answers:
+        sequences.setdefault(answer.outputs["sequence_index"].item(), []).extend(answer.ids)
+    assert sorted(sequences) == [0, 1, 2, 3]
+    assert len({tuple(ids) for ids in sequences.values()}) == 4
+    assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
+    assert sequences[0] == completion(exact_server.grpc, **request).ids
+
+
+# ---------------------------------------------------------------- where the prompt ends, and the output
+
+
+@pytest.mark.covers("input_ids", "input_lengths", "text_input", "request_output_len", "max_tokens", "stop")
+def test_a_prompt_by_ids_by_length_and_by_text_is_one_prompt(exact_server, oracle, tokenizer, prompt):
+    expected = oracle.greedy(tuple(prompt), 8)
+    by_length = completion(
+        exact_server.grpc,
+        input_ids=[*prompt, 5, 6],
+        input_lengths=len(prompt),
+        request_output_len=8,
+        stop=False,
+    )
+    by_text = completion(exact_server.grpc, text_input=PROMPT, request_output_len=8, end_id=-1)
+    (ensemble,) = ask(
+        exact_server.grpc,
+        "ensemble",
+        text_input=PROMPT,
+        max_tokens=8,
+        end_id=-1,
+        exclude_input_in_output=True,
+    )
+    assert by_length.ids == by_text.ids == expected
+    assert ensemble.text == by_text.text == tokenizer.decode([*prompt, *expected])[len(PROMPT) :]
+
+
+@pytest.mark.covers("stop_words_list")
+def test_a_stop_word_ends_and_is_returned_and_not_found_in_the_prompt(exact_server, oracle, prompt):
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    words = word_list([plain[4], plain[5], plain[6]], prompt[-2:], [prompt[-1], plain[0]])
+    answer = completion(
+        exact_server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, stop_words_list=words
+    )
+    assert answer.ids == plain[:7] and answer.finish_reason == "STOP_WORDS"
+
+
+@pytest.mark.covers("stop_words", "text_output")
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_stop_string_ends_the_text_before_it(exact_server, oracle, tokenizer, prompt, model, streaming):
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    whole = tokenizer.decode([*prompt, *plain])[len(PROMPT) :]
+    stop = whole[9:12]
+    names = ("max_tokens", "stream") if model == "ensemble" else ("request_output_len", "streaming")
+    answers = ask(
+        exact_server.grpc,
+        model,
+        text_input=PROMPT,
+        end_id=-1,
+        exclude_input_in_output=True,
+        stop_words=[stop, "never to be seen"],
+        **dict(zip(names, (NUM_TOKENS, streaming))),
+    )
+    assert "".join(answer.text for answer in answers) == whole[: whole.index(stop)]
+    assert answers[-1].finish_reason == "STOP_WORDS" and answers[-1].final
+    if model == "tensorrt_llm":
+        ids = [token_id for answer in answers for token_id in answer.ids]
+        assert ids == plain[: len(ids)]
+        assert stop in tokenizer.decode([*prompt, *ids])[len(PROMPT) :]
+        assert stop not in tokenizer.decode([*prompt, *ids[:-1]])[len(PROMPT) :]

@@ -1,0 +1,217 @@
+"""Every output over the real server: exactly what was asked for, and of the demo model what transformers says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.text.tokenizer import Tokenizer
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import OUTPUTS
+
+from .clients import Answer, ask, completion, infer, unary
+
+# More than one KV block, so that a request finds the blocks of the one before.
+PROMPT = (
+    "import os\nimport sys\n\n\ndef walk(top):\n    for name in os.listdir(top):\n        yield name\n\n" * 3
+)
+NUM_TOKENS = 12
+VOCABULARY = 3072
+TOP = 5
+PLAIN = [5, 6, 7, 8, 9]
+
+LOG_PROBS = ("cum_log_probs", "output_log_probs")
+TOP_LOG_PROBS = ("top_log_prob_ids", "top_log_probs")
+METRICS = [spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"]
+UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    ids = tokenizer.encode(PROMPT)
+    assert len(ids) > 2 * 32
+    return ids
+
+
+def joined(answers: list[Answer], name: str) -> np.ndarray:
+    """The deltas of a stream, one after another."""
+    return np.concatenate([answer.outputs[name] for answer in answers], axis=2)
+
+
+def model_log_probs(oracle, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab_size]: what each of `tokens` was chosen from."""
+    return oracle.logits([*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, "random_seed": 3}
+
+
+@pytest.mark.covers("return_log_probs", "num_top_log_probs", *LOG_PROBS, *TOP_LOG_PROBS)
+@pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_log_probs_are_the_models_own_and_add_up(exact_server, oracle, prompt, controls, streaming):
+    """Before temperature, penalties and what top_p keeps; a stream's are deltas."""
+    answers = ask(
+        exact_server.grpc,
+        input_ids=prompt,
+        request_output_len=NUM_TOKENS,
+        streaming=streaming,
+        exclude_input_in_output=True,
+        return_log_probs=True,
+        num_top_log_probs=TOP,
+        **controls,
+    )
+    tokens = [token for answer in answers for token in answer.ids]
+    exact = model_log_probs(oracle, prompt, tokens)
+    log_probs = joined(answers, "output_log_probs")
+    assert log_probs.shape == (1, 1, NUM_TOKENS)
+    chosen = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(log_probs[0, 0], chosen, atol=1e-4)
+    so_far = 0.0
+    for answer in answers:
+        so_far += answer.outputs["output_log_probs"].sum()
+        np.testing.assert_allclose(answer.outputs["cum_log_probs"], [[so_far]], rtol=1e-5)
+    likeliest = exact.topk(TOP)
+    assert joined(answers, "top_log_prob_ids")[0, 0].tolist() == likeliest.indices.tolist()
+    np.testing.assert_allclose(joined(answers, "top_log_probs")[0, 0], likeliest.values, atol=1e-4)
+
+
+@pytest.mark.covers(
+    "return_prompt_log_probs",
+    "return_context_logits",
+    "return_generation_logits",
+    "prompt_log_probs",
+    "context_logits",
+    "generation_logits",
+)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_logits_are_the_models_own(exact_server, oracle, prompt, streaming):
+    answers = ask(
+        exact_server.grpc,
+        input_ids=prompt,
+        request_output_len=NUM_TOKENS,
+        streaming=streaming,
+        exclude_input_in_output=True,
+        return_prompt_log_probs=True,
+        return_context_logits=True,
+        return_generation_logits=True,
+        repetition_penalty=1.5,
+    )
+    tokens = [token for answer in answers for token in answer.ids]
+    exact = oracle.logits([*prompt, *tokens]).numpy()
+    context = answers[0].outputs["context_logits"]
+    assert context.shape == (1, len(prompt), VOCABULARY)
+    np.testing.assert_allclose(context[0], exact[: len(prompt)], atol=1e-3)
+    with_tokens = [answer for answer in answers if answer.ids]
+    generation = joined(with_tokens, "generation_logits")
+    assert generation.shape == (1, 1, NUM_TOKENS, VOCABULARY)
+    np.testing.assert_allclose(generation[0, 0], exact[len(prompt) - 1 : -1], atol=1e-3)
+    prompt_log_probs = answers[0].outputs["prompt_log_probs"]
+    following = (
+        torch.tensor(exact[: len(prompt) - 1]).log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])
+    )
+    np.testing.assert_allclose(prompt_log_probs, [[0.0, *following[:, 0].tolist()]], atol=1e-4)
+    assert not any({"context_logits", "prompt_log_probs"} & set(answer.outputs) for answer in answers[1:])
+
+
+@pytest.mark.covers(*METRICS[:3], "return_kv_cache_reuse_stats")
+def test_blocks_of_a_prompt_that_comes_again_are_found(exact_server):
+    """128 tokens of prompt fill four blocks; of the second run's last one, one token has to be computed again."""
+    request = {
+        "input_ids": list(range(200, 329)),
+        "request_output_len": 4,
+        "return_kv_cache_reuse_stats": True,
+    }
+    first, second = (completion(exact_server.grpc, **request) for _ in range(2))
+    counts = [
+        tuple(
+            answer.outputs[f"kv_cache_{name}_blocks"].item()
+            for name in ("alloc_new", "reused", "alloc_total")
+        )
+        for answer in (first, second)
+    ]
+    assert counts == [(5, 0, 5), (1, 4, 5)]
+
+
+@pytest.mark.covers("return_perf_metrics", *METRICS)
+def test_times_come_in_the_order_of_what_happened(fake_server):
+    answers = ask(
+        fake_server.grpc, input_ids=PLAIN, request_output_len=5, streaming=True, return_perf_metrics=True
+    )
+    assert all(set(METRICS) <= set(answer.outputs) for answer in answers)
+    names = ("arrival", "first_scheduled", "first_token", "last_token")
+    times = [answers[-1].outputs[f"{name}_time_ns"].item() for name in names]
+    assert times == sorted(times) and times[0] > 0 and len(set(times)) == 4
+    assert times[3] - times[2] >= 4 * 2_000_000 - 1_000_000, "four more steps of 2 ms"
+    assert [answer.outputs["last_token_time_ns"].item() for answer in answers[:-1]] == [0] * (
+        len(answers) - 1
+    )
+
+
+@pytest.mark.covers("return_num_input_tokens", "return_num_output_tokens", "num_input_tokens")
+@pytest.mark.covers("num_output_tokens")
+def test_counts_of_a_stream_add_up(fake_server):
+    answers = ask(
+        fake_server.grpc,
+        input_ids=PLAIN,
+        request_output_len=7,
+        streaming=True,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+    )
+    assert {answer.outputs["num_input_tokens"].item() for answer in answers} == {5}
+    assert sum(answer.outputs["num_output_tokens"].item() for answer in answers) == 7
+
+
+@pytest.mark.covers(*UNASKED)
+def test_unasked_come_four_outputs(fake_server):
+    answer = completion(fake_server.grpc, input_ids=PLAIN, request_output_len=3)
+    assert set(answer.outputs) == UNASKED
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(spec.name, marks=pytest.mark.covers(spec.name)) for spec in OUTPUTS.specs]
+)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
+def test_a_named_output_comes_alone_and_needs_no_flag(fake_server, model, name):
+    request = {"input_ids": PLAIN, "request_output_len": 3}
+    if model == "tensorrt_llm":
+        (answer,) = ask(fake_server.grpc, outputs=[name], **request)
+        assert answer.error is None
+        outputs = answer.outputs
+    else:
+        result = unary(fake_server.grpc, outputs=[name], **request)
+        outputs = {one.name: result.as_numpy(one.name) for one in result.get_response().outputs}
+    assert set(outputs) == {name}
+    assert outputs[name].ndim == len(OUTPUTS[name].dims) + 1
+
+
+@pytest.mark.parametrize("name", [name for name, _ in OUTPUTS.declared(Vocabulary.TEXT)])
+def test_ensemble_has_them_too(fake_server, name):
+    (answer,) = ask(fake_server.grpc, "ensemble", outputs=[name], text_input="def f", max_tokens=3)
+    assert answer.error is None and set(answer.outputs) == {name}
+
+
+def test_a_flag_without_its_output_does_nothing(fake_server):
+    (answer,) = ask(
+        fake_server.grpc,
+        outputs=["output_ids"],
+        input_ids=PLAIN,
+        request_output_len=3,
+        return_log_probs=True,
+        return_perf_metrics=True,
+    )
+    assert set(answer.outputs) == {"output_ids"}
+
+
+def test_what_is_returned_over_http_is_the_same(exact_server, prompt):
+    request = {"input_ids": prompt, "request_output_len": 4, "return_generation_logits": True}
+    request |= {"return_log_probs": True, "num_top_log_probs": 2}
+    over_http, over_grpc = infer(exact_server.http, **request), unary(exact_server.grpc, **request)
+    for name in ("output_ids", "generation_logits", "output_log_probs", "top_log_probs", "cum_log_probs"):
+        assert np.array_equal(over_http.as_numpy(name), over_grpc.as_numpy(name)), name
+    logits = torch.tensor(over_http.as_numpy("generation_logits"))[0, 0]
+    ids = torch.tensor(over_http.as_numpy("output_ids"))[0, 0, -4:].long()
+    chosen = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    np.testing.assert_allclose(over_http.as_numpy("output_log_probs")[0, 0], chosen, atol=1e-5)

@@ -1,0 +1,113 @@
+"""The finder against a search that looks at the whole text again for every character."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from inflight.text.stop_strings import StopStringFinder, StopStrings
+
+# Few letters, so that strings overlap and begin inside of each other.
+TEXTS = st.text("ab🎉", max_size=40)
+STRINGS = st.lists(st.text("ab🎉", max_size=5), max_size=5)
+
+
+def cut_of(text: str, strings: list[str]) -> str | None:
+    """The text before the stop string that ends first, the longest of those; None if there is none."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(string) for string in strings if string and text[:end].endswith(string)]
+        if lengths:
+            return text[: end - max(lengths)]
+    return None
+
+
+def num_held(text: str, strings: list[str]) -> int:
+    """Length of the longest end of `text` that begins a stop string."""
+    lengths = range(len(text), 0, -1)
+    return next((n for n in lengths if any(s.startswith(text[-n:]) for s in strings if s)), 0)
+
+
+def pieces(text: str, sizes: list[int]) -> list[str]:
+    """`text` in pieces of these sizes, and the rest one by one."""
+    parts, position = [], 0
+    for size in [*sizes, *[1] * len(text)]:
+        parts.append(text[position : position + size])
+        position += size
+    return parts
+
+
+def whole(text: str, strings: list[str]) -> tuple[str, bool]:
+    finder = StopStringFinder(StopStrings(strings))
+    shown = finder.add(text)
+    return shown + ("" if finder.stopped else finder.flush()), finder.stopped
+
+
+@given(TEXTS, STRINGS, st.lists(st.integers(0, 6), max_size=10))
+@example("aab", ["aab", "ab"], [])
+@example("aab", ["b", "aab"], [2])
+@example("abab🎉", ["ab🎉"], [])
+def test_it_stops_where_the_first_string_is_complete(text: str, strings: list[str], sizes: list[int]) -> None:
+    finder = StopStringFinder(StopStrings(strings))
+    wanted = cut_of(text, strings)
+    shown = ""
+    for part in pieces(text, sizes):
+        shown += finder.add(part)
+        # Nothing that is shown can be taken back, so a part of the stop string would be noticed here.
+        assert (text if wanted is None else wanted).startswith(shown)
+    assert finder.stopped == (wanted is not None)
+    assert shown + finder.flush() == (text if wanted is None else wanted)
+
+
+@given(TEXTS, STRINGS)
+def test_no_more_is_held_back_than_has_to_be(text: str, strings: list[str]) -> None:
+    finder = StopStringFinder(StopStrings(strings))
+    shown = ""
+    for end in range(1, len(text) + 1):
+        shown += finder.add(text[end - 1])
+        if finder.stopped:
+            return
+        assert len(shown) == end - num_held(text[:end], strings)
+
+
+@pytest.mark.parametrize(
+    ("text", "strings", "shown"),
+    [
+        ("xaab", ["aab", "ab"], "x"),  # end together: the longest
+        ("xaab", ["ab", "aab", "b"], "x"),
+        ("xabcd", ["abcd", "bc"], "xa"),  # ends first, though another began before
+        ("one\n\ntwo", ["\n\n"], "one"),
+        ("你好。吗", ["。"], "你好"),
+        ("e\u0301x", ["\u0301"], "e"),  # code points, whatever they look like together
+        ("aaa", ["aaaa", "aa"], ""),
+    ],
+)
+def test_which_string_counts(text: str, strings: list[str], shown: str) -> None:
+    assert whole(text, strings) == (shown, True)
+
+
+def test_what_was_held_back_comes_in_the_end() -> None:
+    finder = StopStringFinder(StopStrings(["</done>"]))
+    assert [finder.add("ok <"), finder.add("/do"), finder.flush()] == ["ok ", "", "</do"]
+    assert not finder.stopped
+
+
+def test_nothing_comes_after_a_stop() -> None:
+    finder = StopStringFinder(StopStrings(["."]))
+    assert [finder.add("a.b"), finder.add("c"), finder.flush()] == ["a", "", ""]
+
+
+@pytest.mark.parametrize("strings", [[], [""], ["", ""]])
+def test_no_strings_stop_nothing(strings: list[str]) -> None:
+    assert not StopStrings(strings)
+    assert whole("any text", strings) == ("any text", False)
+
+
+def test_repetitions_are_left_out() -> None:
+    assert StopStrings(["b", "a", "", "b"]).strings == ("b", "a")
+
+
+def test_what_is_held_back_does_not_grow_with_the_text() -> None:
+    finder = StopStringFinder(StopStrings(["ab" * 8 + "!"]))
+    shown = sum(len(finder.add("ab")) for _ in range(10_000))
+    assert shown >= 20_000 - 16

@@ -1,0 +1,53 @@
+"""A serving model on a stage: fake Triton requests in front, a fake engine behind."""
+
+from __future__ import annotations
+
+from inflight.core.response import Response
+from inflight.core.stop import FinishReason
+from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
+from inflight.triton.completion_text import TokenizerFinder
+from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.parameters import Role
+from inflight.triton.tensor_spec import Vocabulary
+from tests.triton.factories import FakeEngineClient, make_description, make_parameters, make_result
+from tests.triton.letters import letter_tokenizer
+
+
+class Stage:
+    """A front end with its engine client, its tokenizer of letters and its log."""
+
+    def __init__(
+        self, vocabulary: Vocabulary = Vocabulary.TOKENS, decoupled: bool = True, **parameters: str
+    ) -> None:
+        self.client = FakeEngineClient(make_description(tokenizer_dir="letters"))
+        self.pb_utils = FakePbUtils()
+        self.front_end = FrontEnd(
+            self.pb_utils,
+            self.client,
+            self.client.close,
+            ServingModel(vocabulary, decoupled, make_parameters(Role.FRONT_END, **parameters)),
+            TokenizerFinder(None, lambda directory: letter_tokenizer()),
+        )
+
+    def take(self, request: InferenceRequest) -> ResponseSender:
+        self.front_end.execute([request])
+        return request.sender
+
+    def finish(self, ids: list[int], **result: object) -> None:
+        """The engine's only response to the last request."""
+        response = Response(
+            self.client.last_id, make_result(ids, FinishReason.LENGTH, **result), is_final=True
+        )
+        self.client.respond(response)
+
+
+def error_of(sent: Sent) -> tuple[int, str]:
+    assert sent.response is not None
+    error = sent.response.error()
+    assert error is not None and sent.is_final
+    return error.code(), error.message()
+
+
+def value_of(sent: Sent, name: str) -> object:
+    assert sent.response is not None
+    return sent.response.arrays()[name].ravel().tolist()

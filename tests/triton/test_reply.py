@@ -1,0 +1,252 @@
+"""What is sent when: deltas as they come, answers gathered into one, and nothing after a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from inflight.core.output_config import OutputConfig
+from inflight.core.response import PerfMetrics, Result, TopLogProbs, ended_without_tokens
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason
+from inflight.core.tensor import FloatTensor
+from inflight.text.stop_strings import StopStrings
+from inflight.triton.completion_text import CompletionText
+from inflight.triton.reply import Output, PromptReply, Reply
+from tests.triton.factories import make_beams, make_prompt, make_reply, make_result
+from tests.triton.letters import letter_tokenizer
+
+LENGTH, STOP_WORDS, NOT_FINISHED = FinishReason.LENGTH, FinishReason.STOP_WORDS, FinishReason.NOT_FINISHED
+EXCLUDE = OutputConfig(exclude_input_from_output=True)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(letter_tokenizer().encode(text))
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return letter_tokenizer().decode(ids)
+
+
+def new_text(*stop_strings: str, prompt: str = "", lead: bool = False) -> Callable[[], CompletionText]:
+    strings = StopStrings(stop_strings)
+    return lambda: CompletionText(letter_tokenizer(), ids_of(prompt), prompt, lead, strings)
+
+
+def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> Result:
+    """A result that says how likely each letter was: -1, -2, … by its place in the alphabet."""
+    ids = ids_of(text)
+    log_probs = tuple(-1.0 - token_id for token_id in ids)
+    made = make_result(
+        ids,
+        reason,
+        log_probs=(log_probs,),
+        cum_log_probs=(sum(log_probs),),
+        top_log_probs=(tuple(TopLogProbs((token_id,), (-0.5,)) for token_id in ids),),
+        generation_logits=(FloatTensor((len(ids), 1), bytes(4 * len(ids))),),
+    )
+    return replace(made, **changes)
+
+
+class Talk:
+    """One prompt's replies, taken one after another."""
+
+    def __init__(
+        self,
+        new_text: Callable[[], CompletionText] | None = None,
+        streaming: bool = True,
+        in_one: bool = False,
+        **request: object,
+    ) -> None:
+        request = {"streaming": True, "output": EXCLUDE, "input_token_ids": ids_of("ab")} | request
+        prompt = make_prompt(options={"streaming": streaming}, **request)
+        self.reply = Reply([PromptReply(prompt, new_text)], in_one)
+
+    def take(self, result: Result, is_last: bool | None = None) -> Output | None:
+        is_last = result.is_sequence_final if is_last is None else is_last
+        outputs = self.reply.take(0, result, is_last)
+        return outputs[0] if outputs else None
+
+    def said(self, *results: Result) -> list[tuple[str, tuple[str, ...] | None, str]]:
+        """(ids as text, text, finish reason) of every output."""
+        outputs = [output for result in results if (output := self.take(result))]
+        return [
+            (text_of(o.result.output_token_ids[0]), o.texts, o.result.finish_reasons[0].name) for o in outputs
+        ]
+
+
+def test_deltas_go_on_as_they_come() -> None:
+    talk = Talk(new_text())
+    assert talk.said(delta("c"), delta("de"), delta("", LENGTH)) == [
+        ("c", ("c",), "NOT_FINISHED"),
+        ("de", ("de",), "NOT_FINISHED"),
+        ("", ("",), "LENGTH"),
+    ]
+
+
+def test_no_text_where_there_is_no_tokenizer() -> None:
+    assert Talk().said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
+
+
+def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it() -> None:
+    talk = Talk(new_text("de"))
+    assert talk.said(delta("c"), delta("d"), delta("efg"), delta("h"), delta("i", STOP_WORDS)) == [
+        ("c", ("c",), "NOT_FINISHED"),
+        ("d", ("",), "NOT_FINISHED"),
+        ("e", ("",), "STOP_WORDS"),
+        ("", ("",), "STOP_WORDS"),
+    ]
+
+
+def test_what_comes_with_the_tokens_is_cut_with_them() -> None:
+    talk = Talk(new_text("de"))
+    output = talk.take(delta("cdefg"))
+    assert output is not None
+    result = output.result
+    assert text_of(result.output_token_ids[0]) == "cde" and result.num_output_tokens == (3,)
+    assert result.log_probs == ((-3.0, -4.0, -5.0),)
+    assert result.cum_log_probs == (-12.0,)
+    assert [top.token_ids for top in result.top_log_probs[0]] == [(2,), (3,), (4,)]
+    assert result.generation_logits[0].shape == (3, 1)
+
+
+def test_after_a_stop_string_the_sum_of_log_probs_stays() -> None:
+    """Whatever the engine made of the tokens that nobody sees."""
+    talk = Talk(new_text("de"))
+    talk.take(delta("cdefg"))
+    metrics = PerfMetrics(last_token_time_ns=5)
+    last = talk.take(delta("h", STOP_WORDS, cum_log_probs=(-99.0,), perf_metrics=metrics))
+    assert last is not None
+    assert last.result.cum_log_probs == (-12.0,)
+    assert last.result.log_probs == ((),) and last.result.top_log_probs == ((),)
+    assert last.result.perf_metrics == metrics
+    assert last.result.num_output_tokens == (0,) and last.result.is_sequence_final
+
+
+def test_the_engine_is_told_once_that_nobody_wants_more() -> None:
+    talk = Talk(new_text("d"))
+    told = []
+    for result in (delta("c"), delta("d"), delta("e"), delta("f", STOP_WORDS)):
+        talk.take(result)
+        told.append(talk.reply.has_just_stopped(0))
+    assert told == [False, True, False, False]
+
+
+def test_the_engine_goes_on_until_every_sequence_has_stopped() -> None:
+    talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    told = []
+    for index, text in ((0, "c"), (0, "d"), (1, "c"), (0, "e"), (1, "d")):
+        talk.take(delta(text, sequence_index=index), is_last=False)
+        told.append(talk.reply.has_just_stopped(0))
+    assert told == [False, False, False, False, True]
+
+
+def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:
+    talk = Talk(new_text("d"))
+    talk.take(delta("cd"))
+    last = talk.take(ended_without_tokens(2, FinishReason.CANCELLED))
+    assert last is not None and last.result.finish_reasons == (STOP_WORDS,)
+
+
+@pytest.mark.parametrize("in_one", [True, False], ids=["in one", "decoupled"])
+@pytest.mark.parametrize("exclude", [True, False], ids=["completion", "with the prompt"])
+def test_an_answer_that_is_not_streamed_is_gathered_from_what_the_engine_streams(
+    in_one: bool, exclude: bool
+) -> None:
+    talk = Talk(
+        new_text("ef", prompt="ab", lead=not exclude),
+        streaming=False,
+        in_one=in_one,
+        output=OutputConfig(exclude_input_from_output=exclude),
+    )
+    outputs = [talk.take(result) for result in (delta("c"), delta("de"), delta("fgh"), delta("", STOP_WORDS))]
+    assert outputs[:-1] == [None] * 3
+    (whole,) = outputs[-1:]
+    assert whole is not None
+    prompt = "" if exclude else "ab"
+    assert text_of(whole.result.output_token_ids[0]) == prompt + "cdef"
+    assert whole.texts == (prompt + "cd",)
+    assert whole.result.num_output_tokens == (4,)
+    assert whole.result.finish_reasons == (STOP_WORDS,)
+    assert whole.result.log_probs == ((-3.0, -4.0, -5.0, -6.0),)
+    assert whole.result.generation_logits[0].shape == (4, 1)
+
+
+def test_without_a_stop_string_in_it_the_whole_is_the_plain_answer() -> None:
+    talk = Talk(new_text("xyz"), streaming=False)
+    assert talk.said(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
+
+
+def test_a_gathered_answer_that_is_cut_short_has_no_tokens() -> None:
+    talk = Talk(new_text("x", prompt="ab", lead=True), streaming=False, output=OutputConfig())
+    cancelled = ended_without_tokens(2, FinishReason.CANCELLED)
+    assert talk.said(delta("c"), cancelled) == [("", ("",), "CANCELLED")]
+
+
+def test_sequences_end_apart() -> None:
+    """The first one's stop string is not the second one's."""
+    talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    said = talk.said(
+        delta("cd", sequence_index=0),
+        delta("c", sequence_index=1),
+        delta("x", STOP_WORDS, sequence_index=0),
+        delta("e", LENGTH, sequence_index=1),
+    )
+    assert [ids for ids, *_ in said] == ["cd", "c", "", "e"]
+    assert [reason for *_, reason in said] == ["STOP_WORDS", "NOT_FINISHED", "STOP_WORDS", "LENGTH"]
+
+
+def test_streamed_beams_say_everything_each_time() -> None:
+    talk = Talk(new_text("e"), sampling=SamplingConfig(beam_width=2))
+    first = make_beams(ids_of("cd"), ids_of("ce"), reason=NOT_FINISHED, is_cumulative=True)
+    second = make_beams(ids_of("cfg"), ids_of("cde"), reason=LENGTH, is_cumulative=True)
+    outputs = [talk.take(first), talk.take(second)]
+    assert [output and output.texts for output in outputs] == [("cd", "c"), ("cfg", "cd")]
+    assert outputs[1] is not None and outputs[1].result.finish_reasons == (LENGTH, STOP_WORDS)
+    assert not talk.reply.has_just_stopped(0)
+
+
+def test_sequences_are_rows_of_one_response() -> None:
+    talk = Talk(
+        new_text(), streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=3, top_k=5)
+    )
+    assert talk.take(delta("c", LENGTH, sequence_index=2), is_last=False) is None
+    assert talk.take(delta("de", LENGTH, sequence_index=0), is_last=False) is None
+    output = talk.take(delta("f", FinishReason.END_ID, sequence_index=1), is_last=True)
+    assert output is not None
+    result = output.result
+    assert [text_of(ids) for ids in result.output_token_ids] == ["de", "f", "c"]
+    assert result.finish_reasons == (LENGTH, FinishReason.END_ID, LENGTH)
+    assert result.num_output_tokens == (2, 1, 1)
+    assert result.log_probs == ((-4.0, -5.0), (-6.0,), (-3.0,))
+    assert result.cum_log_probs == (-9.0, -6.0, -3.0)
+    assert [tensor.shape for tensor in result.generation_logits] == [(2, 1), (1, 1), (1, 1)]
+    assert output.texts == ("de", "f", "c")
+
+
+def test_a_sequence_that_was_cut_short_is_an_empty_row() -> None:
+    talk = Talk(streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    talk.take(delta("de", LENGTH, sequence_index=0), is_last=False)
+    output = talk.take(ended_without_tokens(2, FinishReason.CANCELLED, 1), is_last=True)
+    assert output is not None
+    assert output.result.output_token_ids == (ids_of("de"), ())
+    assert output.result.log_probs == ((-4.0, -5.0), ())
+    assert output.result.cum_log_probs == (-9.0, 0.0)
+    assert [tensor.shape[0] for tensor in output.result.generation_logits] == [2, 0]
+
+
+def test_a_batch_in_one_response_is_in_its_order() -> None:
+    reply = make_reply(make_prompt(), make_prompt(), make_prompt(), in_one=True)
+    assert reply.take(2, delta("c", LENGTH), is_last=False) == ()
+    assert reply.take(0, delta("a", LENGTH), is_last=False) == ()
+    outputs = reply.take(1, delta("b", LENGTH), is_last=True)
+    assert [output.batch_index for output in outputs] == [0, 1, 2]
+    assert [text_of(output.result.output_token_ids[0]) for output in outputs] == ["a", "b", "c"]
+
+
+def test_a_batch_that_comes_apart_is_tagged() -> None:
+    reply = make_reply(make_prompt(), make_prompt())
+    (output,) = reply.take(1, delta("b", LENGTH), is_last=False)
+    assert output.batch_index == 1

@@ -1,0 +1,250 @@
+"""How large a response can get, and what is refused for it; /dev/shm is two numbers here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
+from inflight.errors import InvalidArgument, Unavailable
+from inflight.testing.fake_pb_utils import InferenceResponse, Tensor
+from inflight.triton.response_size import (
+    MAX_RESPONSE_BYTES,
+    SMALL_BYTES,
+    ResponseBudget,
+    response_size,
+)
+
+MIB = 1 << 20
+VOCABULARY = 1 << 18  # a row of logits is 1 MiB
+
+
+class Memory:
+    """Numbers for /dev/shm, which count how often they are asked for."""
+
+    def __init__(self, total_mib: int = 64, free_mib: int = 40) -> None:
+        self.total, self.free = total_mib * MIB, free_mib * MIB
+        self.num_asked = 0
+
+    def __call__(self) -> tuple[int, int]:
+        self.num_asked += 1
+        return self.total, self.free
+
+
+def make_request(
+    new: int = 10, prompt: int = 5, sampling: SamplingConfig | None = None, draft: int = 0, **output: object
+) -> Request:
+    return Request(
+        0,
+        tuple(range(prompt)),
+        new,
+        sampling=sampling or SamplingConfig(),
+        output=OutputConfig(exclude_input_from_output=True, **output),
+        draft=ExternalDraft(tuple(range(draft))) if draft else None,
+    )
+
+
+def with_logits(mib: int) -> Request:
+    """A request whose response has so many MiB of logits."""
+    return make_request(new=mib, return_generation_logits=True)
+
+
+def sizes_of(request: Request, streaming: bool = False, in_one: bool = False) -> dict[str, int]:
+    return dict(response_size(request, VOCABULARY, streaming, in_one).outputs)
+
+
+def reserve(budget: ResponseBudget, *requests: Request, streaming: bool = False, in_one: bool = False) -> int:
+    return budget.reserve(requests, VOCABULARY, streaming, in_one)
+
+
+def response_of(mib: int) -> InferenceResponse:
+    return InferenceResponse([Tensor("generation_logits", np.zeros(mib << 18, np.float32))])
+
+
+def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
+    with budget.sending(ticket, response_of(mib)):
+        pass
+
+
+# -------------------------------------------------------------------- how large
+
+
+@pytest.mark.parametrize(
+    ("output", "name", "size"),
+    [
+        ({"return_log_probs": True}, "output_log_probs", 10 * 4),
+        ({"num_top_log_probs": 3}, "top_log_probs", 10 * 3 * (4 + 4)),
+        ({"return_prompt_log_probs": True}, "prompt_log_probs", 5 * 4),
+        ({"return_context_logits": True}, "context_logits", 5 * MIB),
+        ({"return_generation_logits": True}, "generation_logits", 10 * MIB),
+    ],
+)
+def test_an_output_counts_if_it_is_wanted(output: dict[str, object], name: str, size: int) -> None:
+    assert sizes_of(make_request(**output))[name] == size
+    assert sizes_of(make_request())[name] == 0
+
+
+def test_every_beam_that_comes_back_counts() -> None:
+    beams = SamplingConfig(beam_width=4, num_return_sequences=3)
+    assert (
+        sizes_of(make_request(sampling=beams, return_generation_logits=True))["generation_logits"] == 30 * MIB
+    )
+
+
+def test_sequences_count_where_they_come_in_one_response() -> None:
+    request = make_request(
+        sampling=SamplingConfig(num_return_sequences=3),
+        return_generation_logits=True,
+        return_context_logits=True,
+    )
+    apart, together = sizes_of(request), sizes_of(request, in_one=True)
+    assert (apart["generation_logits"], together["generation_logits"]) == (10 * MIB, 30 * MIB)
+    assert apart["context_logits"] == together["context_logits"] == 5 * MIB
+
+
+def test_a_stream_has_no_more_logits_at_a_time_than_are_joined() -> None:
+    long, short = with_logits(1000), with_logits(2)
+    assert sizes_of(long, streaming=True)["generation_logits"] == MAX_JOINED_LOGITS_BYTES
+    assert sizes_of(short, streaming=True)["generation_logits"] == 2 * MIB
+    drafted = make_request(new=100, draft=20, return_generation_logits=True)
+    assert sizes_of(drafted, streaming=True)["generation_logits"] == 21 * MIB  # they come together
+    beams = make_request(sampling=SamplingConfig(beam_width=2), return_generation_logits=True)
+    assert sizes_of(beams, streaming=True)["generation_logits"] == 0
+
+
+def test_the_prompt_counts_where_it_comes_back() -> None:
+    request = Request(0, tuple(range(100)), 10)
+    whole, streamed = sizes_of(request), sizes_of(request, streaming=True)
+    assert whole["output_ids and text"] == 11 * streamed["output_ids and text"]
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+def test_a_small_request_costs_nothing() -> None:
+    memory = Memory(total_mib=0, free_mib=0)
+    budget = ResponseBudget(memory)
+    assert reserve(budget, make_request(new=1000, return_log_probs=True)) == 0
+    send(budget, 0, 1)
+    budget.release(0)
+    assert memory.num_asked == 0
+
+
+def test_the_largest_message_of_grpc() -> None:
+    budget = ResponseBudget(Memory(1 << 20, 1 << 20))
+    most = MAX_RESPONSE_BYTES // MIB
+    assert reserve(budget, with_logits(most - 1))
+    with pytest.raises(
+        InvalidArgument, match=r"2\.00 GiB \(generation_logits 2\.00 GiB\), but a gRPC message"
+    ):
+        reserve(budget, with_logits(most + 1))
+
+
+def test_prompts_of_a_batch_count_together_where_they_come_in_one_response() -> None:
+    budget = ResponseBudget(Memory(1 << 20, 1 << 20))
+    half = with_logits(1100)
+    assert reserve(budget, half, half)
+    with pytest.raises(InvalidArgument, match="2 GiB"):
+        reserve(budget, half, half, in_one=True)
+
+
+def test_lists_are_limited_by_what_crosses_the_endpoint() -> None:
+    budget = ResponseBudget(Memory(1 << 20, 1 << 20))
+    with pytest.raises(InvalidArgument, match=r"at most 256\.0 MiB"):
+        reserve(budget, make_request(new=100_000, num_top_log_probs=1000))
+
+
+def test_more_than_all_of_the_shared_memory_never_works() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        reserve(ResponseBudget(Memory(total_mib=64, free_mib=64)), with_logits(61))
+    for word in (
+        "61.0 MiB",
+        "generation_logits",
+        "64.0 MiB in all",
+        "--shm-size",
+        "130m",
+        "request_output_len",
+    ):
+        assert word in str(caught.value)
+
+
+def test_more_than_is_free_may_work_later() -> None:
+    memory = Memory(total_mib=64, free_mib=40)
+    budget = ResponseBudget(memory)
+    with pytest.raises(Unavailable, match=r"40\.0 MiB are free and 0\.0 MiB may be needed"):
+        reserve(budget, with_logits(37))  # and 4 for the step in which the pool grows
+    memory.free = 41 * MIB + SMALL_BYTES
+    assert reserve(budget, with_logits(37))
+
+
+def test_requests_in_flight_are_remembered_until_they_are_answered() -> None:
+    budget = ResponseBudget(Memory(total_mib=64, free_mib=40))
+    ticket = reserve(budget, with_logits(20))
+    with pytest.raises(Unavailable, match=r"24\.0 MiB may be needed by requests in flight"):
+        reserve(budget, with_logits(25))
+    budget.release(ticket)
+    assert reserve(budget, with_logits(25))
+
+
+def test_requests_of_one_size_share_the_room() -> None:
+    budget = ResponseBudget(Memory(total_mib=64, free_mib=40))
+    tickets = [reserve(budget, with_logits(30)) for _ in range(5)]
+    assert len(set(tickets)) == 5
+
+
+def test_what_has_been_sent_once_fits_again() -> None:
+    memory = Memory(total_mib=64, free_mib=40)
+    budget = ResponseBudget(memory)
+    ticket = reserve(budget, with_logits(30))
+    send(budget, ticket, 30)
+    budget.release(ticket)
+    memory.free = 0  # the pool does not shrink
+    assert reserve(budget, with_logits(30))
+    assert reserve(budget, with_logits(12))
+    with pytest.raises(Unavailable):
+        reserve(budget, with_logits(31))
+
+
+def test_two_tensors_that_fitted_say_nothing_of_one_as_large_as_both() -> None:
+    memory = Memory(total_mib=64, free_mib=60)
+    budget = ResponseBudget(memory)
+    ticket = reserve(budget, with_logits(20))
+    two = InferenceResponse([Tensor(name, np.zeros(10 << 18, np.float32)) for name in ("a", "b")])
+    with budget.sending(ticket, two):
+        pass
+    budget.release(ticket)
+    memory.free = 0
+    assert reserve(budget, with_logits(10))
+    with pytest.raises(Unavailable):
+        reserve(budget, with_logits(20))
+
+
+def test_a_response_is_not_sent_where_the_room_has_gone() -> None:
+    memory = Memory(total_mib=64, free_mib=40)
+    budget = ResponseBudget(memory)
+    ticket = reserve(budget, with_logits(30))
+    memory.free = 0
+    sent = []
+    with pytest.raises(Unavailable, match="--shm-size"), budget.sending(ticket, response_of(30)):
+        sent.append(30)
+    assert not sent
+    send(budget, ticket, 0)  # an error, say, is small
+
+
+def test_a_response_that_could_not_be_sent_is_no_proof_of_room() -> None:
+    memory = Memory(total_mib=64, free_mib=40)
+    budget = ResponseBudget(memory)
+    ticket = reserve(budget, with_logits(30))
+    with pytest.raises(RuntimeError), budget.sending(ticket, response_of(30)):
+        raise RuntimeError("Failed to increase the shared memory pool size")
+    budget.release(ticket)
+    memory.free = 0
+    with pytest.raises(Unavailable):
+        reserve(budget, with_logits(30))
+
+
+def test_the_real_shared_memory_is_looked_at() -> None:
+    assert reserve(ResponseBudget(), with_logits(1))
