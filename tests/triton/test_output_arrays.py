@@ -81,7 +81,7 @@ SAID = {
     "generation_logits": np.arange(10.0).reshape(1, 1, 2, VOCABULARY).tolist(),
     "kv_cache_alloc_new_blocks": [[4]],
     "kv_cache_reused_blocks": [[3]],
-    "kv_cache_alloc_total_blocks": [[7]],
+    "kv_cache_alloc_total_blocks": [[4]],
     "arrival_time_ns": [[1 << 40]],
     "first_scheduled_time_ns": [[11]],
     "first_token_time_ns": [[12]],

@@ -149,7 +149,7 @@ _MAKERS: dict[str, Callable[[Sequence[Output]], np.ndarray | None]] = {
 _OF_METRICS: dict[str, Callable[[PerfMetrics], float]] = {
     "kv_cache_alloc_new_blocks": lambda metrics: metrics.num_new_blocks,
     "kv_cache_reused_blocks": lambda metrics: metrics.num_reused_blocks,
-    "kv_cache_alloc_total_blocks": lambda metrics: metrics.num_new_blocks + metrics.num_reused_blocks,
+    "kv_cache_alloc_total_blocks": lambda metrics: metrics.num_new_blocks,
     "arrival_time_ns": lambda metrics: metrics.arrival_time_ns,
     "first_scheduled_time_ns": lambda metrics: metrics.first_scheduled_time_ns,
     "first_token_time_ns": lambda metrics: metrics.first_token_time_ns,

@@ -252,7 +252,7 @@ OUTPUTS = TensorTable(
         ),
         _metric("kv_cache_alloc_new_blocks", "KV blocks taken"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
-        _metric("kv_cache_alloc_total_blocks", "both"),
+        _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
         _metric("arrival_time_ns", "monotonic clock: it was queued", "INT64"),
         _metric("first_scheduled_time_ns", "its first iteration began", "INT64"),
         _metric("first_token_time_ns", "the first token was there", "INT64"),
