@@ -4,6 +4,7 @@
     >>> client.generate("def main():", max_tokens=20).text
     >>> for delta in client.stream([10, 11, 12], max_tokens=20):
     ...     print(delta.token_ids)
+    >>> client.generate("def main():", beam_width=3, stop_words=["\\n\\n"], return_log_probs=True).sequences
 
 Needs tritonclient and numpy, and nothing of the server's code.
 """
@@ -11,6 +12,15 @@ Needs tritonclient and numpy, and nothing of the server's code.
 from inflight_client.aio import AsyncClient
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
-from inflight_client.results import Completion, Delta
+from inflight_client.results import Completion, Delta, PerfMetrics, Sequence, TopLogProb
 
-__all__ = ["AsyncClient", "Client", "Completion", "Delta", "ServerError"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "Delta",
+    "PerfMetrics",
+    "Sequence",
+    "ServerError",
+    "TopLogProb",
+]

@@ -5,32 +5,48 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
-from inflight_client.results import Completion, Delta
+from inflight_client.results import Completion, Delta, Sequence
 
 _INTERRUPTED = 130  # what shells make of Ctrl-C
+_KEYWORDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "bad_words",
+    "beam_width",
+    "length_penalty",
+    "num_return_sequences",
+    "prompt_lookup_num_tokens",
+    "return_log_probs",
+    "stop_words",
+    "min_length",
+    "end_id",
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Seq[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = _parse(arguments)
     client = Client(options.url, options.model)
     prompt = options.prompt if options.ids is None else options.ids
-    ask = client.stream if options.stream else client.generate
+    keywords = {name: getattr(options, name) for name in _KEYWORDS}
+    as_ids = options.ids is not None
     try:
-        answer = ask(
-            prompt,
-            options.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            end_id=options.end_id,
-        )
-        _print(answer if options.stream else [answer], as_ids=options.ids is not None)
+        if options.stream:
+            _print_stream(client.stream(prompt, options.max_tokens, **keywords), as_ids)
+        else:
+            _print_answers(client.generate(prompt, options.max_tokens, **keywords), as_ids)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
@@ -44,20 +60,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print(deltas: Iterable[Delta | Completion], as_ids: bool) -> None:
+def _print_stream(deltas: Iterable[Delta], as_ids: bool) -> None:
     separator = ""
     for delta in deltas:
         if as_ids and delta.token_ids:
             print(separator, end="")
             separator = ","
-        print(",".join(map(str, delta.token_ids)) if as_ids else delta.text, end="", flush=True)
+        print(_shown(delta, as_ids), end="", flush=True)
+        _print_log_probs(delta)
     print()
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _print_answers(answer: Completion, as_ids: bool) -> None:
+    for index, sequence in enumerate(answer.sequences):
+        number = f"[{index}] " if len(answer.sequences) > 1 else ""
+        print(number + _shown(sequence, as_ids))
+        _print_log_probs(sequence)
+
+
+def _shown(answer: Delta | Sequence, as_ids: bool) -> str:
+    return ",".join(map(str, answer.token_ids)) if as_ids else answer.text
+
+
+def _print_log_probs(answer: Delta | Sequence) -> None:
+    """Where they do not mix with the answer."""
+    if answer.cum_log_prob is not None:
+        each = " ".join(f"{value:.4f}" for value in answer.log_probs)
+        print(f"log_probs {each} sum {answer.cum_log_prob:.4f}", file=sys.stderr)
+
+
+def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m inflight_client", description="Ask the server for text.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt and print what comes")
+    _add_request(generate)
+    _add_choosing(generate)
+    _add_ending(generate)
+    options = parser.parse_args(arguments)
+    if options.stream and (options.num_return_sequences or options.beam_width or 1) > 1:
+        generate.error("--stream shows one answer as it comes: leave out --n and --beam-width")
+    return options
+
+
+def _add_request(generate: argparse.ArgumentParser) -> None:
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", help="the prompt as text")
     prompt.add_argument(
@@ -69,14 +114,44 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     generate.add_argument("--url", default="localhost:8001", help="the server's gRPC port (localhost:8001)")
     generate.add_argument("--model", help="by default ensemble for text and tensorrt_llm for ids")
-    generate.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy")
-    generate.add_argument("--top-k", type=int, help="sample from the k likeliest tokens")
-    generate.add_argument(
-        "--top-p", type=float, help="sample from the likeliest tokens of this total probability"
+
+
+def _add_choosing(generate: argparse.ArgumentParser) -> None:
+    add = generate.add_argument_group("how tokens are chosen").add_argument
+    add("--temperature", type=float, metavar="T", help="divides the logits; 0 is greedy")
+    add("--top-k", type=int, metavar="K", help="sample from the k likeliest tokens")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the likeliest tokens of this total probability",
     )
-    generate.add_argument("--seed", type=int, help="of the random numbers: the same seed, the same answer")
-    generate.add_argument("--end-id", type=int, help="token id that ends the answer; -1 for none")
-    return parser.parse_args(arguments)
+    add("--min-p", type=float, metavar="P", help="leave out what is less likely than P times the likeliest")
+    add("--seed", type=int, metavar="N", help="of the random numbers: the same seed, the same answer")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1: tokens seen are less likely")
+    add("--presence-penalty", type=float, metavar="X", help="taken once from the logits of tokens seen")
+    add("--frequency-penalty", type=float, metavar="X", help="taken for each time a token was seen")
+    add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row occur twice")
+    add("--bad-word", action="append", dest="bad_words", metavar="TEXT", help="never generate it; repeatable")
+    add("--beam-width", type=int, metavar="K", help="search with K beams, and print them, best first")
+    add("--length-penalty", type=float, metavar="X", help="exponent of a beam's length in its score")
+    add("--n", type=int, dest="num_return_sequences", metavar="N", help="how many answers to print")
+    add(
+        "--prompt-lookup",
+        type=int,
+        dest="prompt_lookup_num_tokens",
+        metavar="N",
+        help="guess up to N tokens at a time from what came before: faster where text repeats, never different",
+    )
+    add("--log-probs", action="store_true", default=None, dest="return_log_probs",
+        help="print the tokens' log probabilities to stderr")  # fmt: skip
+
+
+def _add_ending(generate: argparse.ArgumentParser) -> None:
+    add = generate.add_argument_group("where the answer ends").add_argument
+    add("--stop", action="append", dest="stop_words", metavar="TEXT", help="end before it; repeatable")
+    add("--min-length", type=int, metavar="N", help="no end id before N tokens")
+    add("--end-id", type=int, metavar="ID", help="token id that ends the answer; -1 for none")
 
 
 def _ids(text: str) -> list[int]:

@@ -42,19 +42,17 @@ class AsyncClient:
             await connection.close()
 
     async def generate(
-        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Completion:
         """As `Client.generate`; cancelling the task cancels the request."""
-        options["max_tokens"] = max_tokens
-        call = generate_call(prompt, False, options, self._model, request_id)
+        call = self._call(prompt, False, request_id, max_tokens, options)
         return completion([delta async for delta in self._deltas(call)])
 
     def stream(
-        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
         """As `Client.stream`; `aclose()` of the iterator cancels the request."""
-        options["max_tokens"] = max_tokens
-        return self._deltas(generate_call(prompt, True, options, self._model, request_id))
+        return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     async def cancel(self, request_id: str, model: str | None = None) -> None:
         """As `Client.cancel`."""
@@ -62,6 +60,18 @@ class AsyncClient:
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         async for _ in self._deltas(stop_call(model, request_id)):
             pass
+
+    def _call(
+        self,
+        prompt: Prompt,
+        streaming: bool,
+        request_id: str | None,
+        max_tokens: int,
+        options: dict[str, Any],
+    ) -> Call:
+        return generate_call(
+            prompt, streaming, {"max_tokens": max_tokens, **options}, self._model, request_id
+        )
 
     async def _deltas(self, call: Call) -> AsyncIterator[Delta]:
         if self._connection is None:
@@ -74,7 +84,7 @@ class AsyncClient:
                 if error is not None:
                     raise server_error(error, self._url)
                 finished = is_final(result)
-                delta = delta_of(result)
+                delta = delta_of(result, call)
                 if delta is not None:
                     yield delta
             if not finished:

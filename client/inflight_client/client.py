@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
@@ -38,7 +39,7 @@ class Client:
         self._in_flight: set[Call] = set()
 
     def generate(
-        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Completion:
         """The whole answer to `prompt`, a text or a sequence of token ids.
 
@@ -46,24 +47,45 @@ class Client:
             prompt: What to continue.
             max_tokens: Most tokens to generate.
             request_id: Chosen by the caller where `cancel` is to be used; unique among requests in flight.
-            options: temperature, top_k, top_p, seed, end_id; None leaves one to the server.
+            options: None leaves one to the server. docs/tensors.md says what each of them does.
+
+                Choosing tokens: temperature, top_k, top_p, top_p_min, top_p_decay, top_p_reset_id, min_p, seed,
+                repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, min_length;
+                embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0}.
+
+                Ending: end_id, pad_id; stop_words, and bad_words that never come: texts, lists of token ids, or
+                the array that the server takes, [2, n] or [1, 2, n]. What is generated ends before a stop word
+                that is a text, and with one that is ids.
+
+                Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
+                beam_search_diversity_rate.
+
+                Drafts: prompt_lookup_num_tokens; draft_input_ids, draft_logits [n, vocab_size] and
+                draft_acceptance_threshold.
+
+                What comes back beside the answer: return_log_probs, num_top_log_probs, return_prompt_log_probs,
+                return_context_logits, return_generation_logits, return_perf_metrics.
+
+        A text goes to `tensorrt_llm` instead of `ensemble` if it comes with options that `ensemble` has no tensor
+        for: ids, arrays, and log probabilities of beams.
 
         Raises:
             ServerError: The server refuses or loses the request, or cannot be reached.
+            ValueError: A value does not fit its tensor.
+            TypeError: An option is unknown.
         """
-        options["max_tokens"] = max_tokens
-        return completion(self._deltas(generate_call(prompt, False, options, self._model, request_id)))
+        return completion(self._deltas(self._call(prompt, False, request_id, max_tokens, options)))
 
     def stream(
-        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: float | None
+        self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Iterator[Delta]:
         """The answer as it comes. The request is sent when the first delta is asked for.
 
-        Closing the iterator, or leaving a `for` over it, cancels the request. Arguments and errors as in
-        `generate`.
+        A delta adds to those before it of the same `sequence_index`. Those of a beam search are cumulative: each
+        one says all that there is so far, and takes the last one's place. Closing the iterator, or leaving a `for`
+        over it, cancels the request. Arguments and errors as in `generate`.
         """
-        options["max_tokens"] = max_tokens
-        return self._deltas(generate_call(prompt, True, options, self._model, request_id))
+        return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     def cancel(self, request_id: str, model: str | None = None) -> None:
         """End a request in flight, this client's or another's; it gets a last delta, CANCELLED.
@@ -75,6 +97,18 @@ class Client:
         own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         completion(self._deltas(stop_call(model, request_id)))
+
+    def _call(
+        self,
+        prompt: Prompt,
+        streaming: bool,
+        request_id: str | None,
+        max_tokens: int,
+        options: dict[str, Any],
+    ) -> Call:
+        return generate_call(
+            prompt, streaming, {"max_tokens": max_tokens, **options}, self._model, request_id
+        )
 
     def _deltas(self, call: Call) -> Iterator[Delta]:
         responses: Responses = queue.SimpleQueue()
@@ -89,7 +123,7 @@ class Client:
                 request_id=call.request_id,
                 enable_empty_final_response=True,
             )
-            yield from self._until_final(responses)
+            yield from self._until_final(call, responses)
             connection.stop_stream()
         except InferenceServerException as error:
             connection.stop_stream(cancel_requests=True)
@@ -101,12 +135,12 @@ class Client:
             connection.stop_stream(cancel_requests=True)
             connection.close()
 
-    def _until_final(self, responses: Responses) -> Iterator[Delta]:
+    def _until_final(self, call: Call, responses: Responses) -> Iterator[Delta]:
         while True:
             result, error = responses.get()
             if result is None:
                 raise server_error(error, self._url) if error else ServerError("UNKNOWN", "an empty response")
-            delta = delta_of(result)
+            delta = delta_of(result, call)
             if delta is not None:
                 yield delta
             if is_final(result):

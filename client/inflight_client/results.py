@@ -3,41 +3,193 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 NOT_FINISHED = "NOT_FINISHED"
 
 
+class TopLogProb(NamedTuple):
+    """One of the likeliest tokens at some place."""
+
+    token_id: int
+    log_prob: float
+
+
 @dataclass(frozen=True)
-class Delta:
-    """What one response of the server adds. A prompt as text brings text, a prompt as ids brings ids.
+class PerfMetrics:
+    """What a sequence took so far. Times are the server's monotonic clock in nanoseconds; 0 for what is to come.
 
     Attributes:
-        text: The new text.
-        token_ids: The new ids.
+        arrival_time_ns: The request was queued.
+        first_scheduled_time_ns: Its first iteration began.
+        first_token_time_ns: The first token was there.
+        last_token_time_ns: The last token was there.
+        kv_cache_alloc_new_blocks: KV blocks that it took.
+        kv_cache_reused_blocks: KV blocks that it found in the cache.
+        kv_cache_alloc_total_blocks: The same.
+        total_draft_tokens: Draft tokens verified.
+        total_accepted_draft_tokens: Of those, accepted.
+        acceptance_rate: Accepted / verified.
+    """
+
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+    kv_cache_alloc_new_blocks: int = 0
+    kv_cache_reused_blocks: int = 0
+    kv_cache_alloc_total_blocks: int = 0
+    total_draft_tokens: int = 0
+    total_accepted_draft_tokens: int = 0
+    acceptance_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One answer, or the part of it that a delta brings. What was not asked for is empty, or None.
+
+    Attributes:
+        text: Generated text, if the prompt was a text.
+        token_ids: Generated ids, if the prompt was ids.
         finish_reason: NOT_FINISHED up to the last delta; then why generation ended: END_ID, STOP_WORDS, LENGTH,
             TIMED_OUT or CANCELLED.
+        log_probs: Of each generated token. All log probabilities are the model's own, before any option changes
+            them.
+        cum_log_prob: The sum over all tokens so far.
+        top_log_probs: Per generated token, the likeliest ones.
+        generation_logits: [tokens, vocab_size] float32, what each token was chosen from.
+        perf_metrics: Times, KV blocks and draft tokens.
     """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = NOT_FINISHED
+    log_probs: tuple[float, ...] = ()
+    cum_log_prob: float | None = None
+    top_log_probs: tuple[tuple[TopLogProb, ...], ...] = ()
+    generation_logits: np.ndarray | None = field(default=None, compare=False, repr=False)
+    perf_metrics: PerfMetrics | None = None
+
+
+class _OfTheFirst:
+    """The first sequence's values: all there is, unless several were asked for; the best of beams."""
+
+    sequences: tuple[Sequence, ...]
+
+    @property
+    def text(self) -> str:
+        """See Sequence."""
+        return self._first.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """See Sequence."""
+        return self._first.token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """See Sequence."""
+        return self._first.finish_reason
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """See Sequence."""
+        return self._first.log_probs
+
+    @property
+    def cum_log_prob(self) -> float | None:
+        """See Sequence."""
+        return self._first.cum_log_prob
+
+    @property
+    def top_log_probs(self) -> tuple[tuple[TopLogProb, ...], ...]:
+        """See Sequence."""
+        return self._first.top_log_probs
+
+    @property
+    def generation_logits(self) -> np.ndarray | None:
+        """See Sequence."""
+        return self._first.generation_logits
+
+    @property
+    def perf_metrics(self) -> PerfMetrics | None:
+        """See Sequence."""
+        return self._first.perf_metrics
+
+    @property
+    def _first(self) -> Sequence:
+        return self.sequences[0] if self.sequences else Sequence()
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A whole answer, without the prompt. Attributes as in Delta."""
+class Delta(_OfTheFirst):
+    """What one response of the server says.
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
+    It adds to what came before of the same sequence, unless it is cumulative: the beams of a beam search change
+    places as it goes on, so each response says everything anew, best first.
+
+    Attributes:
+        sequences: One; of a beam search, the beams.
+        sequence_index: Which of num_return_sequences it is about.
+        is_cumulative: Whether it takes the place of the last one instead of adding to it.
+        prompt_log_probs: Log probability of each prompt token, the first 0; in a sequence's first delta.
+        context_logits: [prompt tokens, vocab_size] float32; in a sequence's first delta.
+    """
+
+    sequences: tuple[Sequence, ...] = ()
+    sequence_index: int = 0
+    is_cumulative: bool = False
+    prompt_log_probs: tuple[float, ...] = ()
+    context_logits: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Completion(_OfTheFirst):
+    """A whole answer, without the prompt.
+
+    Attributes:
+        sequences: One, or num_return_sequences of them in order, or the beams, best first.
+        prompt_log_probs: Log probability of each prompt token, the first 0.
+        context_logits: [prompt tokens, vocab_size] float32.
+    """
+
+    sequences: tuple[Sequence, ...] = ()
+    prompt_log_probs: tuple[float, ...] = ()
+    context_logits: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 def completion(deltas: Iterable[Delta]) -> Completion:
     """What `deltas` add up to."""
-    deltas = list(deltas)
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.sequence_index, []).append(delta)
+    groups = [by_index[index] for index in sorted(by_index)]
+    everything = [delta for group in groups for delta in group]
     return Completion(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=deltas[-1].finish_reason if deltas else NOT_FINISHED,
+        sequences=tuple(sequence for group in groups for sequence in _sequences(group)),
+        prompt_log_probs=next((delta.prompt_log_probs for delta in everything if delta.prompt_log_probs), ()),
+        context_logits=next((d.context_logits for d in everything if d.context_logits is not None), None),
     )
+
+
+def _sequences(deltas: list[Delta]) -> tuple[Sequence, ...]:
+    """Of the deltas of one sequence, or of one beam search."""
+    last = deltas[-1]
+    if last.is_cumulative or len(last.sequences) != 1:
+        return last.sequences
+    parts = [delta.sequences[0] for delta in deltas]
+    logits = [part.generation_logits for part in parts if part.generation_logits is not None]
+    joined = Sequence(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        finish_reason=parts[-1].finish_reason,
+        log_probs=tuple(value for part in parts for value in part.log_probs),
+        cum_log_prob=parts[-1].cum_log_prob,
+        top_log_probs=tuple(top for part in parts for top in part.top_log_probs),
+        generation_logits=np.concatenate(logits) if logits else None,
+        perf_metrics=parts[-1].perf_metrics,
+    )
+    return (joined,)

@@ -1,13 +1,13 @@
 """Requests as tensors, and responses back from them.
 
-Owns the names: the server's text models and id models call the same things differently. Knows nothing of
-connections. Plain functions, any thread.
+Owns which model is asked and how a response's tensors become a delta. Knows nothing of connections. Plain
+functions, any thread.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,49 +15,42 @@ import numpy as np
 from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import np_to_triton_dtype
 
-from inflight_client.results import Delta
+from inflight_client import results
+from inflight_client.options import PERF_OUTPUTS, Options, as_tensor, read_options
+from inflight_client.results import Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
 # Models that take a text too, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
+_PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True)
-class _Option:
-    """A keyword of `generate` and `stream`, its tensor's name in either kind of model, and its type."""
-
-    text_name: str
-    ids_name: str
-    dtype: type[np.generic]
-
-
-_OPTIONS = {
-    "max_tokens": _Option("max_tokens", "request_output_len", np.int32),
-    "temperature": _Option("temperature", "temperature", np.float32),
-    "top_k": _Option("top_k", "runtime_top_k", np.int32),
-    "top_p": _Option("top_p", "runtime_top_p", np.float32),
-    "seed": _Option("seed", "random_seed", np.uint64),
-    "end_id": _Option("end_id", "end_id", np.int32),
-}
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One request, ready to be sent; equal to itself only."""
+    """One request, ready to be sent; equal to itself only.
+
+    Attributes:
+        model: Who serves it.
+        request_id: Its id, unique among requests in flight.
+        inputs: Its tensors.
+        outputs: What is to come back.
+        is_cumulative: Whether each response says everything anew.
+    """
 
     model: str
     request_id: str
     inputs: list[InferInput]
     outputs: list[InferRequestedOutput]
+    is_cumulative: bool = False
 
 
 def generate_call(
     prompt: Prompt,
     streaming: bool,
-    options: dict[str, float | None],
+    options: Mapping[str, Any],
     model: str | None = None,
     request_id: str | None = None,
 ) -> Call:
@@ -65,52 +58,54 @@ def generate_call(
 
     Raises:
         TypeError: An option is unknown.
-        ValueError: A value does not fit its tensor.
+        ValueError: A value does not fit its tensor, or `model` has no tensor for it.
     """
-    as_text = isinstance(prompt, str)
+    is_text = isinstance(prompt, str)
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise TypeError(f"the prompt must be a text or a sequence of token ids, got {prompt!r}")
-    text_names = as_text and model not in _ENGINE_MODELS
-    inputs = [
-        _tensor("text_input", [prompt.encode()], np.object_)
-        if isinstance(prompt, str)
-        else _tensor("input_ids", prompt, np.int32),
-        _tensor("stream" if text_names else "streaming", [streaming], np.bool_),
-        _tensor("exclude_input_in_output", [True], np.bool_),
-    ]
-    for name, value in options.items():
-        option = _OPTIONS.get(name)
-        if option is None:
-            raise TypeError(f"unknown option {name!r}; there are {', '.join(_OPTIONS)}")
-        if value is not None:
-            inputs.append(_tensor(option.text_name if text_names else option.ids_name, [value], option.dtype))
-    wanted = ("text_output",) if as_text else ("output_ids", "sequence_length")
+    read = read_options(options)
+    model = model or _model_for(is_text, read)
+    by_text_names = is_text and model not in _ENGINE_MODELS
+    if by_text_names and read.only_ids:
+        raise ValueError(f"{model} does not take {read.only_ids[0]}: {IDS_MODEL} does, by text too")
+    ids_outputs = (
+        () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
+    )
+    outputs = (*(("text_output",) if is_text else ()), *ids_outputs, "finish_reason", *read.outputs)
+    tensors = {
+        **_prompt_tensor(prompt),
+        "stream" if by_text_names else "streaming": as_tensor("streaming", [streaming], np.bool_, 1),
+        "exclude_input_in_output": as_tensor("exclude_input_in_output", [True], np.bool_, 1),
+        **(read.text if by_text_names else read.ids),
+    }
     return Call(
-        model=model or (TEXT_MODEL if as_text else IDS_MODEL),
-        request_id=request_id or str(uuid.uuid4()),
-        inputs=inputs,
-        outputs=[InferRequestedOutput(name) for name in (*wanted, "finish_reason")],
+        model,
+        request_id or str(uuid.uuid4()),
+        [_input(name, array) for name, array in tensors.items()],
+        [InferRequestedOutput(name) for name in outputs],
+        is_cumulative=streaming and read.has_beams,
     )
 
 
 def stop_call(model: str, request_id: str) -> Call:
     """The request that ends another one, by its id."""
-    return Call(
-        model, request_id, [_tensor("stop", [True], np.bool_)], [InferRequestedOutput("finish_reason")]
-    )
+    stop = _input("stop", as_tensor("stop", [True], np.bool_, 1))
+    return Call(model, request_id, [stop], [InferRequestedOutput("finish_reason")])
 
 
-def delta_of(result: InferResult) -> Delta | None:
-    """What a response adds; None if it carries nothing but the final flag."""
-    text, ids, length, reason = (
-        result.as_numpy(name) for name in ("text_output", "output_ids", "sequence_length", "finish_reason")
-    )
-    if reason is None:
+def delta_of(result: InferResult, call: Call) -> Delta | None:
+    """What a response says; None if it carries nothing but the final flag."""
+    outputs = _Outputs(result)
+    reasons = outputs.rows("finish_reason")
+    if reasons is None:
         return None
+    index, prompt_log_probs = outputs.rows("sequence_index"), outputs.rows("prompt_log_probs")
     return Delta(
-        text="" if text is None else text.reshape(-1)[0].decode(),
-        token_ids=() if ids is None or length is None else _row(ids, int(length.reshape(-1)[0])),
-        finish_reason=reason.reshape(-1)[0].decode(),
+        sequences=tuple(outputs.sequence(row) for row in range(len(reasons))),
+        sequence_index=0 if index is None else int(index[0]),
+        is_cumulative=call.is_cumulative,
+        prompt_log_probs=() if prompt_log_probs is None else tuple(prompt_log_probs.tolist()),
+        context_logits=outputs.rows("context_logits"),
     )
 
 
@@ -119,22 +114,68 @@ def is_final(result: InferResult) -> bool:
     return result.get_response().parameters["triton_final_response"].bool_param
 
 
-def _row(ids: np.ndarray, length: int) -> tuple[int, ...]:
-    return tuple(ids.reshape(-1)[:length].tolist())
+class _Outputs:
+    """One response's tensors, without their batch dimension: what is left are rows, one for each sequence."""
+
+    def __init__(self, result: InferResult) -> None:
+        self._result = result
+        self._read: dict[str, np.ndarray | None] = {}
+
+    def rows(self, name: str) -> np.ndarray | None:
+        if name not in self._read:
+            array = self._result.as_numpy(name)
+            self._read[name] = None if array is None else array[0]
+        return self._read[name]
+
+    def sequence(self, row: int) -> results.Sequence:
+        lengths, sums = self.rows("sequence_length"), self.rows("cum_log_probs")
+        # Rows are filled up to the longest; without lengths there is one row.
+        length = None if lengths is None else int(lengths[row])
+        text, ids = self._of(row, "text_output"), self._of(row, "output_ids", length)
+        log_probs = self._of(row, "output_log_probs", length)
+        return results.Sequence(
+            text="" if text is None else text.decode(),
+            token_ids=() if ids is None else tuple(ids.tolist()),
+            finish_reason=self._of(row, "finish_reason").decode(),
+            log_probs=() if log_probs is None else tuple(log_probs.tolist()),
+            cum_log_prob=None if sums is None else float(sums[row]),
+            top_log_probs=self._top(row, length),
+            generation_logits=self._of(row, "generation_logits", length),
+            perf_metrics=self._perf_metrics(),
+        )
+
+    def _of(self, row: int, name: str, length: int | None = None) -> Any:
+        rows = self.rows(name)
+        if rows is None:
+            return None
+        return rows[row] if length is None else rows[row][:length]
+
+    def _top(self, row: int, length: int | None) -> tuple[tuple[TopLogProb, ...], ...]:
+        ids, log_probs = self._of(row, "top_log_prob_ids", length), self._of(row, "top_log_probs", length)
+        if ids is None or log_probs is None:
+            return ()
+        pairs = zip(ids.tolist(), log_probs.tolist())
+        return tuple(tuple(TopLogProb(*pair) for pair in zip(*of_token)) for of_token in pairs)
+
+    def _perf_metrics(self) -> PerfMetrics | None:
+        values = {name: rows[0].item() for name in PERF_OUTPUTS if (rows := self.rows(name)) is not None}
+        return PerfMetrics(**values) if values else None
 
 
-def _tensor(name: str, values: Sequence[Any], dtype: type[np.generic]) -> InferInput:
-    """A [1, n] input."""
-    if issubclass(dtype, np.integer):
-        limits = np.iinfo(dtype)
-        for value in values:
-            if not isinstance(value, (int, np.integer)):
-                raise ValueError(
-                    f"{name} must be {'integers' if len(values) > 1 else 'an integer'}, got {value!r}"
-                )
-            if not limits.min <= value <= limits.max:
-                raise ValueError(f"{name} must be in [{limits.min}, {limits.max}], got {value}")
-    array = np.array([values], dtype=dtype)
+def _model_for(is_text: bool, options: Options) -> str:
+    # A text model says nothing of how long each row is, which beams need to be told from what fills them up.
+    ragged = options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
+    return TEXT_MODEL if is_text and not options.only_ids and not ragged else IDS_MODEL
+
+
+def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:
+    if isinstance(prompt, str):
+        return {"text_input": np.array([[prompt.encode()]], dtype=np.object_)}
+    ids = prompt if isinstance(prompt, np.ndarray) else list(prompt)
+    return {"input_ids": as_tensor("input_ids", ids, np.int32, 1)}
+
+
+def _input(name: str, array: np.ndarray) -> InferInput:
     tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
+from tritonclient.utils import (
+    deserialize_bytes_tensor,
+    np_to_triton_dtype,
+    serialize_byte_tensor,
+    triton_to_np_dtype,
+)
 
 PATIENCE_S = 10.0
 
@@ -110,6 +115,21 @@ def response(
     return Response(infer_response=message)
 
 
+def response_of(asked: Asked, final: bool = False, **outputs: np.ndarray) -> Response:
+    """One response with these outputs, batch dimension included."""
+    message = service_pb2.ModelInferResponse(model_name=asked.model, id=asked.request_id)
+    message.parameters["triton_final_response"].bool_param = final
+    for name, array in outputs.items():
+        is_text = array.dtype == np.object_
+        _add(message, name, "BYTES" if is_text else np_to_triton_dtype(array.dtype), array)
+    return Response(infer_response=message)
+
+
+def as_texts(*texts: str) -> np.ndarray:
+    """[1, n] of BYTES."""
+    return np.array([[text.encode() for text in texts]], dtype=np.object_)
+
+
 def _add(message: service_pb2.ModelInferResponse, name: str, datatype: str, array: np.ndarray) -> None:
     message.outputs.add(name=name, datatype=datatype, shape=array.shape)
     raw = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
@@ -120,7 +140,7 @@ def _asked(request: service_pb2.ModelInferRequest) -> Asked:
     values = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents):
         if tensor.datatype == "BYTES":
-            values[tensor.name] = [raw[4:].decode()]  # one string, behind its length
+            values[tensor.name] = [text.decode() for text in deserialize_bytes_tensor(raw)]
         else:
             values[tensor.name] = np.frombuffer(raw, triton_to_np_dtype(tensor.datatype)).tolist()
     return Asked(

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from inflight_client import AsyncClient, Completion, Delta, ServerError
+from inflight_client import AsyncClient, Completion, Delta, Sequence, ServerError
 from tests.client.fake_server import PATIENCE_S, Asked, FakeServer, Refusal, Response, answer_with, response
-from tests.client.test_client import until_stopped
+from tests.client.test_client import delta, until_stopped
 
 
 def test_generate_and_stream(server: FakeServer) -> None:
     async def ask() -> None:
         async with AsyncClient(server.url) as client:
-            assert await client.generate("x", top_k=5) == Completion("abc", (), "LENGTH")
+            assert await client.generate("x", top_k=5) == Completion((Sequence("abc", (), "LENGTH"),))
             server.answer = lambda asked: answer_with(asked, [[5, 6], [7]])
-            deltas = [delta async for delta in client.stream([1, 2])]
-            assert deltas == [Delta("", (5, 6), "NOT_FINISHED"), Delta("", (7,), "LENGTH")]
+            deltas = [one async for one in client.stream([1, 2])]
+            assert deltas == [delta(ids=(5, 6)), delta(ids=(7,), reason="LENGTH")]
 
     asyncio.run(ask())
     text, ids = server.asked
@@ -98,3 +98,14 @@ def test_cancel_ends_a_request_by_its_id(server: FakeServer) -> None:
 
     assert [delta.finish_reason for delta in asyncio.run(ask())] == ["CANCELLED"]
     assert (server.asked[-1].model, server.asked[-1].request_id) == ("tensorrt_llm", "mine")
+
+
+def test_streamed_beams_are_cumulative(server: FakeServer) -> None:
+    server.answer = lambda asked: answer_with(asked, ["a", "ab"])
+
+    async def ask() -> list[Delta]:
+        async with AsyncClient(server.url) as client:
+            return [one async for one in client.stream("x", beam_width=2)]
+
+    assert [(one.text, one.is_cumulative) for one in asyncio.run(ask())] == [("a", True), ("ab", True)]
+    assert server.asked[0].inputs["beam_width"] == [2]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from inflight_client import Client, Completion, Delta, ServerError
+from inflight_client import Client, Completion, Delta, Sequence, ServerError
 from tests.client.fake_server import (
     PATIENCE_S,
     Asked,
@@ -25,6 +25,10 @@ OPTIONS = {"temperature": 0.5, "top_k": 40, "top_p": 0.75, "seed": 2**64 - 1, "e
 @pytest.fixture
 def client(server: FakeServer) -> Client:
     return Client(server.url)
+
+
+def delta(text: str = "", ids: tuple[int, ...] = (), reason: str = "NOT_FINISHED") -> Delta:
+    return Delta((Sequence(text, ids, reason),))
 
 
 def until_stopped(server: FakeServer, asked: Asked) -> Iterator[Response]:
@@ -131,21 +135,21 @@ def test_an_unknown_option_is_an_error(client) -> None:
 def test_a_stream_of_text(server, client, empty_final: bool) -> None:
     server.answer = lambda asked: answer_with(asked, ["Hé", "", "🎉"], "END_ID", empty_final)
     assert list(client.stream("x")) == [
-        Delta("Hé", (), "NOT_FINISHED"),
-        Delta("", (), "NOT_FINISHED"),
-        Delta("🎉", (), "END_ID"),
+        delta("Hé"),
+        delta(""),
+        delta("🎉", reason="END_ID"),
     ]
 
 
 def test_a_stream_of_ids(server, client) -> None:
     server.answer = lambda asked: answer_with(asked, [[5, 6], [7]])
-    assert list(client.stream([1])) == [Delta("", (5, 6), "NOT_FINISHED"), Delta("", (7,), "LENGTH")]
+    assert list(client.stream([1])) == [delta(ids=(5, 6)), delta(ids=(7,), reason="LENGTH")]
 
 
 def test_generate_adds_up(server, client) -> None:
-    assert client.generate("x") == Completion("abc", (), "LENGTH")
+    assert client.generate("x") == Completion((Sequence("abc", (), "LENGTH"),))
     server.answer = lambda asked: answer_with(asked, [[5, 6], [7]], "END_ID")
-    assert client.generate([1]) == Completion("", (5, 6, 7), "END_ID")
+    assert client.generate([1]) == Completion((Sequence("", (5, 6, 7), "END_ID"),))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -242,7 +246,7 @@ def test_one_client_serves_many_threads(server, client) -> None:
 def test_a_text_goes_to_the_engine_s_models_under_their_names(server, model: str) -> None:
     assert Client(server.url, model).generate("x", max_tokens=7, top_k=2).text == "abc"
     (asked,) = server.asked
-    assert (asked.model, asked.outputs) == (model, ["text_output", "finish_reason"])
+    assert (asked.model, asked.outputs) == (model, ["text_output", "sequence_length", "finish_reason"])
     assert set(asked.inputs) == {
         "text_input", "streaming", "exclude_input_in_output", "request_output_len", "runtime_top_k"
     }  # fmt: skip

@@ -4,10 +4,11 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from inflight_client.__main__ import main
-from tests.client.fake_server import PATIENCE_S, FakeServer, answer_with
+from tests.client.fake_server import PATIENCE_S, FakeServer, answer_with, as_texts, response_of
 from tests.client.test_client import until_stopped
 
 
@@ -29,11 +30,61 @@ def test_ids_are_printed_as_they_are_given(server: FakeServer, capsys, stream: l
 
 
 def test_every_option_reaches_the_server(server: FakeServer) -> None:
-    options = ["--temperature=0.5", "--top-k=4", "--top-p=0.75", "--seed=9", "--end-id=2", "--model=other"]
-    main(["generate", "x", "--url", server.url, *options])
+    given = {
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "seed": 9,
+        "end_id": 2,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "no_repeat_ngram_size": 3,
+        "beam_width": 4,
+        "length_penalty": 0.5,
+        "min_length": 6,
+    }
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    words = ["--stop", "end", "--stop=\n", "--bad-word", "no"]
+    more = ["--n=2", "--prompt-lookup=7", "--log-probs", "--model=other"]
+    main(["generate", "x", "--url", server.url, *options, *words, *more])
     asked = server.asked[0]
-    values = [asked.inputs[name][0] for name in ("temperature", "top_k", "top_p", "seed", "end_id")]
-    assert (asked.model, values) == ("other", [0.5, 4, 0.75, 9, 2])
+    assert asked.model == "other"
+    assert {name: asked.inputs[name][0] for name in given} == given
+    assert (asked.inputs["stop_words"], asked.inputs["bad_words"]) == (["end", "\n"], ["no"])
+    assert asked.inputs["num_return_sequences"] == [2]
+    assert asked.inputs["prompt_lookup_num_tokens"] == [7]
+    assert asked.inputs["return_log_probs"] == [True]
+
+
+def test_several_answers_are_numbered(server: FakeServer, capsys) -> None:
+    reasons = as_texts("LENGTH", "END_ID")
+    server.answer = lambda asked: iter(
+        [response_of(asked, final=True, text_output=as_texts("a b", "c"), finish_reason=reasons)]
+    )
+    assert main(["generate", "x", "--url", server.url, "--beam-width=2"]) == 0
+    assert capsys.readouterr().out == "[0] a b\n[1] c\n"
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_log_probs_stand_apart_from_the_answer(server: FakeServer, capsys, stream: list[str]) -> None:
+    server.answer = lambda asked: iter(
+        [
+            response_of(
+                asked,
+                final=True,
+                text_output=as_texts("ab"),
+                finish_reason=as_texts("LENGTH"),
+                output_log_probs=np.array([[[-0.5, -1.0]]], np.float32),
+                cum_log_probs=np.array([[-1.5]], np.float32),
+            )
+        ]
+    )
+    assert main(["generate", "x", "--url", server.url, "--log-probs", *stream]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "ab\n"
+    assert captured.err == "log_probs -0.5000 -1.0000 sum -1.5000\n"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +104,16 @@ def test_errors_are_one_line_and_exit_1(capsys, arguments: list[str], message: s
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["x", "--ids", "1"], ["--ids", "1,two"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["x", "--ids", "1"],
+        ["--ids", "1,two"],
+        ["x", "--stream", "--n=2"],
+        ["x", "--stream", "--beam-width=2"],
+    ],
+)
 def test_arguments_that_make_no_sense_exit_2(capsys, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["generate", *arguments])

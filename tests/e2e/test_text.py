@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 
+import numpy as np
 import pytest
 
 from inflight.text.tokenizer import Tokenizer
@@ -77,13 +78,84 @@ def test_text_ends_at_the_checkpoints_end_id(demo_server):
     assert "<|endoftext|>" not in "".join(answer.text for answer in answers)
 
 
+# The demo model's answer is a docstring and a return; all but one stop string are in it, most across tokens.
+STOPPED_PROMPT = "def read_lines(path):\n"
+STOP_STRINGS = [
+    ["\n"],
+    ["return", "turn"],
+    ["put str", "input stream"],
+    ['"\n  '],
+    ["no such text"],
+    [")", "(path)"],
+]
+
+
+def cut_at(text: str, stops: list[str]) -> str:
+    """Up to the stop string that ends first, the longest of those."""
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        return text
+    return text[: min(min(ends) - len(stop) for stop in stops if text[: min(ends)].endswith(stop))]
+
+
+@pytest.mark.parametrize("stops", STOP_STRINGS)
+def test_text_ends_before_a_stop_string_streamed_or_not(demo_server, stops):
+    body = {"text_input": STOPPED_PROMPT, "max_tokens": 60, "exclude_input_in_output": True}
+    whole = json.loads(curl(demo_server, "ensemble/generate", body))["text_output"]
+    stopped = json.loads(curl(demo_server, "ensemble/generate", {**body, "stop_words": stops}))
+    deltas = events(
+        curl(demo_server, "ensemble/generate_stream", {**body, "stop_words": stops, "stream": True})
+    )
+    assert stopped["text_output"] == cut_at(whole, stops)
+    assert "".join(event["text_output"] for event in deltas) == stopped["text_output"]
+    was_cut = stopped["text_output"] != whole
+    assert (stopped["finish_reason"] == "STOP_WORDS") == was_cut == (stops != ["no such text"])
+    assert deltas[-1]["finish_reason"] == stopped["finish_reason"]
+
+
+def test_the_ids_go_on_to_the_one_that_completes_the_stop_string(demo_server):
+    tokenizer = Tokenizer.from_dir(str(DEMO_MODEL))
+    given = {"text_input": STOPPED_PROMPT, "request_output_len": 60, "exclude_input_in_output": True}
+    stop = np.array([[b"put str"]], dtype=np.object_)
+    streamed = ask(demo_server.grpc, stop_words=stop, streaming=True, **given)
+    ids = [token for answer in streamed for token in answer.ids]
+    assert "put str" in tokenizer.decode(ids) and "put str" not in tokenizer.decode(ids[:-1])
+    whole = infer(demo_server.http, stop_words=stop, **given)
+    assert whole.as_numpy("output_ids").reshape(-1).tolist() == ids
+    assert whole.as_numpy("sequence_length").tolist() == [[len(ids)]]
+
+
+def test_sequences_stop_apart(demo_server):
+    sampled = {"runtime_top_k": 50, "num_return_sequences": 3, "request_output_len": 60}
+    tensors = {name: np.array([[value]], np.int32) for name, value in sampled.items()}
+    given = {"text_input": STOPPED_PROMPT, "exclude_input_in_output": True, **tensors}
+    whole = ask(demo_server.grpc, **given)
+    stops = np.array([[b"return", b"\n\n"]], dtype=np.object_)
+    cut = ask(demo_server.grpc, stop_words=stops, **given)
+
+    def by_sequence(answers):
+        return {a.outputs["sequence_index"].item(): a.text for a in answers if "text_output" in a.outputs}
+
+    wanted = {index: cut_at(text, ["return", "\n\n"]) for index, text in by_sequence(whole).items()}
+    assert by_sequence(cut) == wanted
+    assert len(set(wanted.values())) > 1
+
+
+def test_a_bad_word_never_comes(demo_server):
+    body = {"text_input": STOPPED_PROMPT, "max_tokens": 60, "exclude_input_in_output": True}
+    whole = json.loads(curl(demo_server, "ensemble/generate", body))["text_output"]
+    word = next(word for word in ("return", "input") if word in whole)
+    without = json.loads(curl(demo_server, "ensemble/generate", {**body, "bad_words": [word]}))
+    assert word not in without["text_output"]
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         ({"max_tokens": 4}, ["text_input"]),
         ({"text_input": "a"}, ["max_tokens"]),
         ({"text_input": "a", "max_tokens": 100000}, ["max_tokens"]),
-        ({"text_input": "a", "max_tokens": 4, "beam_width": 3}, ["beam_width", "3"]),
+        ({"text_input": "a", "max_tokens": 4, "beam_width": 3000}, ["beam_width", "3000"]),
         ({"text_input": "a", "max_tokens": 4, "temperature": -2}, ["temperature", "-2"]),
     ],
 )

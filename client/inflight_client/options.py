@@ -1,0 +1,225 @@
+"""The keywords of `generate` and `stream`: which tensors they become, and which outputs they ask for.
+
+Owns the names: the server's text models and id models call the same things differently, and a text model lacks
+some. Knows nothing of connections. Plain functions, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A keyword, and its tensor.
+
+    Attributes:
+        text_name: The tensor's name in a text model; "" if it has none.
+        ids_name: Its name in an id model.
+        dtype: Its type.
+        ndim: Dimensions of its value; 0 for a number.
+        outputs: What comes back for it, if it is set and not 0 or False.
+    """
+
+    text_name: str
+    ids_name: str
+    dtype: type[np.generic]
+    ndim: int = 0
+    outputs: tuple[str, ...] = ()
+
+
+def _number(name: str, dtype: type[np.generic], ids_name: str = "", text_name: str = "") -> _Option:
+    return _Option(text_name or name, ids_name or name, dtype)
+
+
+def _wanted(name: str, *outputs: str, dtype: type[np.generic] = np.bool_) -> _Option:
+    return _Option(name, name, dtype, outputs=outputs)
+
+
+PERF_OUTPUTS = (
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+    "acceptance_rate",
+)
+
+_INT, _FLOAT = np.int32, np.float32
+_OPTIONS = {
+    "max_tokens": _number("max_tokens", _INT, "request_output_len"),
+    "temperature": _number("temperature", _FLOAT),
+    "top_k": _number("top_k", _INT, "runtime_top_k"),
+    "top_p": _number("top_p", _FLOAT, "runtime_top_p"),
+    "top_p_min": _number("top_p_min", _FLOAT, "runtime_top_p_min"),
+    "top_p_decay": _number("top_p_decay", _FLOAT, "runtime_top_p_decay"),
+    "top_p_reset_id": _number("top_p_reset_ids", _INT, "runtime_top_p_reset_ids"),
+    "min_p": _number("min_p", _FLOAT),
+    "seed": _number("seed", np.uint64, "random_seed"),
+    "end_id": _number("end_id", _INT),
+    "pad_id": _number("pad_id", _INT),
+    "min_length": _number("min_length", _INT),
+    "repetition_penalty": _number("repetition_penalty", _FLOAT),
+    "presence_penalty": _number("presence_penalty", _FLOAT),
+    "frequency_penalty": _number("frequency_penalty", _FLOAT),
+    "no_repeat_ngram_size": _number("no_repeat_ngram_size", _INT),
+    "beam_width": _number("beam_width", _INT),
+    "num_return_sequences": _number("num_return_sequences", _INT),
+    "length_penalty": _number("length_penalty", _FLOAT, "len_penalty"),
+    "early_stopping": _number("early_stopping", _INT),
+    "beam_search_diversity_rate": _number("beam_search_diversity_rate", _FLOAT),
+    "prompt_lookup_num_tokens": _number("prompt_lookup_num_tokens", _INT),
+    "draft_input_ids": _Option("", "draft_input_ids", _INT, ndim=1),
+    "draft_logits": _Option("", "draft_logits", _FLOAT, ndim=2),
+    "draft_acceptance_threshold": _Option("", "draft_acceptance_threshold", _FLOAT),
+    "embedding_bias": _Option("", "embedding_bias", _FLOAT, ndim=1),
+    "return_log_probs": _wanted("return_log_probs", "output_log_probs", "cum_log_probs"),
+    "num_top_log_probs": _wanted("num_top_log_probs", "top_log_prob_ids", "top_log_probs", dtype=_INT),
+    "return_prompt_log_probs": _wanted("return_prompt_log_probs", "prompt_log_probs"),
+    "return_context_logits": _wanted("return_context_logits", "context_logits"),
+    "return_generation_logits": _wanted("return_generation_logits", "generation_logits"),
+    "return_perf_metrics": _wanted("return_perf_metrics", *PERF_OUTPUTS),
+}
+_WORDS = ("stop_words", "bad_words")
+_OTHER_NAMES = {"len_penalty": "length_penalty", "min_tokens": "min_length"}
+NAMES = (*_OPTIONS, *_WORDS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of one call, checked.
+
+    Attributes:
+        text: Tensors by their names in a text model.
+        ids: The same by their names in an id model.
+        outputs: The outputs that they ask for.
+        only_ids: Keywords for which a text model has no tensor.
+        has_beams: Whether it is a beam search.
+    """
+
+    text: Tensors
+    ids: Tensors
+    outputs: tuple[str, ...]
+    only_ids: tuple[str, ...]
+    has_beams: bool
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """The keywords of a call; those that are None are left to the server.
+
+    Raises:
+        TypeError: A keyword is unknown.
+        ValueError: A value does not fit its tensor.
+    """
+    text: Tensors = {}
+    ids: Tensors = {}
+    outputs: list[str] = []
+    only_ids: list[str] = []
+    for keyword, value in given.items():
+        name = _OTHER_NAMES.get(keyword, keyword)
+        if name not in NAMES:
+            raise TypeError(f"unknown option {keyword!r}; there are {', '.join(NAMES)}")
+        if value is None:
+            continue
+        for text_name, ids_name, array in _tensors_of(name, value):
+            ids[ids_name] = array
+            if text_name:
+                text[text_name] = array
+            else:
+                only_ids.append(name)
+        if name in _OPTIONS and np.any(value):
+            outputs += _OPTIONS[name].outputs
+    beam_width = _first(ids, "beam_width", 1)
+    if beam_width <= 1 and _first(ids, "num_return_sequences", 1) > 1:
+        outputs.append("sequence_index")
+    return Options(text, ids, tuple(outputs), tuple(only_ids), beam_width > 1)
+
+
+def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.ndarray:
+    """[1, …], `ndim` dimensions and a leading 1, which may be there already; ValueError if it does not fit."""
+    if issubclass(dtype, np.integer):
+        _check_integers(name, values, dtype)
+    array = np.asarray(values, dtype=dtype)
+    if array.ndim == ndim:
+        array = array[np.newaxis]
+    if array.ndim != ndim + 1 or len(array) != 1:
+        shape = ["number", "1-dimensional array", "2-dimensional array"][ndim]
+        raise ValueError(f"{name} must be a {shape}, got the shape {list(np.shape(values))}")
+    return array
+
+
+def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """(name in a text model, name in an id model, tensor)."""
+    if name in _WORDS:
+        yield from _word_tensors(name, value)
+    elif name == "embedding_bias" and isinstance(value, Mapping):
+        words, weights = list(value), list(value.values())
+        names = ("embedding_bias_words", "embedding_bias_weights")
+        yield names[0], names[0], _text_array(words)
+        yield names[1], names[1], as_tensor(names[1], weights, np.float32, 1)
+    else:
+        option = _OPTIONS[name]
+        given = value if option.ndim else [value]
+        array = as_tensor(name, given, option.dtype, max(option.ndim, 1))
+        yield option.text_name, option.ids_name, array
+
+
+def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Words as texts and as ids go by different tensors, and the two may be mixed."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        array = as_tensor(name, value, np.int32, 2)
+        if array.shape[1] != 2:
+            raise ValueError(f"{name} must have two rows, shape [2, n] or [1, 2, n], got {list(value.shape)}")
+        yield "", f"{name}_list", array
+        return
+    words = [value] if isinstance(value, str) else list(value)
+    texts = [word for word in words if isinstance(word, str)]
+    ids = [word for word in words if not isinstance(word, str)]
+    if not all(isinstance(word, Iterable) for word in ids):
+        raise ValueError(
+            f"{name} must be texts or lists of token ids, such as ['word', [5, 7]], got {value!r}"
+        )
+    if texts:
+        yield name, name, _text_array(texts)
+    if ids:
+        yield "", f"{name}_list", pack_words(name, ids)
+
+
+def pack_words(name: str, words: Sequence[Iterable[int]]) -> np.ndarray:
+    """[1, 2, n]: the ids of all words; below, where each word ends, filled up with -1."""
+    lists = [list(word) for word in words]
+    flat = [token_id for word in lists for token_id in word]
+    if not all(lists):
+        raise ValueError(f"{name} has an empty word")
+    ends = np.cumsum([len(word) for word in lists]).tolist()
+    return as_tensor(name, [flat, [*ends, *[-1] * (len(flat) - len(ends))]], np.int32, 2)
+
+
+def _text_array(texts: Sequence[str]) -> np.ndarray:
+    return np.array([[text.encode() for text in texts]], dtype=np.object_)
+
+
+def _check_integers(name: str, values: Any, dtype: type[np.integer]) -> None:
+    limits = np.iinfo(dtype)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+        values = [values.min(), values.max()] if values.size else []
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    for value in flat:
+        if not isinstance(value, (int, np.integer)):
+            raise ValueError(f"{name} must be {'integers' if len(flat) > 1 else 'an integer'}, got {value!r}")
+        if not limits.min <= value <= limits.max:
+            raise ValueError(f"{name} must be in [{limits.min}, {limits.max}], got {value}")
+
+
+def _first(tensors: Tensors, name: str, default: int) -> int:
+    return int(tensors[name].flat[0]) if name in tensors else default

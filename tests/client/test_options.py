@@ -1,0 +1,351 @@
+"""Options on the wire, and what comes back for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight_client import Client, Completion, PerfMetrics, Sequence, TopLogProb
+from inflight_client.options import NAMES, read_options
+from tests.client.fake_server import Asked, FakeServer, Response, as_texts, response_of
+
+NUMBERS = {
+    "top_p_min": 0.25,
+    "top_p_decay": 0.5,
+    "top_p_reset_id": 3,
+    "min_p": 0.125,
+    "pad_id": 7,
+    "min_length": 2,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.75,
+    "no_repeat_ngram_size": 3,
+    "beam_width": 4,
+    "num_return_sequences": 2,
+    "length_penalty": 0.5,
+    "early_stopping": 2,
+    "beam_search_diversity_rate": 0.25,
+    "prompt_lookup_num_tokens": 5,
+}
+IDS_NAMES = {
+    "top_p_min": "runtime_top_p_min",
+    "top_p_decay": "runtime_top_p_decay",
+    "top_p_reset_id": "runtime_top_p_reset_ids",
+    "length_penalty": "len_penalty",
+}
+TEXT_NAMES = {"top_p_reset_id": "top_p_reset_ids"}
+# One value of each, in the shapes of a vocabulary of four.
+ARRAYS = {
+    "embedding_bias": [0.0, 1.0, -1.0, 0.5],
+    "draft_input_ids": [1, 2],
+    "draft_logits": np.zeros((2, 4)),
+    "draft_acceptance_threshold": 0.5,
+    "stop_words": [[5, 7], "end"],
+    "bad_words": np.array([[5], [1]]),
+}
+FLAGS = {
+    "return_log_probs": True,
+    "num_top_log_probs": 2,
+    "return_prompt_log_probs": True,
+    "return_context_logits": True,
+    "return_generation_logits": True,
+    "return_perf_metrics": True,
+}
+OTHERS = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 0.5, "seed": 1, "end_id": 1}
+
+
+@pytest.fixture
+def client(server: FakeServer) -> Client:
+    return Client(server.url)
+
+
+# -------------------------------------------------------------------- what is asked
+
+
+def test_numbers_go_by_the_text_models_names(server, client) -> None:
+    client.generate("x", **NUMBERS)
+    (asked,) = server.asked
+    assert asked.model == "ensemble"
+    for name, value in NUMBERS.items():
+        assert asked.inputs[TEXT_NAMES.get(name, name)] == [value]
+
+
+def test_numbers_go_by_the_id_models_names(server, client) -> None:
+    client.generate([5], **NUMBERS)
+    (asked,) = server.asked
+    assert asked.model == "tensorrt_llm"
+    for name, value in NUMBERS.items():
+        assert asked.inputs[IDS_NAMES.get(name, name)] == [value]
+    assert all(shape == [1, 1] for shape in asked.shapes.values())
+
+
+def test_every_option_is_tried_here() -> None:
+    assert set(NAMES) == {*NUMBERS, *ARRAYS, *FLAGS, *OTHERS}
+
+
+def test_the_server_has_every_tensor_in_that_type() -> None:
+    read = read_options({**NUMBERS, **ARRAYS, **FLAGS, **OTHERS})
+    kinds = {"INT32": "int32", "FP32": "float32", "UINT64": "uint64", "BOOL": "bool", "BYTES": "object"}
+    for tensors, vocabulary in ((read.text, Vocabulary.TEXT), (read.ids, Vocabulary.TOKENS)):
+        declared = dict(INPUTS.declared(vocabulary))
+        for name, array in tensors.items():
+            assert array.dtype == kinds[declared[name].dtype], name
+            dims = declared[name].dims or (1,)
+            assert all(want in (-1, got) for want, got in zip(dims, array.shape[1:])), name
+    names = {name for vocabulary in Vocabulary for name, _ in OUTPUTS.declared(vocabulary)}
+    assert set(read.outputs) <= names
+
+
+@pytest.mark.parametrize(("other", "name"), [("len_penalty", "length_penalty"), ("min_tokens", "min_length")])
+def test_the_servers_other_names_are_known(other: str, name: str) -> None:
+    assert read_options({other: 2}).text.keys() == read_options({name: 2}).text.keys()
+
+
+@pytest.mark.parametrize("prompt", ["x", [5]])
+@pytest.mark.parametrize("words", ["end", ["end", "\n\n"]])
+def test_words_as_texts(server, client, prompt, words) -> None:
+    client.generate(prompt, stop_words=words, bad_words=words)
+    (asked,) = server.asked
+    wanted = [words] if isinstance(words, str) else words
+    assert asked.inputs["stop_words"] == asked.inputs["bad_words"] == wanted
+    assert asked.shapes["stop_words"] == [1, len(wanted)]
+
+
+LAYOUT = [[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[[5, 7, 3], (9, 2)], [[5, 7, 3], np.array([9, 2])], np.array(LAYOUT), np.array([LAYOUT])],
+    ids=["lists", "arrays", "[2, n]", "[1, 2, n]"],
+)
+def test_words_as_ids(server, client, words) -> None:
+    client.generate([5], stop_words=words)
+    (asked,) = server.asked
+    assert asked.inputs["stop_words_list"] == LAYOUT[0] + LAYOUT[1]
+    assert (asked.shapes["stop_words_list"], asked.dtypes["stop_words_list"]) == ([1, 2, 5], "INT32")
+    assert "stop_words" not in asked.inputs
+
+
+def test_words_as_texts_and_ids(server, client) -> None:
+    client.generate([5], bad_words=["no", [7]])
+    (asked,) = server.asked
+    assert asked.inputs["bad_words"] == ["no"]
+    assert asked.inputs["bad_words_list"] == [7, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([5, 7], r"texts or lists of token ids, such as \['word', \[5, 7\]\], got \[5, 7\]"),
+        ([[5], []], "has an empty word"),
+        ([[5.5]], "must be integers|must be an integer"),
+        (np.zeros((3, 4), np.int32), r"two rows, shape \[2, n\] or \[1, 2, n\], got \[3, 4\]"),
+        (np.zeros(4, np.int32), r"2-dimensional array, got the shape \[4\]"),
+    ],
+)
+def test_words_that_make_no_sense_are_not_sent(server, client, words, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        client.generate("x", stop_words=words)
+    assert not server.asked
+
+
+def test_drafts_and_bias(server, client) -> None:
+    logits = np.arange(8, dtype=np.float64).reshape(2, 4)
+    client.generate(
+        [5],
+        embedding_bias=[0, 1, -1, 0.5],
+        draft_input_ids=[1, 2],
+        draft_logits=logits,
+        draft_acceptance_threshold=0.5,
+    )
+    (asked,) = server.asked
+    assert asked.inputs["embedding_bias"] == [0.0, 1.0, -1.0, 0.5]
+    assert asked.inputs["draft_logits"] == list(range(8))
+    names = ("embedding_bias", "draft_input_ids", "draft_logits", "draft_acceptance_threshold")
+    assert [asked.shapes[name] for name in names] == [[1, 4], [1, 2], [1, 2, 4], [1, 1]]
+
+
+def test_a_bias_by_words(server, client) -> None:
+    client.generate("x", embedding_bias={"yes": 2.0, "no": -2.0})
+    (asked,) = server.asked
+    assert asked.model == "ensemble"
+    assert asked.inputs["embedding_bias_words"] == ["yes", "no"]
+    assert asked.inputs["embedding_bias_weights"] == [2.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_words": [[5]]},
+        {"embedding_bias": [0.0] * 4},
+        {"draft_input_ids": [1]},
+        {"beam_width": 2, "return_log_probs": True},
+    ],
+)
+def test_a_text_with_what_ensemble_lacks_goes_to_the_id_model(server, client, options) -> None:
+    assert client.generate("x", **options).text == "abc"
+    (asked,) = server.asked
+    assert asked.model == "tensorrt_llm"
+    assert asked.inputs["text_input"] == ["x"] and "request_output_len" in asked.inputs
+
+
+def test_a_model_that_lacks_a_tensor_is_not_asked(server) -> None:
+    with pytest.raises(ValueError, match="ensemble does not take draft_input_ids: tensorrt_llm does"):
+        Client(server.url, model="ensemble").generate("x", draft_input_ids=[1])
+    assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("options", "outputs"),
+    [
+        ({}, []),
+        ({"return_log_probs": True}, ["output_log_probs", "cum_log_probs"]),
+        ({"return_log_probs": False}, []),
+        ({"num_top_log_probs": 2}, ["top_log_prob_ids", "top_log_probs"]),
+        ({"num_top_log_probs": 0}, []),
+        ({"return_prompt_log_probs": True}, ["prompt_log_probs"]),
+        ({"return_context_logits": True}, ["context_logits"]),
+        ({"return_generation_logits": True}, ["generation_logits"]),
+        ({"num_return_sequences": 2}, ["sequence_index"]),
+        ({"num_return_sequences": 1}, []),
+        ({"num_return_sequences": 2, "beam_width": 2}, []),
+    ],
+)
+def test_what_is_asked_for_is_named(server, client, options, outputs: list[str]) -> None:
+    client.generate([5], **options)
+    assert server.asked[0].outputs == ["output_ids", "sequence_length", "finish_reason", *outputs]
+
+
+# -------------------------------------------------------------------- what comes back
+
+
+def answer(asked: Asked, *responses: dict[str, np.ndarray]) -> Iterator[Response]:
+    for outputs in responses:
+        yield response_of(asked, **outputs)
+    yield response_of(asked, final=True)
+
+
+def ids_of(*rows: list[int], reason: str = "NOT_FINISHED", **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of ids, filled up with -1 to the longest."""
+    longest = max(map(len, rows))
+    padded = [[*row, *[-1] * (longest - len(row))] for row in rows]
+    return {
+        "output_ids": np.array([padded], np.int32),
+        "sequence_length": np.array([[len(row) for row in rows]], np.int32),
+        "finish_reason": as_texts(*[reason] * len(rows)),
+        **more,
+    }
+
+
+def floats(values: list) -> np.ndarray:
+    """With the batch dimension, exact in float32."""
+    return np.array([values], np.float32)
+
+
+def test_log_probs_add_up(server, client) -> None:
+    server.answer = lambda asked: answer(
+        asked,
+        ids_of([5, 6], output_log_probs=floats([[-0.5, -1.0]]), cum_log_probs=floats([-1.5])),
+        ids_of([7], output_log_probs=floats([[-2.0]]), cum_log_probs=floats([-3.5]), reason="LENGTH"),
+    )
+    assert client.generate([1], return_log_probs=True) == Completion(
+        (Sequence("", (5, 6, 7), "LENGTH", (-0.5, -1.0, -2.0), -3.5),)
+    )
+    deltas = list(client.stream([1], return_log_probs=True))
+    assert [(d.log_probs, d.cum_log_prob) for d in deltas] == [((-0.5, -1.0), -1.5), ((-2.0,), -3.5)]
+
+
+def test_the_likeliest_tokens_are_pairs(server, client) -> None:
+    top_ids = np.array([[[[5, 6], [7, 8]]]], np.int32)
+    top = {"top_log_prob_ids": top_ids, "top_log_probs": floats([[[-0.5, -1.0], [-0.25, -2.0]]])}
+    server.answer = lambda asked: answer(asked, ids_of([5, 8], reason="LENGTH", **top))
+    first, second = client.generate([1], num_top_log_probs=2).top_log_probs
+    assert first == (TopLogProb(5, -0.5), TopLogProb(6, -1.0))
+    assert second[1].token_id == 8
+
+
+def test_logits_and_the_prompt(server, client) -> None:
+    context, rows = floats([[1, 2], [3, 4], [5, 6]]), floats([[[1, 2], [3, 4]]])
+    prompt = {"prompt_log_probs": floats([0.0, -0.5, -1.0]), "context_logits": context}
+    server.answer = lambda asked: answer(
+        asked,
+        ids_of([5, 6], generation_logits=rows, **prompt),
+        ids_of([7], generation_logits=rows[:, :, :1], reason="LENGTH"),
+    )
+    done = client.generate([1, 2, 3], return_context_logits=True, return_generation_logits=True)
+    assert done.prompt_log_probs == (0.0, -0.5, -1.0)
+    assert done.context_logits.tolist() == context[0].tolist()
+    assert done.generation_logits.tolist() == [[1, 2], [3, 4], [1, 2]]
+
+
+def test_perf_metrics_are_the_last_ones(server, client) -> None:
+    def metrics(last: int) -> dict[str, np.ndarray]:
+        numbers = {"arrival_time_ns": 5, "last_token_time_ns": last}
+        made = {name: np.array([[value]], np.int64) for name, value in numbers.items()}
+        return {**made, "acceptance_rate": floats([0.5])}
+
+    server.answer = lambda asked: answer(
+        asked, ids_of([5], **metrics(0)), ids_of([6], reason="LENGTH", **metrics(9))
+    )
+    wanted = PerfMetrics(arrival_time_ns=5, last_token_time_ns=9, acceptance_rate=0.5)
+    assert client.generate([1], return_perf_metrics=True).perf_metrics == wanted
+
+
+def test_sequences_are_sorted_out(server, client) -> None:
+    def part(index: int, *ids: int, reason: str = "NOT_FINISHED") -> dict[str, np.ndarray]:
+        return ids_of(list(ids), reason=reason, sequence_index=np.array([[index]], np.int32))
+
+    server.answer = lambda asked: answer(
+        asked, part(1, 5), part(0, 6), part(1, 7, reason="END_ID"), part(0, 8, reason="LENGTH")
+    )
+    done = client.generate([1], num_return_sequences=2)
+    assert [(s.token_ids, s.finish_reason) for s in done.sequences] == [
+        ((6, 8), "LENGTH"),
+        ((5, 7), "END_ID"),
+    ]
+    assert done.token_ids == (6, 8)
+    assert [d.sequence_index for d in client.stream([1], num_return_sequences=2)] == [1, 0, 1, 0]
+
+
+def test_beams_of_different_lengths(server, client) -> None:
+    server.answer = lambda asked: answer(
+        asked,
+        ids_of(
+            [5, 6, 7],
+            [8],
+            reason="END_ID",
+            output_log_probs=floats([[-0.5, -0.5, -0.5], [-2.0, 0, 0]]),
+            cum_log_probs=floats([-1.5, -2.0]),
+        ),
+    )
+    done = client.generate([1], beam_width=2, return_log_probs=True)
+    assert done.sequences == (
+        Sequence("", (5, 6, 7), "END_ID", (-0.5, -0.5, -0.5), -1.5),
+        Sequence("", (8,), "END_ID", (-2.0,), -2.0),
+    )
+
+
+def test_streamed_beams_replace_one_another(server, client) -> None:
+    parts = [ids_of([5], [6]), ids_of([6, 7], [5, 9], reason="LENGTH")]
+    server.answer = lambda asked: answer(asked, *parts)
+    deltas = list(client.stream([1], beam_width=2))
+    assert all(delta.is_cumulative for delta in deltas)
+    assert [[s.token_ids for s in delta.sequences] for delta in deltas] == [[(5,), (6,)], [(6, 7), (5, 9)]]
+    assert deltas[-1].token_ids == (6, 7)
+
+
+def test_texts_of_beams(server, client) -> None:
+    text = {"text_output": as_texts("one", "zwei"), "finish_reason": as_texts("END_ID", "LENGTH")}
+    server.answer = lambda asked: answer(asked, text)
+    assert [s.text for s in client.generate("x", beam_width=2).sequences] == ["one", "zwei"]
+
+
+def test_sequences_that_come_in_one_response(server) -> None:
+    server.answer = lambda asked: answer(asked, ids_of([5, 6], [7], reason="LENGTH"))
+    done = Client(server.url, model="tensorrt_llm_infer").generate([1], num_return_sequences=2)
+    assert [s.token_ids for s in done.sequences] == [(5, 6), (7,)]
