@@ -1,10 +1,9 @@
 """Logits → tokens. Owns sampling and its random numbers; knows neither blocks nor the forward pass.
 
-`reference.py` says the same slowly and obviously, and is what the fast code is tested against. Called by the
-engine, on the loop thread.
+`pipeline.py` says what happens in which order; `reference.py` says the same slowly and obviously, and is what the
+fast code is tested against. Called by the engine, on the loop thread.
 """
 
-from inflight.decoding.sampler import sample
-from inflight.decoding.sampling_table import SamplingRows, SamplingTable
+from inflight.decoding.decoding import Decoding
 
-__all__ = ["SamplingRows", "SamplingTable", "sample"]
+__all__ = ["Decoding"]

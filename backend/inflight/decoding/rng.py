@@ -19,6 +19,8 @@ class Purpose(IntEnum):
     """What a number decides, so that two decisions at one position are independent."""
 
     SAMPLE = 0
+    ACCEPT = 1
+    RESAMPLE = 2
 
 
 def uniforms(

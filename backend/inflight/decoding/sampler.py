@@ -1,134 +1,92 @@
-"""The sampling pipeline over a batch that mixes greedy and sampling rows.
-
-For each row, in this order:
-
-1. Greedy rows take the token with the highest logit, the lowest id of several.
-2. Temperature divides the logits.
-3. Top-k keeps the k highest logits; of equal ones, the lower ids.
-4. Top-p keeps, of what is left, the smallest set of the likeliest tokens whose share reaches p; of equally likely
-   tokens the lower ids, and always at least one.
-5. The token is drawn by inverse CDF: one uniform number, the kept tokens in ascending order of id, the first token
-   whose cumulative probability exceeds it.
-
-Steps 2 to 5 run on the rows that sample and no others; a batch without any costs one argmax. Probabilities are
-float64 and added up in a fixed order, so a row's token does not depend on its batch. Rows are grouped by what they
-need: with a top-k or a top-p the vocabulary is searched for candidates, and only those are sorted; with neither it
-is only added up.
-"""
+"""Step 9 of the pipeline for greedy and sampling rows: the token, or the distribution that it is drawn from."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.sampling_table import SamplingRows
+from inflight.decoding.kept import BLOCK, Kept, block_sums, kept_tokens
+from inflight.decoding.rng import Purpose, uniforms
+from inflight.decoding.rows import Rows, take_rows
+from inflight.decoding.slot_parameters import Needs
 
 
-def sample(logits: Tensor, sampling: SamplingRows | None) -> Tensor:
-    """One token a row.
-
-    Args:
-        logits: [rows, vocab_size] float32, not changed.
-        sampling: The rows that sample; None: all are greedy.
-
-    Returns:
-        Token ids, [rows] int64 on the logits' device.
-    """
-    tokens = logits.argmax(dim=-1)
-    if sampling is None:
-        return tokens
-    has_top_k = (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1])
-    has_top_p = (sampling.top_p < 1.0) & ~has_top_k
-    for chosen, draw in (
-        (has_top_k, _draw_top_k),
-        (has_top_p, _draw_top_p),
-        (~has_top_k & ~has_top_p, _draw_any),
-    ):
-        if chosen.any():
-            rows = _Rows(logits, sampling, chosen)
-            tokens[rows.index] = draw(rows)
-    return tokens
+def choose(rows: Rows, wanted: NDArray[np.int64]) -> Tensor:
+    """A token for each of the rows `wanted`, [n] int64 on the logits' device; steps 1 to 8 are done."""
+    samples = _samples(rows)[wanted]
+    if not samples.any():
+        return take_rows(rows.logits, wanted).argmax(dim=-1)
+    tokens = torch.empty(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
+    greedy, sampled = wanted[~samples], wanted[samples]
+    if len(greedy):
+        tokens[rows.upload(greedy)] = take_rows(rows.logits, greedy).argmax(dim=-1)
+    numbers = random_numbers(rows, Purpose.SAMPLE)
+    for kept in kept_tokens(rows, sampled):
+        tokens[rows.upload(kept.rows)] = _draw(kept, rows.upload(numbers[kept.rows, None]))
+    return take_rows(tokens, wanted)
 
 
-class _Rows:
-    """The chosen sampling rows on the device; parameters are [rows, 1] float64."""
-
-    def __init__(self, logits: Tensor, sampling: SamplingRows, chosen: NDArray[np.bool_]) -> None:
-        columns = (sampling.rows, sampling.temperature, sampling.top_k, sampling.top_p, sampling.uniform)
-        packed = np.stack([column[chosen].astype(np.float64) for column in columns])
-        on_device = torch.from_numpy(packed).to(logits.device)  # one copy to the device
-        self.index = on_device[0].long()
-        self.temperature, self.top_k, self.top_p, self.uniform = on_device[1:, :, None]
-        self.max_top_k = int(sampling.top_k[chosen].max())
-        self.logits = logits if self.index.shape[0] == logits.shape[0] else logits[self.index]
-
-
-def _draw_top_k(rows: _Rows) -> Tensor:
-    ids = _likeliest(rows.logits, rows.max_top_k)
-    weights = _weights(rows.logits.gather(-1, ids), rows)
-    weights.masked_fill_(_ranks(weights) >= rows.top_k, 0.0)
-    return _draw_in_nucleus(ids, weights, _total(weights), rows)
+def distribution(rows: Rows) -> Tensor:
+    """The probabilities that tokens are drawn from, [rows, vocab_size] float64; 1 for a greedy row's token."""
+    result = torch.zeros(rows.logits.shape, dtype=torch.float64, device=rows.logits.device)
+    samples = _samples(rows)
+    for row in np.flatnonzero(~samples):
+        result[row, rows.logits[row].argmax()] = 1.0
+    for kept in kept_tokens(rows, np.flatnonzero(samples)):
+        for index, row in enumerate(kept.rows):
+            ids = slice(None) if kept.ids is None else kept.ids[index]
+            result[row, ids] = kept.weights[index].double()
+    total = result.sum(dim=-1, keepdim=True)
+    result /= total
+    result[~(total.squeeze(-1) > 0)] = 0.0
+    result[:, 0] += (~(total > 0)).squeeze(-1)
+    return result
 
 
-def _draw_top_p(rows: _Rows) -> Tensor:
-    weights = _weights(rows.logits, rows)
-    total = _total(weights)
-    # Tokens that have less than (1 - p) / vocab_size each have less than 1 - p together, so the set that reaches p
-    # is among the others; half of that leaves room for rounding.
-    likely = weights >= total * (1.0 - rows.top_p) * (0.5 / weights.shape[-1])
-    count = max(1, int(likely.sum(dim=-1).max()))
-    ids = _likeliest(rows.logits, count)
-    return _draw_in_nucleus(ids, weights.gather(-1, ids), total, rows)
+def random_numbers(rows: Rows, purpose: Purpose) -> NDArray[np.float64]:
+    """The rows' numbers in [0, 1), [rows]."""
+    numbers = rows.numbers
+    return uniforms(numbers["seed"], numbers["sequence_index"], rows.positions, purpose)
 
 
-def _draw_any(rows: _Rows) -> Tensor:
-    return _inverse_cdf(_weights(rows.logits, rows), rows.uniform).squeeze(-1)
-
-
-def _draw_in_nucleus(ids: Tensor, weights: Tensor, total: Tensor, rows: _Rows) -> Tensor:
-    """Apply top-p to candidates in descending order of weight, then draw."""
-    before = F.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))
-    weights = weights.masked_fill(before >= rows.top_p * total, 0.0)
-    ids, order = ids.sort(dim=-1)
-    return ids.gather(-1, _inverse_cdf(weights.gather(-1, order), rows.uniform)).squeeze(-1)
-
-
-def _weights(logits: Tensor, rows: _Rows) -> Tensor:
-    """Unnormalized probabilities at the rows' temperature, the likeliest 1."""
-    logits = logits.double()
-    return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(rows.temperature).exp_()
-
-
-def _total(weights: Tensor) -> Tensor:
-    """[rows, 1], added up in order: a parallel sum would round differently with the shape of the batch."""
-    return weights.cumsum(dim=-1)[:, -1:]
-
-
-def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index [rows, 1] of the first weight at which the cumulative sum exceeds `uniform` of the total."""
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index [n, 1] at which the sum of [n, size] float64 weights exceeds `uniform` [n, 1] of the total."""
     cumulative = weights.cumsum(dim=-1)
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    return index.clamp_(max=weights.shape[-1] - 1)  # only logits that are no numbers get there
+    return _first_beyond(cumulative, uniform * cumulative[:, -1:])
 
 
-def _ranks(weights: Tensor) -> Tensor:
-    return torch.arange(weights.shape[-1], device=weights.device)
+def _samples(rows: Rows) -> NDArray[np.bool_]:
+    return rows.numbers["needs"] & int(Needs.SAMPLE) != 0
 
 
-def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Ids [rows, count] of the highest logits in descending order, equal ones in ascending order of id."""
-    keys = _sort_keys(logits).topk(count, dim=-1).values
-    return (2**32 - 1) - (keys & (2**32 - 1))
+def _draw(kept: Kept, uniform: Tensor) -> Tensor:
+    """[n] tokens for [n, 1] float64 numbers; 0 for rows that keep nothing."""
+    if kept.ids is None:
+        return _draw_from_vocabulary(kept.weights, uniform)
+    chosen = kept.ids.gather(-1, inverse_cdf(kept.weights, uniform))
+    return torch.where(kept.weights.sum(dim=-1) > 0, chosen.squeeze(-1), 0)
 
 
-def _sort_keys(logits: Tensor) -> Tensor:
-    """Distinct int64 keys in the order of the float32 logits, equal logits in descending order of id.
+def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
+    """First the block, then the token in it."""
+    sums = block_sums(weights)
+    cumulative = sums.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    block = _first_beyond(cumulative, uniform * total)
+    before = (cumulative - sums).gather(-1, block)
+    ids = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    beyond_row = ids >= weights.shape[-1]
+    ids.clamp_(max=weights.shape[-1] - 1)
+    inside = weights.gather(-1, ids).double().masked_fill_(beyond_row, 0.0).cumsum(dim=-1)
+    chosen = ids.gather(-1, _first_beyond(inside, uniform * total - before))
+    return torch.where(total > 0, chosen, 0).squeeze(-1)
 
-    The upper half is the float's bits, turned so that they compare like the float; the lower half counts ids down.
-    """
-    bits = (logits + 0.0).view(torch.int32)  # adding 0 makes -0.0 the 0.0 it is equal to
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return bits.long().mul_(2**32).add_(2**32 - 1 - _ranks(logits))
+
+def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index [n, 1] of the first sum beyond `target`; rounding may not lead to an index that adds nothing."""
+    below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
+    target = torch.minimum(target, below_total).clamp_(min=0.0)
+    index = torch.searchsorted(cumulative, target, right=True)
+    return index.clamp_(max=cumulative.shape[-1] - 1)  # only logits that are no numbers get there

@@ -1,0 +1,228 @@
+"""Decoding: what the engine calls before and after its forward passes.
+
+Owns what a slot remembers for choosing tokens, and puts the parts of a batch's answer together. Knows neither
+blocks nor the forward pass. Called on the loop thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.core.batch import (
+    BeamCandidates,
+    BeamGroup,
+    ContextChunk,
+    ModelOutput,
+    ScheduledBatch,
+    TokenDetails,
+)
+from inflight.decoding.beams import beam_candidates
+from inflight.decoding.details import join_details, token_details
+from inflight.decoding.drafts import accept_by_chance, accept_equal, drafts_of, weighed_draft
+from inflight.decoding.history import History
+from inflight.decoding.pipeline import process
+from inflight.decoding.rows import RawLogits, Rows, take_rows
+from inflight.decoding.sampler import choose
+from inflight.decoding.slot_parameters import Needs, SlotParameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which rows of the logits belong to which sampled slot.
+
+    Attributes:
+        slots: [sampled slots].
+        counts: [sampled slots] rows of each.
+        first_rows: [sampled slots].
+        drafted: (first row, chunk) of each chunk with drafts.
+    """
+
+    slots: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    drafted: list[tuple[int, ContextChunk]]
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> _Layout:
+        slots = np.array(batch.sampled_slots(), dtype=np.int64)
+        chunks = [chunk for chunk in batch.context if chunk.is_last]
+        counts = np.ones(len(slots), dtype=np.int64)
+        counts[: len(chunks)] += np.array([chunk.num_draft_tokens for chunk in chunks], dtype=np.int64)
+        first_rows = counts.cumsum() - counts
+        drafted = [(int(first), chunk) for first, chunk in zip(first_rows, chunks) if chunk.num_draft_tokens]
+        return cls(slots, counts, first_rows, drafted)
+
+
+class Decoding:
+    """Logits → tokens, beam candidates, log probabilities."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, num_slots: int, max_sequence_length: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used."""
+        self._vocab_size = vocab_size
+        self._slots = SlotParameters(num_slots, device)
+        self._history = History(num_slots, max_sequence_length, device)
+
+    @torch.inference_mode()
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Take over a batch before its forward pass: releases, starts, moves, then drafts in chunks.
+
+        Depends on nothing that the forward pass does, so what slots remember is complete even if that fails.
+        """
+        for slot in batch.released_slots:
+            self._slots.release(slot)
+        for start in batch.starts:
+            self._slots.start(start)
+            if self._looks_back(start.slot):
+                self._history.start(start.slot, start.token_ids)
+        if batch.moves:
+            self._move(batch)
+        for chunk in batch.context:
+            if chunk.num_draft_tokens and self._looks_back(chunk.slot):
+                drafts = np.array(drafts_of(chunk), dtype=np.int64)
+                end = chunk.start + len(chunk.token_ids)
+                positions = np.arange(end - len(drafts), end)
+                self._history.write(np.full_like(positions, chunk.slot), positions, drafts)
+
+    @torch.inference_mode()
+    def decode(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> ModelOutput:
+        """Choose the tokens of every sampled row, and remember them.
+
+        Args:
+            batch: The batch that `apply` took over.
+            logits: [rows, vocab_size] float32 in the order of `ScheduledBatch.sampled_slots`, 1 +
+                num_draft_tokens rows for a chunk. Rows of requests with a bias, penalties or bans are changed in
+                place, but not those of requests that want log probabilities or logits, of context or output.
+            positions: [rows] on the host: absolute position of the token that each row is to choose.
+
+        Returns:
+            Tokens, beams and details; `context` is left empty for the engine to fill.
+
+        Raises:
+            ValueError: The numbers of rows, of logits or of positions, are not the batch's.
+        """
+        layout = _Layout.of(batch)
+        num_rows = int(layout.counts.sum())
+        if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):
+            raise ValueError(
+                f"logits {list(logits.shape)} and positions {list(positions.shape)} for {num_rows} rows of a "
+                f"vocabulary of {self._vocab_size}"
+            )
+        if num_rows == 0:
+            return ModelOutput(batch.iteration)
+        numbers = self._slots.numbers[layout.slots]
+        if not (numbers["needs"].any() or layout.drafted or batch.beam_groups):
+            return ModelOutput(batch.iteration, list(zip(logits.argmax(dim=-1).tolist())))
+        return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
+
+    def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows) -> ModelOutput:
+        raw = RawLogits(rows)
+        process(rows, self._slots, self._history)
+        emitted = ~np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
+        chosen = np.zeros(len(emitted), dtype=np.int64)
+        wanted = np.flatnonzero(emitted)
+        if len(wanted):
+            chosen[wanted] = choose(rows, wanted).cpu().numpy()
+        for first, chunk in layout.drafted:
+            self._accept(rows, first, chunk, chosen, emitted)
+        output = ModelOutput(
+            batch.iteration,
+            _tokens(layout, chosen, emitted),
+            [self._candidates(group, rows, raw) for group in batch.beam_groups],
+            self._details(rows, raw, chosen, emitted),
+        )
+        raw.restore()
+        self._remember(rows, chosen, emitted)
+        return output
+
+    def _accept(
+        self,
+        rows: Rows,
+        first: int,
+        chunk: ContextChunk,
+        chosen: NDArray[np.int64],
+        emitted: NDArray[np.bool_],
+    ) -> None:
+        """Put a chunk's new tokens in the first of its rows of `chosen`; the others emit none."""
+        drafts, end = drafts_of(chunk), first + chunk.num_draft_tokens + 1
+        request = self._slots.of(chunk.slot).request
+        draft = weighed_draft(request, chunk, int(rows.positions[first]))
+        if draft is None:
+            tokens = accept_equal(drafts, chosen[first:end].tolist())
+        else:
+            verified = rows.select(np.arange(first, end - 1))
+            tokens = accept_by_chance(drafts, verified, draft, int(chosen[end - 1]))
+        chosen[first : first + len(tokens)] = tokens
+        emitted[first + len(tokens) : end] = False
+
+    def _candidates(self, group: BeamGroup, rows: Rows, raw: RawLogits) -> BeamCandidates:
+        indices = np.array([np.flatnonzero(rows.slots == slot)[0] for slot in group.slots], dtype=np.int64)
+        request = self._slots.of(group.slots[0]).request
+        raw_logits = raw.take(indices) if request.output.wants_details else None
+        return beam_candidates(group, request, take_rows(rows.logits, indices), raw_logits)
+
+    def _details(
+        self, rows: Rows, raw: RawLogits, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]
+    ) -> dict[int, TokenDetails]:
+        indices = rows.needing(Needs.DETAILS)
+        indices = indices[emitted[indices]]
+        if not len(indices):
+            return {}
+        slots = rows.slots[indices].tolist()
+        outputs = [self._slots.of(slot).request.output for slot in slots]
+        found: dict[int, TokenDetails] = {}
+        details = token_details(raw.take(indices), rows.upload(chosen[indices]), outputs)
+        for slot, detail in zip(slots, details, strict=True):
+            found[slot] = join_details(found[slot], detail) if slot in found else detail
+        return found
+
+    def _remember(self, rows: Rows, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> None:
+        """Append new tokens to what is looked back at, and note those that set a top_p back."""
+        indices = rows.needing(Needs.HISTORY)
+        indices = indices[emitted[indices]]
+        if len(indices):
+            self._history.write(rows.slots[indices], rows.positions[indices], chosen[indices])
+        indices = rows.needing(Needs.TOP_P_RESET)
+        indices = indices[emitted[indices] & (chosen[indices] == rows.numbers["top_p_reset_id"][indices])]
+        self._slots.numbers["top_p_since"][rows.slots[indices]] = rows.positions[indices] + 1
+
+    def _rows(self, layout: _Layout, logits: Tensor, positions: NDArray[np.int64]) -> Rows:
+        slots = np.repeat(layout.slots, layout.counts) if layout.drafted else layout.slots
+        rows = Rows(logits, slots, positions, self._slots.numbers[slots])
+        for first, chunk in layout.drafted:
+            # A row after a draft that sets top_p back is to see it back.
+            for index, token_id in enumerate(drafts_of(chunk), first):
+                if token_id == rows.numbers["top_p_reset_id"][index]:
+                    rows.numbers["top_p_since"][index + 1 : first + chunk.num_draft_tokens + 1] = (
+                        positions[index] + 1
+                    )
+        return rows
+
+    def _move(self, batch: ScheduledBatch) -> None:
+        self._slots.move(batch.moves)
+        moves = [move for move in batch.moves if self._looks_back(move.slot)]
+        if moves:
+            slots, parents = [move.slot for move in moves], [move.parent_slot for move in moves]
+            self._history.move(slots, parents, [move.token_id for move in moves])
+
+    def _looks_back(self, slot: int) -> bool:
+        return bool(self._slots.numbers["needs"][slot] & int(Needs.HISTORY))
+
+
+def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:
+    """New tokens of every sampled slot."""
+    if emitted.all() and not layout.drafted:
+        return list(zip(chosen.tolist()))
+    tokens, flags = chosen.tolist(), emitted.tolist()
+    return [
+        tuple(compress(tokens[first : first + count], flags[first : first + count]))
+        for first, count in zip(layout.first_rows.tolist(), layout.counts.tolist())
+    ]

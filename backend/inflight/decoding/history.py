@@ -1,0 +1,79 @@
+"""The tokens before each row: what penalties, bad words and n-grams look back at. On the device, by slot.
+
+A row looks at the tokens before its position and at nothing else, so draft tokens can be written ahead of their
+verification: those that are not accepted are overwritten before a later row can see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The tokens before each of some rows, one row after another.
+
+    Attributes:
+        token_ids: [n] int64.
+        rows: [n] int64: which of the rows asked for.
+        columns: [n] int64: the token's position in its sequence.
+    """
+
+    token_ids: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+class History:
+    """Token ids by slot and position. Called by the loop thread."""
+
+    def __init__(self, num_slots: int, max_sequence_length: int, device: torch.device) -> None:
+        # Never read before it is written, so it may hold anything, and on a CPU takes no memory until used.
+        self._tokens = torch.empty(num_slots, max_sequence_length, dtype=torch.int32, device=device)
+        self._lengths = np.zeros(num_slots, dtype=np.int64)
+
+    def start(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Everything known of a sequence that takes a slot."""
+        self._tokens[slot, : len(token_ids)] = self._upload(token_ids).int()
+        self._lengths[slot] = len(token_ids)
+
+    def move(self, slots: Sequence[int], parents: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Each slot takes over its parent's tokens, all at once, and appends one."""
+        lengths = self._lengths[list(parents)]
+        longest = int(lengths.max())
+        target, source = self._upload([slots, parents])
+        self._tokens[target, :longest] = self._tokens[source, :longest]
+        self.write(np.array(slots), lengths, np.array(token_ids))
+
+    def write(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
+    ) -> None:
+        """Put tokens in their places, [n] each, each position the last of its slot or one of several in order."""
+        within = positions < self._tokens.shape[1]  # what is beyond the longest sequence nobody looks back at
+        slot, position, token = self._upload(np.stack([slots, positions, token_ids])[:, within])
+        self._tokens[slot, position] = token.int()
+        self._lengths[slots] = positions + 1
+
+    def before(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Seen:
+        """The tokens before `positions` [rows] of `slots` [rows]."""
+        slot, length = self._upload(np.stack([slots, positions]))
+        total = int(positions.sum())
+        rows = torch.repeat_interleave(
+            torch.arange(len(slots), device=slot.device), length, output_size=total
+        )
+        starts = length.cumsum(0) - length
+        columns = torch.arange(total, device=slot.device) - starts[rows]
+        return Seen(self.at(slot[rows], columns), rows, columns)
+
+    def at(self, slots: Tensor, columns: Tensor) -> Tensor:
+        """Token ids [n] int64 at the positions `columns` [n] of `slots` [n]."""
+        return self._tokens.view(-1).take(slots * self._tokens.shape[1] + columns).long()
+
+    def _upload(self, values: Sequence | NDArray) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._tokens.device)
