@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
-from inflight_client.results import Completion, Delta, Sequence
+from inflight_client.results import Completion, Delta, Sequence, completion
 
 _INTERRUPTED = 130  # what shells make of Ctrl-C
 _KEYWORDS = (
@@ -62,13 +62,15 @@ def main(arguments: Seq[str] | None = None) -> int:
 
 def _print_stream(deltas: Iterable[Delta], as_ids: bool) -> None:
     separator = ""
+    shown = []
     for delta in deltas:
         if as_ids and delta.token_ids:
             print(separator, end="")
             separator = ","
         print(_shown(delta, as_ids), end="", flush=True)
-        _print_log_probs(delta)
+        shown.append(delta)
     print()
+    _print_log_probs(completion(shown))
 
 
 def _print_answers(answer: Completion, as_ids: bool) -> None:
@@ -82,8 +84,8 @@ def _shown(answer: Delta | Sequence, as_ids: bool) -> str:
     return ",".join(map(str, answer.token_ids)) if as_ids else answer.text
 
 
-def _print_log_probs(answer: Delta | Sequence) -> None:
-    """Where they do not mix with the answer."""
+def _print_log_probs(answer: Completion | Sequence) -> None:
+    """Where they do not mix with the answer, and after it, as a terminal shows both."""
     if answer.cum_log_prob is not None:
         each = " ".join(f"{value:.4f}" for value in answer.log_probs)
         print(f"log_probs {each} sum {answer.cum_log_prob:.4f}", file=sys.stderr)
@@ -132,7 +134,8 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
     add("--presence-penalty", type=float, metavar="X", help="taken once from the logits of tokens seen")
     add("--frequency-penalty", type=float, metavar="X", help="taken for each time a token was seen")
     add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row occur twice")
-    add("--bad-word", action="append", dest="bad_words", metavar="TEXT", help="never generate it; repeatable")
+    add("--bad-word", action="append", dest="bad_words", metavar="TEXT",
+        help="do not generate it in its usual tokens; repeatable")  # fmt: skip
     add("--beam-width", type=int, metavar="K", help="search with K beams, and print them, best first")
     add("--length-penalty", type=float, metavar="X", help="exponent of a beam's length in its score")
     add("--n", type=int, dest="num_return_sequences", metavar="N", help="how many answers to print")
@@ -141,7 +144,8 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
         type=int,
         dest="prompt_lookup_num_tokens",
         metavar="N",
-        help="guess up to N tokens at a time from what came before: faster where text repeats, never different",
+        help="guess up to N tokens at a time from what came before: faster where text repeats, and the same text "
+        "in float32",
     )
     add("--log-probs", action="store_true", default=None, dest="return_log_probs",
         help="print the tokens' log probabilities to stderr")  # fmt: skip

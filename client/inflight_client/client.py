@@ -55,7 +55,7 @@ class Client:
 
                 Ending: end_id, pad_id; stop_words, and bad_words that never come: texts, lists of token ids, or
                 the array that the server takes, [2, n] or [1, 2, n]. What is generated ends before a stop word
-                that is a text, and with one that is ids.
+                that is a text, and with one that is ids. A bad word that is a text is banned in its usual tokens.
 
                 Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
                 beam_search_diversity_rate.

@@ -137,7 +137,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
                 text[text_name] = array
             else:
                 only_ids.append(name)
-        if name in _OPTIONS and np.any(value):
+        if name in _OPTIONS and _OPTIONS[name].outputs and value:
             outputs += _OPTIONS[name].outputs
     beam_width = _first(ids, "beam_width", 1)
     if beam_width <= 1 and _first(ids, "num_return_sequences", 1) > 1:
@@ -149,7 +149,10 @@ def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.
     """[1, …], `ndim` dimensions and a leading 1, which may be there already; ValueError if it does not fit."""
     if issubclass(dtype, np.integer):
         _check_integers(name, values, dtype)
-    array = np.asarray(values, dtype=dtype)
+    try:
+        array = np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be made of numbers, in rows of one length, got {values!r}") from None
     if array.ndim == ndim:
         array = array[np.newaxis]
     if array.ndim != ndim + 1 or len(array) != 1:
@@ -164,11 +167,17 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         yield from _word_tensors(name, value)
     elif name == "embedding_bias" and isinstance(value, Mapping):
         words, weights = list(value), list(value.values())
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError(
+                f"{name} must be texts with their weights, or an array [vocab_size], got {value!r}"
+            )
         names = ("embedding_bias_words", "embedding_bias_weights")
         yield names[0], names[0], _text_array(words)
         yield names[1], names[1], as_tensor(names[1], weights, np.float32, 1)
     else:
         option = _OPTIONS[name]
+        if option.ndim == 0:
+            _check_scalar(name, value, option.dtype)
         given = value if option.ndim else [value]
         array = as_tensor(name, given, option.dtype, max(option.ndim, 1))
         yield option.text_name, option.ids_name, array
@@ -185,7 +194,7 @@ def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]
     words = [value] if isinstance(value, str) else list(value)
     texts = [word for word in words if isinstance(word, str)]
     ids = [word for word in words if not isinstance(word, str)]
-    if not all(isinstance(word, Iterable) for word in ids):
+    if not all(isinstance(word, Iterable) and not isinstance(word, bytes) for word in ids):
         raise ValueError(
             f"{name} must be texts or lists of token ids, such as ['word', [5, 7]], got {value!r}"
         )
@@ -201,12 +210,26 @@ def pack_words(name: str, words: Sequence[Iterable[int]]) -> np.ndarray:
     flat = [token_id for word in lists for token_id in word]
     if not all(lists):
         raise ValueError(f"{name} has an empty word")
+    for word in lists:
+        if any(isinstance(token_id, Iterable) or token_id == -1 for token_id in word):
+            raise ValueError(
+                f"{name} has {word} for a word, but a word is a list of token ids such as [5, 7]; the server's "
+                "layout, [2, n] or [1, 2, n], has to be a numpy array here"
+            )
     ends = np.cumsum([len(word) for word in lists]).tolist()
     return as_tensor(name, [flat, [*ends, *[-1] * (len(flat) - len(ends))]], np.int32, 2)
 
 
 def _text_array(texts: Sequence[str]) -> np.ndarray:
     return np.array([[text.encode() for text in texts]], dtype=np.object_)
+
+
+def _check_scalar(name: str, value: Any, dtype: type[np.generic]) -> None:
+    """Whether it is a number, or for a flag True or False (or 1 or 0)."""
+    if np.ndim(value) != 0:
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if dtype is np.bool_ and (isinstance(value, str) or value not in (0, 1)):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_integers(name: str, values: Any, dtype: type[np.integer]) -> None:

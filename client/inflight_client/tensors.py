@@ -68,6 +68,8 @@ def generate_call(
     by_text_names = is_text and model not in _ENGINE_MODELS
     if by_text_names and read.only_ids:
         raise ValueError(f"{model} does not take {read.only_ids[0]}: {IDS_MODEL} does, by text too")
+    if by_text_names and _has_ragged_outputs(read):
+        raise ValueError(f"{model} does not say how long each beam is: {IDS_MODEL} does, by text too")
     ids_outputs = (
         () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
     )
@@ -163,9 +165,12 @@ class _Outputs:
 
 
 def _model_for(is_text: bool, options: Options) -> str:
-    # A text model says nothing of how long each row is, which beams need to be told from what fills them up.
-    ragged = options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
-    return TEXT_MODEL if is_text and not options.only_ids and not ragged else IDS_MODEL
+    return TEXT_MODEL if is_text and not options.only_ids and not _has_ragged_outputs(options) else IDS_MODEL
+
+
+def _has_ragged_outputs(options: Options) -> bool:
+    """A text model says nothing of how long each row is, which beams need to be told from what fills them up."""
+    return options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
 
 
 def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from inflight_client.__main__ import main
-from tests.client.fake_server import PATIENCE_S, FakeServer, answer_with, as_texts, response_of
+from tests.client.fake_server import (
+    PATIENCE_S,
+    Asked,
+    FakeServer,
+    Response,
+    answer_with,
+    as_texts,
+    response_of,
+)
 from tests.client.test_client import until_stopped
 
 
@@ -47,7 +55,7 @@ def test_every_option_reaches_the_server(server: FakeServer) -> None:
     }
     options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     words = ["--stop", "end", "--stop=\n", "--bad-word", "no"]
-    more = ["--n=2", "--prompt-lookup=7", "--log-probs", "--model=other"]
+    more = ["--n=2", "--prompt-lookup=7", "--model=other"]
     main(["generate", "x", "--url", server.url, *options, *words, *more])
     asked = server.asked[0]
     assert asked.model == "other"
@@ -55,7 +63,6 @@ def test_every_option_reaches_the_server(server: FakeServer) -> None:
     assert (asked.inputs["stop_words"], asked.inputs["bad_words"]) == (["end", "\n"], ["no"])
     assert asked.inputs["num_return_sequences"] == [2]
     assert asked.inputs["prompt_lookup_num_tokens"] == [7]
-    assert asked.inputs["return_log_probs"] == [True]
 
 
 def test_several_answers_are_numbered(server: FakeServer, capsys) -> None:
@@ -69,22 +76,26 @@ def test_several_answers_are_numbered(server: FakeServer, capsys) -> None:
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
 def test_log_probs_stand_apart_from_the_answer(server: FakeServer, capsys, stream: list[str]) -> None:
+    def part(asked: Asked, text: str, log_prob: float, total: float, **more) -> Response:
+        return response_of(
+            asked,
+            text_output=as_texts(text),
+            output_log_probs=np.array([[[log_prob]]], np.float32),
+            cum_log_probs=np.array([[total]], np.float32),
+            **more,
+        )
+
     server.answer = lambda asked: iter(
         [
-            response_of(
-                asked,
-                final=True,
-                text_output=as_texts("ab"),
-                finish_reason=as_texts("LENGTH"),
-                output_log_probs=np.array([[[-0.5, -1.0]]], np.float32),
-                cum_log_probs=np.array([[-1.5]], np.float32),
-            )
+            part(asked, "a", -0.5, -0.5, finish_reason=as_texts("NOT_FINISHED")),
+            part(asked, "b", -1.0, -1.5, finish_reason=as_texts("LENGTH"), final=True),
         ]
     )
     assert main(["generate", "x", "--url", server.url, "--log-probs", *stream]) == 0
     captured = capsys.readouterr()
     assert captured.out == "ab\n"
     assert captured.err == "log_probs -0.5000 -1.0000 sum -1.5000\n"
+    assert server.asked[0].inputs["return_log_probs"] == [True]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,9 @@ def test_words_as_texts_and_ids(server, client) -> None:
         ([5, 7], r"texts or lists of token ids, such as \['word', \[5, 7\]\], got \[5, 7\]"),
         ([[5], []], "has an empty word"),
         ([[5.5]], "must be integers|must be an integer"),
+        ([b"end"], "must be texts or lists of token ids"),
+        (LAYOUT, r"has \[3, 5, -1, -1, -1\] for a word, .* has to be a numpy array here"),
+        ([LAYOUT], r"for a word, .* has to be a numpy array here"),
         (np.zeros((3, 4), np.int32), r"two rows, shape \[2, n\] or \[1, 2, n\], got \[3, 4\]"),
         (np.zeros(4, np.int32), r"2-dimensional array, got the shape \[4\]"),
     ],
@@ -151,6 +154,28 @@ def test_words_as_texts_and_ids(server, client) -> None:
 def test_words_that_make_no_sense_are_not_sent(server, client, words, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", stop_words=words)
+    assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be made of numbers, .*'hot'"),
+        ({"temperature": [0.5, 1.0]}, r"temperature must be a number, got \[0.5, 1.0\]"),
+        ({"end_id": [1, 2]}, "end_id must be a number"),
+        ({"return_log_probs": "no"}, "return_log_probs must be True or False, got 'no'"),
+        ({"return_log_probs": 2}, "return_log_probs must be True or False, got 2"),
+        ({"embedding_bias": {5: 1.0}}, "embedding_bias must be texts with their weights"),
+        ({"embedding_bias": {"yes": "much"}}, "embedding_bias_weights must be made of numbers"),
+        (
+            {"draft_logits": [[0.0], [0.0, 1.0]]},
+            "draft_logits must be made of numbers, in rows of one length",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_are_not_sent(server, client, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        client.generate("x", **options)
     assert not server.asked
 
 
@@ -195,8 +220,11 @@ def test_a_text_with_what_ensemble_lacks_goes_to_the_id_model(server, client, op
 
 
 def test_a_model_that_lacks_a_tensor_is_not_asked(server) -> None:
+    text_client = Client(server.url, model="ensemble")
     with pytest.raises(ValueError, match="ensemble does not take draft_input_ids: tensorrt_llm does"):
-        Client(server.url, model="ensemble").generate("x", draft_input_ids=[1])
+        text_client.generate("x", draft_input_ids=[1])
+    with pytest.raises(ValueError, match="ensemble does not say how long each beam is: tensorrt_llm does"):
+        text_client.generate("x", beam_width=2, return_log_probs=True)
     assert not server.asked
 
 

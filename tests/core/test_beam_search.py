@@ -172,6 +172,14 @@ def test_another_early_stopping_looks_at_the_longest_length():
     assert finished_twice(early_stopping=2).done, "without a length penalty no length helps"
 
 
+@pytest.mark.parametrize("length_penalty", [1e4, 3e38])
+def test_a_length_penalty_whose_power_no_float_holds_ends_no_search_with_an_error(length_penalty):
+    """All scores are 0 then: no finished beam can be displaced."""
+    search = finished_twice(length_penalty=length_penalty)
+    assert search.done
+    assert tokens_of(search.hypotheses()) == [(5,), (6,)]
+
+
 def test_an_equal_score_is_no_improvement():
     search = make_search(2)
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -1.5), (0, 7, -3.0), (0, 8, -4.0)))

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from array import array
 
-from inflight.core.batch import (
-    BeamCandidates,
-    BeamGroup,
-    BeamMove,
-    ContextDetails,
-    ModelOutput,
-    ScheduledBatch,
-    TokenDetails,
-)
+from inflight.core.batch import BeamCandidates, BeamGroup, BeamMove, ModelOutput, ScheduledBatch
 from inflight.core.config import CapacitySchedulerPolicy
 from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft
+from inflight.core.request import ExternalDraft, IterationInput
 from inflight.core.response import Response, TopLogProbs
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason
+from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.errors import InvalidArgument, StepFailed
 
 from .factories import Driver, make_request, make_scheduler
@@ -238,6 +230,22 @@ def test_a_stop_ends_all_sequences_started_or_not():
         scheduler.check_integrity()
 
 
+def test_one_sequence_can_be_stopped_and_the_others_go_on():
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(make_sequences(2, new=3))
+    driver.step()
+    driver.step()
+    stop = StopSignal(1, StopReason.STOP_WORDS, sequence_index=0)
+    (stopped,) = scheduler.accept(IterationInput(9, 0, stops=(stop,)))
+    assert stopped.result.finish_reasons == (FinishReason.STOP_WORDS,)
+    assert stopped.result.is_sequence_final and not stopped.is_final
+    driver.step()
+    _, (final,) = driver.step()
+    assert (final.result.sequence_index, final.is_final) == (1, True)
+    assert final.result.finish_reasons == (FinishReason.LENGTH,)
+
+
 def test_a_failure_of_one_sequence_is_the_one_final_error_of_the_request():
     scheduler = make_scheduler(max_num_sequences=2)
     driver = Driver(scheduler)
@@ -327,7 +335,7 @@ def test_a_draft_never_reaches_beyond_the_length_limit():
     assert chunk.token_ids == (3, 4)
 
 
-# ---------------------------------------------------------------- stop words and details
+# ---------------------------------------------------------------- stop words
 
 
 def test_a_stop_word_ends_the_output_and_is_returned_but_never_fires_on_the_prompt():
@@ -339,53 +347,3 @@ def test_a_stop_word_ends_the_output_and_is_returned_but_never_fires_on_the_prom
     _, (final,) = driver.step(token=8)
     assert final.result.output_token_ids == ((7, 8, 9, 7, 8),)
     assert final.result.finish_reasons == (FinishReason.STOP_WORDS,)
-
-
-def test_log_probs_are_deltas_and_the_sum_grows():
-    scheduler = make_scheduler()
-    output = OutputConfig(return_log_probs=True)
-    Driver(scheduler).accept(make_request(new=3, streaming=True, output=output, end_ids=(4,)))
-    sums, deltas = [], []
-    for token, log_prob in ((5, -1.0), (6, -2.0), (4, -4.0)):
-        details = {0: TokenDetails(log_probs=(log_prob,))}
-        (response,) = update(scheduler, scheduler.schedule(), (token,), details=details)
-        sums += response.result.cum_log_probs
-        deltas += response.result.log_probs
-    assert deltas == [(-1.0,), (-2.0,), ()]
-    assert sums == [-1.0, -3.0, -3.0]
-
-
-def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():
-    scheduler = make_scheduler(max_num_tokens=8, chunked=True, reuse=True)
-    driver = Driver(scheduler)
-    driver.accept(make_request(1, prompt=10, new=1))
-    driver.step()
-    driver.step()
-    output = OutputConfig(return_prompt_log_probs=True, return_context_logits=True)
-    driver.accept(make_request(2, prompt=10, new=1, output=output))
-    responses = []
-    for log_probs in ([-1.0] * 8, [-2.0]):
-        batch = scheduler.schedule()
-        (chunk,) = batch.context
-        rows = len(chunk.token_ids)
-        assert chunk.wants_context
-        details = ContextDetails(tuple(log_probs), bytes(4 * 2 * rows))
-        tokens = [(5,)] if chunk.is_last else []
-        responses += update(scheduler, batch, *tokens, context={chunk.slot: details})
-    (final,) = responses
-    assert final.result.prompt_log_probs == (0.0, *[-1.0] * 8, -2.0)
-    assert final.result.context_logits.shape == (10, 2)
-
-
-def test_perf_metrics_say_when_and_how_many_blocks():
-    scheduler = make_scheduler(reuse=True)
-    driver = Driver(scheduler)
-    driver.accept(make_request(1, prompt=10, new=1))
-    driver.step()
-    output = OutputConfig(return_perf_metrics=True)
-    driver.accept(make_request(2, prompt=10, new=2, output=output, arrival_time_ns=3))
-    scheduler.update(scheduler.schedule(), ModelOutput(0, [(5,)]), now_ns=100)
-    (final,) = scheduler.update(scheduler.schedule(), ModelOutput(0, [(6,)]), now_ns=200)
-    metrics = final.result.perf_metrics
-    assert (metrics.arrival_time_ns, metrics.first_token_time_ns, metrics.last_token_time_ns) == (3, 100, 200)
-    assert (metrics.num_new_blocks, metrics.num_reused_blocks) == (1, 2)

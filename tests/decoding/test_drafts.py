@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.core.batch import ContextChunk, ScheduledBatch, SlotStart
+from inflight.core.request import Request
 from inflight.decoding import reference
 from inflight.decoding.rng import Purpose
 from tests.decoding.factories import Row, decode_rows, make_decoding, make_request
@@ -63,9 +65,9 @@ def test_acceptance_by_chance_is_the_reference_s(data: st.DataObject) -> None:
         assert output.token_ids == [tuple(expected)]
 
 
-def _with_draft(plain, drafts, proposed, threshold):
-    from dataclasses import replace
-
+def _with_draft(
+    plain: Request, drafts: list[int], proposed: list[list[float]], threshold: float | None
+) -> Request:
     draft = make_request(drafts=drafts, draft_logits=proposed, threshold=threshold).draft
     return replace(plain, draft=draft)
 
@@ -119,7 +121,6 @@ def test_draft_logits_are_for_the_request_s_own_draft_alone() -> None:
     """A guess from the prompt, later or instead, is accepted by equality."""
     proposed = torch.full((1, 10), -math.inf)
     proposed[0, 4] = 0.0
-    request = make_request([0, 0], drafts=[4], draft_logits=proposed, top_p=1.0)
     logits = _logits(4, 5)
     cases = [
         ContextChunk(0, 1, (0, 4), True, 1, is_generation=True),
@@ -128,16 +129,15 @@ def test_draft_logits_are_for_the_request_s_own_draft_alone() -> None:
     ]
     for chunk in cases:
         for seed in range(30):
-            with_seed = make_request([0, 0], drafts=[4], draft_logits=proposed, top_p=1.0, random_seed=seed)
+            request = make_request([0, 0], drafts=[4], draft_logits=proposed, top_p=1.0, random_seed=seed)
             decoding = make_decoding(1, 10)
-            batch = ScheduledBatch(0, starts=(SlotStart(0, with_seed),), context=(chunk,))
+            batch = ScheduledBatch(0, starts=(SlotStart(0, request),), context=(chunk,))
             decoding.apply(batch)
             positions = np.array([chunk.start + 1, chunk.start + 2])
             (tokens,) = decoding.decode(batch, logits.clone(), positions).token_ids
             known = [0] * (chunk.start + 1)
-            expected = reference.verify_drafts(logits.tolist(), with_seed, known, chunk.token_ids[1:])
+            expected = reference.verify_drafts(logits.tolist(), request, known, chunk.token_ids[1:])
             assert list(tokens) == expected
-    assert request.draft is not None
 
 
 def test_a_refused_draft_is_forgotten() -> None:
@@ -155,17 +155,23 @@ def test_a_refused_draft_is_forgotten() -> None:
     assert decoding.decode(batch, values, np.array([4 - 1])).token_ids == [(8,)]
 
 
-def test_a_row_after_a_draft_that_resets_top_p_sees_it_reset() -> None:
-    """A nucleus of one token after ten decays, of all of them after a reset."""
-    flat = torch.zeros(2, 100)
-    flat[0, 2] = 9.0
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
+    """A nucleus of one token after any decay, of all of them before the first and after a reset."""
+    rows = torch.zeros(2, 100)
+    rows[0, 2] = 9.0
     tokens = set()
     for seed in range(20):
         request = make_request(
-            [0], top_p=1.0, top_p_decay=0.5, top_p_min=0.0, top_p_reset_id=2, random_seed=seed
+            [0], top_p=1.0, top_p_decay=0.001, top_p_min=0.0, top_p_reset_id=2, random_seed=seed
         )
-        row = Row(request, generated=(1,) * 10, drafts=(2,))
-        (new,) = decode_rows(flat.clone(), [row]).token_ids
+        decoding = make_decoding(1, 100)
+        row = Row(request, generated=(1,) * 10, drafts=(2,) if drafted else ())
+        new = list(decode_rows(rows[: 1 + drafted].clone(), [row], decoding).token_ids[0])
+        if not drafted:
+            batch = ScheduledBatch(0, generation_slots=(0,))
+            decoding.apply(batch)
+            new += decoding.decode(batch, rows[1:].clone(), np.array([12])).token_ids[0]
         assert new[0] == 2
         tokens.add(new[1])
     assert len(tokens) > 10

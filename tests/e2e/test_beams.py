@@ -71,8 +71,8 @@ def test_beams_are_those_of_transformers(
     assert log_probs.shape[:2] == sums.shape == (1, width)
     lengths = [len(beam) for beam in answer.beams]
     for row, length in enumerate(lengths):
-        # The end id counts for the sum, and is not returned.
-        assert sums[0, row] <= log_probs[0, row, :length].sum() + 1e-4
+        # The end id's is in neither.
+        assert sums[0, row] == pytest.approx(log_probs[0, row, :length].sum(), abs=1e-4)
         assert not log_probs[0, row, length:].any()
 
 

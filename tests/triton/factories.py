@@ -219,8 +219,8 @@ class FakeEngineClient:
         self._callbacks[engine_id] = on_response
         return engine_id
 
-    def stop(self, request_id: int, reason: StopReason) -> None:
-        self.stopped.append((request_id, reason))
+    def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        self.stopped.append((request_id, reason, *(() if sequence_index is None else (sequence_index,))))
         if self.answers_stops and request_id in self._callbacks:
             self.respond(make_response(request_id, (), FinishReason.CANCELLED))
 

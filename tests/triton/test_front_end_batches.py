@@ -163,7 +163,7 @@ def test_a_stop_string_ends_text_and_ids(decoupled: Stage, streaming: bool) -> N
     assert decoupled.client.submitted[engine_id].streaming
     answer(decoupled, engine_id, ids_of("cdef"), final=False)
     sent = sender.wait_final()
-    assert decoupled.client.stopped == [(engine_id, StopReason.STOP_WORDS)]
+    assert decoupled.client.stopped == [(engine_id, StopReason.STOP_WORDS, 0)]
     assert len(sent) == (2 if streaming else 1)
     assert [token for one in sent for token in value_of(one, "output_ids")] == ids_of("cde")
     assert b"".join(value_of(one, "text_output")[0] for one in sent) == b"c"
@@ -229,3 +229,17 @@ def test_a_response_too_large_to_be_sent_is_refused_at_once(decoupled: Stage) ->
     sender = decoupled.take(make_triton_request())
     assert error_of(sender.wait_final()[0]) == (TritonError.UNAVAILABLE, "no room in /dev/shm")
     assert not decoupled.client.submitted
+
+
+def test_room_is_made_for_the_prompt_of_a_batch_that_is_not_streamed(decoupled: Stage) -> None:
+    """Of two beams' logits, which no stream returns."""
+    reserved: list[bool] = []
+
+    def reserve(requests: object, vocab_size: int, streaming: bool, in_one: bool) -> int:
+        reserved.append(streaming)
+        raise Unavailable("enough seen")
+
+    decoupled.front_end._budget.reserve = reserve  # type: ignore[method-assign,assignment]
+    for streamed in ([True, False], [True, True], [False, True]):
+        decoupled.take(make_triton_request(batch(streaming=np.array(streamed)))).wait_final()
+    assert reserved == [False, True, False]

@@ -102,11 +102,11 @@ def test_a_batch_is_refused_as_a_whole() -> None:
     assert in_flight.close() == ()
 
 
-def test_one_prompt_may_be_stopped_for_its_text() -> None:
+def test_one_sequence_of_one_prompt_may_be_stopped_for_its_text() -> None:
     in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
     entry = start_batch(in_flight, 2)
-    in_flight.stop_prompt(entry.engine_ids[1])
-    assert client.stopped == [(entry.engine_ids[1], StopReason.STOP_WORDS)]
+    in_flight.stop_sequence(entry.engine_ids[1], 3)
+    assert client.stopped == [(entry.engine_ids[1], StopReason.STOP_WORDS, 3)]
 
 
 def test_an_id_in_flight_is_refused_and_the_first_one_goes_on() -> None:

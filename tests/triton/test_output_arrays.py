@@ -164,6 +164,19 @@ def test_a_batch_of_different_shapes() -> None:
     assert values("num_input_tokens", *outputs) == [[4], [3]]
 
 
+def test_prompts_of_a_batch_may_want_different_numbers_of_alternatives() -> None:
+    outputs = [
+        make_output(
+            make_result((8,), top_log_probs=((top(*ids),),)),
+            output=OutputConfig(num_top_log_probs=len(ids)),
+            pad_id=50,
+        )
+        for ids in ((8,), (9, 8, 7))
+    ]
+    assert values("top_log_prob_ids", *outputs) == [[[[8, 50, 50]]], [[[9, 8, 7]]]]
+    assert values("top_log_probs", *outputs) == [[[[0.0, 0.0, 0.0]]], [[[0.0, -0.5, -1.0]]]]
+
+
 def test_logits_of_a_batch_are_filled_up_with_zeros() -> None:
     outputs = [make_output(make_result(context_logits=tensor(3, 1.0))), make_output(make_result())]
     array = make_array("context_logits", outputs)

@@ -134,13 +134,13 @@ def test_the_engine_is_told_once_that_nobody_wants_more() -> None:
     assert told == [False, True, False, False]
 
 
-def test_the_engine_goes_on_until_every_sequence_has_stopped() -> None:
+def test_every_sequence_stops_by_itself() -> None:
     talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     told = []
     for index, text in ((0, "c"), (0, "d"), (1, "c"), (0, "e"), (1, "d")):
         talk.take(delta(text, sequence_index=index), is_last=False)
         told.append(talk.reply.has_just_stopped(0))
-    assert told == [False, False, False, False, True]
+    assert told == [False, True, False, False, True]
 
 
 def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:

@@ -176,11 +176,24 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
         "embedding_bias must hold finite numbers, or -inf to ban a token",
     ),
     (
+        {"embedding_bias_words": [[b"a", b"a"]], "embedding_bias_weights": [[3e38, 3e38]]},
+        InvalidArgument,
+        "embedding_bias_weights must hold finite numbers, or -inf to ban a token",
+    ),
+    (
         {"embedding_bias_words": [[b"a", b"b"]], "embedding_bias_weights": [[1.0]]},
         InvalidArgument,
         "embedding_bias_words has 2 texts and embedding_bias_weights 1 weights",
     ),
     ({"draft_logits": np.zeros([1, 1, 1000], np.float32)}, InvalidArgument, "without draft_input_ids"),
+    *(
+        (
+            {"draft_input_ids": [[1]], "draft_logits": np.full([1, 1, 1000], value, np.float32)},
+            InvalidArgument,
+            "draft_logits must hold finite numbers in every row",
+        )
+        for value in (np.nan, np.inf, -np.inf)
+    ),
     (
         {"draft_input_ids": [[1, 2]], "draft_logits": np.zeros([1, 1, 1000], np.float32)},
         InvalidArgument,

@@ -284,7 +284,7 @@ def test_a_stop_string_stops_the_engine(desk: Desk) -> None:
     entry = desk.start(stream, reply=reply)
     desk.respond(entry, letter_tokenizer().encode("cde"))  # and the stop brings the final response
     sent = stream.wait_final()
-    assert desk.client.stopped == [(entry.engine_ids[0], StopReason.STOP_WORDS)]
+    assert desk.client.stopped == [(entry.engine_ids[0], StopReason.STOP_WORDS, 0)]
     assert [one.response.arrays()["finish_reason"].item() for one in sent] == [b"STOP_WORDS"] * 2
     assert ids_of(sent) == letter_tokenizer().encode("cd")
 

@@ -16,6 +16,7 @@ Reference: transformers `GenerationMixin._beam_search`, whose tokens and scores 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from inflight.core.batch import BeamCandidates
@@ -157,7 +158,14 @@ class BeamSearch:
         return FinishReason.NOT_FINISHED
 
     def _normalize(self, cumulative: float) -> float:
-        return cumulative / self._num_generated**self._length_penalty
+        return cumulative / self._divisor(self._num_generated)
+
+    def _divisor(self, length: int) -> float:
+        """What a score at this length is divided by; the largest float where a power exceeds it."""
+        try:
+            return float(length) ** self._length_penalty
+        except OverflowError:
+            return sys.float_info.max
 
     def _run_on(self, running: list[tuple[int, _Node]], candidates: BeamCandidates) -> None:
         """Let the chosen candidates be the beams; where stop words left fewer than K, the last fills the rows."""
@@ -179,7 +187,7 @@ class BeamSearch:
         length = self._num_generated
         if self._early_stopping != 0 and self._length_penalty > 0.0:
             length = self._request.max_new_tokens
-        return best / length**self._length_penalty <= self._ended[-1].score
+        return best / self._divisor(length) <= self._ended[-1].score
 
     def hypotheses(self) -> list[Hypothesis]:
         """The outputs, best first, as many as the request wants back, as if the search ended now."""

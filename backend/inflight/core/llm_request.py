@@ -119,8 +119,8 @@ class LlmRequest:
         lookup: Makes its draft tokens, if it is to.
         stop_words: Ends it, if it has any.
         finish_reason: Why it ended.
-        log_probs, top_log_probs, logits: Per generated token, as far as they are wanted.
-        cum_log_prob: Sum of `log_probs`.
+        log_probs, top_log_probs, logits: Of each generated token that no response has carried, if they are wanted.
+        cum_log_prob: Sum of all log probabilities, carried or not.
         first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
         num_new_blocks, num_reused_blocks: Of runs that are over.
         num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted.
@@ -243,6 +243,12 @@ class LlmRequest:
         self.apply(RequestEvent.PAUSE)
         self.slots = ()
         self.num_computed_tokens = 0
+
+    def forget_details(self) -> None:
+        """A response has carried them: a long stream's logits would fill the memory."""
+        self.log_probs.clear()
+        self.top_log_probs.clear()
+        self.logits.clear()
 
     def finish(self, reason: FinishReason) -> None:
         """End for `reason`. The slots stay until the batches in flight have come back."""

@@ -58,8 +58,8 @@ class EngineClient(Protocol):
     def submit(self, request: Request, on_response: SendResponseCallback) -> int:
         """Queue `request` and return the id it runs under (the given `request_id` is replaced)."""
 
-    def stop(self, request_id: int, reason: StopReason) -> None:
-        """End a request early, by the id that `submit` returned; unknown ids are ignored."""
+    def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        """End a request, or one of its sequences, early. Goes by the id that `submit` returned; ignores others."""
 
     def close(self) -> None:
         """Release threads and connections. Requests in flight are answered first. Idempotent."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.beam_search import BeamSearch
-from inflight.core.llm_request import LlmRequest
+from inflight.core.llm_request import LlmRequest, RequestGroup
 from inflight.core.response import PerfMetrics, Result, ended_without_tokens
 from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.core.tensor import FloatTensor
@@ -19,7 +19,7 @@ def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], tu
     """What is new since the last call, or everything, as the request wants it.
 
     Args:
-        llm_request: The sequence; its count of streamed tokens moves on.
+        llm_request: The sequence; its count of streamed tokens moves on, and details that are carried are gone.
         block_counts: Tells how many KV blocks it took and found in the cache, in all its runs.
     """
     request, reason = llm_request.request, llm_request.finish_reason
@@ -54,13 +54,14 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
     if output.wants_details:
         result = replace(
             result,
-            log_probs=(tuple(llm_request.log_probs[first:]),) if output.return_log_probs else None,
+            log_probs=(tuple(llm_request.log_probs),) if output.return_log_probs else None,
             cum_log_probs=(llm_request.cum_log_prob,) if output.return_log_probs else None,
-            top_log_probs=(tuple(llm_request.top_log_probs[first:]),) if output.num_top_log_probs else None,
-            generation_logits=(_stacked(llm_request.logits[first:]),)
+            top_log_probs=(tuple(llm_request.top_log_probs),) if output.num_top_log_probs else None,
+            generation_logits=(_stacked(llm_request.logits),)
             if output.return_generation_logits and tokens
             else None,
         )
+        llm_request.forget_details()
     return _with_context(result, llm_request) if first == 0 else result
 
 
@@ -95,10 +96,15 @@ def _with_context(result: Result, llm_request: LlmRequest) -> Result:
     return replace(
         result,
         prompt_log_probs=(0.0, *group.context_log_probs) if output.return_prompt_log_probs else None,
-        context_logits=_stacked(group.context_logits, group.num_context_rows)
-        if output.return_context_logits
-        else None,
+        context_logits=_context_logits(group) if output.return_context_logits else None,
     )
+
+
+def _context_logits(group: RequestGroup) -> FloatTensor:
+    """One copy, however many sequences carry it; kept for the other sequences alone."""
+    tensor = _stacked(group.context_logits, group.num_context_rows)
+    group.context_logits = [tensor.data] if len(group.sequences) > 1 else []
+    return tensor
 
 
 def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int = 0) -> FloatTensor:

@@ -122,7 +122,8 @@ class Scheduler:
         group = self._groups.get(stop.request_id)
         responses: list[Response] = []
         for llm_request in group.sequences if group else ():
-            if llm_request.state is not RequestState.FINISHED:
+            meant = stop.sequence_index in (None, llm_request.sequence_index)
+            if meant and llm_request.state is not RequestState.FINISHED:
                 responses += self._finish(llm_request, FINISH_REASON_OF_STOP[stop.reason])
         return responses
 

@@ -31,10 +31,11 @@ CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishRe
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
-    """End request `request_id` in the next iteration; unknown ids are ignored."""
+    """End request `request_id`, or one of its sequences, in the next iteration; unknown ids are ignored."""
 
     request_id: int
     reason: StopReason = StopReason.CANCELLED
+    sequence_index: int | None = None
 
 
 FINISH_REASON_OF_STOP: dict[StopReason, FinishReason] = {

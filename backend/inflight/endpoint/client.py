@@ -71,11 +71,11 @@ class SocketEngineClient:
             pass  # that connection has just ended: try a new one, until there is none to be had
         return request_id
 
-    def stop(self, request_id: int, reason: StopReason) -> None:
-        """End a request early; unknown ids are ignored."""
+    def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        """End a request early, or one of its sequences; unknown ids are ignored."""
         connection = self._connection
         if connection is not None:
-            connection.stop(request_id, reason)
+            connection.stop(Stop(request_id, reason, sequence_index))
 
     def close(self) -> None:
         """End the connection; requests in flight are answered with Unavailable. Idempotent."""
@@ -138,9 +138,9 @@ class _Connection:
         self._send(frame)
         return True
 
-    def stop(self, request_id: int, reason: StopReason) -> None:
-        if request_id in self._callbacks:
-            self._send(encode(Stop(request_id, reason)))
+    def stop(self, stop: Stop) -> None:
+        if stop.request_id in self._callbacks:
+            self._send(encode(stop))
 
     def close(self) -> None:
         self._shut()

@@ -46,10 +46,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: end a request early."""
+    """Front end → engine: end a request early, or one of its sequences."""
 
     request_id: int
     reason: StopReason
+    sequence_index: int | None = None
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):

@@ -68,14 +68,17 @@ class LocalEngineClient:
         self._notify()
         return request_id
 
-    def stop(self, request_id: int, reason: StopReason) -> None:
-        """End a request early. One that still waits here never reaches the batcher and ends without tokens."""
+    def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        """End a request early, or one of its sequences.
+
+        A request that still waits here never reaches the batcher and ends without tokens.
+        """
         with self._lock:
-            waiting = self._queue.pop(request_id, None)
+            waiting = self._queue.pop(request_id, None) if sequence_index is None else None
             if waiting is not None:
                 self._stopped_in_queue[request_id] = _ended_without_tokens(waiting, reason)
             elif request_id in self._callbacks and request_id not in self._stopped_in_queue:
-                self._stop_signals.append(StopSignal(request_id, reason))
+                self._stop_signals.append(StopSignal(request_id, reason, sequence_index))
             else:
                 return
         self._notify()

@@ -176,7 +176,7 @@ class _Connection:
         with self._lock:
             engine_id = self._engine_ids.get(frame.request_id)
         if engine_id is not None:
-            self._client.stop(engine_id, frame.reason)
+            self._client.stop(engine_id, frame.reason, frame.sequence_index)
 
     def _end(self) -> None:
         with self._lock:

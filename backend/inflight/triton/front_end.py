@@ -119,7 +119,8 @@ class FrontEnd:
         ]
         in_one = not self._model.decoupled
         requests = [prompt.request for prompt in prompts]
-        streaming = prompts[0].options.streaming
+        # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
+        streaming = all(prompt.options.streaming for prompt in prompts)
         ticket = self._budget.reserve(requests, description.limits.vocab_size, streaming, in_one)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply(replies, in_one), ticket)
         try:

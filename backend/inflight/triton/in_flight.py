@@ -116,9 +116,9 @@ class InFlight:
         if entry is not None:
             self._stop_all(entry.engine_ids)
 
-    def stop_prompt(self, engine_id: int) -> None:
-        """End one prompt, whose text has come to a stop string."""
-        self._client.stop(engine_id, StopReason.STOP_WORDS)
+    def stop_sequence(self, engine_id: int, sequence_index: int) -> None:
+        """End one sequence, whose text has come to a stop string."""
+        self._client.stop(engine_id, StopReason.STOP_WORDS, sequence_index)
 
     def cancel(self, entry: InFlightRequest, ending: Ending = Ending.CLIENT_GONE) -> None:
         """End `entry`, whose last response then is an error; does nothing the second time."""

@@ -186,7 +186,8 @@ def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[in
             stack[index] = fills[index]
         for number, row in enumerate(of_prompt):
             if len(row):
-                stack[index, number, : len(row)] = row
+                values = np.asarray(row, dtype)  # of top log probs, prompts may want more or fewer
+                stack[(index, number, *map(slice, values.shape))] = values
     return stack
 
 

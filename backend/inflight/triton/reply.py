@@ -47,8 +47,7 @@ class PromptReply:
     """The outputs of one prompt.
 
     Attributes:
-        has_just_stopped: Whether with the result taken last a stop string has ended the last of its sequences: the
-            engine works for nobody.
+        has_just_stopped: Whether with the result taken last a stop string has ended its sequence.
     """
 
     def __init__(self, prompt: Prompt, new_text: NewText | None, batch_index: int = 0) -> None:
@@ -61,7 +60,6 @@ class PromptReply:
         self._new_text = new_text
         self._batch_index = batch_index
         self._sequences: dict[int, _Sequence] = {}
-        self._num_running = prompt.request.sampling.num_sequences
         self.has_just_stopped = False
 
     def take(self, result: Result) -> Output | None:
@@ -72,9 +70,7 @@ class PromptReply:
             sequence = self._sequences[result.sequence_index] = _Sequence(self._prompt, text)
         was_stopped = sequence.stopped
         taken = sequence.take(result)
-        stops = sequence.stopped and not was_stopped
-        self._num_running -= stops
-        self.has_just_stopped = stops and self._num_running == 0
+        self.has_just_stopped = sequence.stopped and not was_stopped
         return Output(self._prompt, *taken, self._batch_index) if taken else None
 
 
@@ -105,7 +101,7 @@ class Reply:
         return _joined(self._held) if is_last else ()
 
     def has_just_stopped(self, batch_index: int) -> bool:
-        """Whether the prompt's last result has made its engine request superfluous."""
+        """Whether with the prompt's last result its sequence has come to a stop string."""
         return self._prompts[batch_index].has_just_stopped
 
 

@@ -54,6 +54,11 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
         if logits is not None:
             raise InvalidArgument("draft_logits came without draft_input_ids, whose logits they are")
         return None
+    # The largest of a row is NaN if one of them is.
+    if logits is not None and not np.isfinite(logits.max(axis=-1)).all():
+        raise InvalidArgument(
+            "draft_logits must hold finite numbers in every row; -inf for what is never drawn"
+        )
     threshold = reader.real("draft_acceptance_threshold")
     return ExternalDraft(tuple(ids.tolist()), None if logits is None else as_float_tensor(logits), threshold)
 
@@ -65,9 +70,11 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
         raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
     total = np.zeros(vocab_size, np.float32) if bias is None else bias.copy()
     for word, weight in _weighted_words(reader):
-        total[_tokens_of(word, vocab_size, encoder)] += weight
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is refused below
+            total[_tokens_of(word, vocab_size, encoder)] += weight
     if np.isnan(total).any() or np.isposinf(total).any():
-        raise InvalidArgument("embedding_bias must hold finite numbers, or -inf to ban a token")
+        name = "embedding_bias_weights" if bias is None else "embedding_bias"
+        raise InvalidArgument(f"{name} must hold finite numbers, or -inf to ban a token")
     return as_float_tensor(total) if total.any() else None
 
 

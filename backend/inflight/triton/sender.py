@@ -102,8 +102,8 @@ class Sender:
         if entry.ending is not Ending.NONE:
             return self._responses.error(entry.send_failure or _ERROR_OF_ENDING[entry.ending])
         outputs = entry.reply.take(arrival.batch_index, result, arrival.is_last)
-        if not response.is_final and entry.reply.has_just_stopped(arrival.batch_index):
-            self._in_flight.stop_prompt(response.request_id)
+        if not result.is_sequence_final and entry.reply.has_just_stopped(arrival.batch_index):
+            self._in_flight.stop_sequence(response.request_id, result.sequence_index)
         return self._responses.outputs(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:

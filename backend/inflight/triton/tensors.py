@@ -39,7 +39,9 @@ _PROMPT = (
     ),
     TensorSpec("bad_words_list", "INT32", (2, -1), "as stop_words_list; never generated"),
     TensorSpec("stop_words", "BYTES", (-1,), "texts that end the output; not returned", (), ("stop_words",)),
-    TensorSpec("bad_words", "BYTES", (-1,), "texts never to generate", (), ("bad_words",)),
+    TensorSpec(
+        "bad_words", "BYTES", (-1,), "texts not to generate, in their usual tokens", (), ("bad_words",)
+    ),
     TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits"),
     TensorSpec(
         "embedding_bias_words", "BYTES", (-1,), "texts whose tokens to bias", (), ("embedding_bias_words",)

@@ -1,0 +1,98 @@
+"""Log probabilities, logits and times beside the tokens: exact values for hand-made answers of the device."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+from inflight.core.batch import ContextDetails, ModelOutput, ScheduledBatch, TokenDetails
+from inflight.core.output_config import OutputConfig
+from inflight.core.response import Response
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+
+from .factories import Driver, make_request, make_scheduler
+
+
+def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...], **output) -> list[Response]:
+    responses = scheduler.update(batch, ModelOutput(batch.iteration, list(tokens), **output))
+    scheduler.check_integrity()
+    return responses
+
+
+def test_log_probs_are_deltas_and_the_sum_grows():
+    scheduler = make_scheduler()
+    output = OutputConfig(return_log_probs=True)
+    Driver(scheduler).accept(make_request(new=3, streaming=True, output=output, end_ids=(4,)))
+    sums, deltas = [], []
+    for token, log_prob in ((5, -1.0), (6, -2.0), (4, -4.0)):
+        details = {0: TokenDetails(log_probs=(log_prob,))}
+        (response,) = update(scheduler, scheduler.schedule(), (token,), details=details)
+        sums += response.result.cum_log_probs
+        deltas += response.result.log_probs
+    assert deltas == [(-1.0,), (-2.0,), ()]
+    assert sums == [-1.0, -3.0, -3.0]
+
+
+def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():
+    scheduler = make_scheduler(max_num_tokens=8, chunked=True, reuse=True)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=10, new=1))
+    driver.step()
+    driver.step()
+    output = OutputConfig(return_prompt_log_probs=True, return_context_logits=True)
+    driver.accept(make_request(2, prompt=10, new=1, output=output))
+    responses = []
+    for log_probs in ([-1.0] * 8, [-2.0]):
+        batch = scheduler.schedule()
+        (chunk,) = batch.context
+        rows = len(chunk.token_ids)
+        assert chunk.wants_context
+        details = ContextDetails(tuple(log_probs), bytes(4 * 2 * rows))
+        tokens = [(5,)] if chunk.is_last else []
+        responses += update(scheduler, batch, *tokens, context={chunk.slot: details})
+    (final,) = responses
+    assert final.result.prompt_log_probs == (0.0, *[-1.0] * 8, -2.0)
+    assert final.result.context_logits.shape == (10, 2)
+
+
+def test_perf_metrics_say_when_and_how_many_blocks():
+    scheduler = make_scheduler(reuse=True)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=10, new=1))
+    driver.step()
+    output = OutputConfig(return_perf_metrics=True)
+    driver.accept(make_request(2, prompt=10, new=2, output=output, arrival_time_ns=3))
+    scheduler.update(scheduler.schedule(), ModelOutput(0, [(5,)]), now_ns=100)
+    (final,) = scheduler.update(scheduler.schedule(), ModelOutput(0, [(6,)]), now_ns=200)
+    metrics = final.result.perf_metrics
+    assert (metrics.arrival_time_ns, metrics.first_token_time_ns, metrics.last_token_time_ns) == (3, 100, 200)
+    assert (metrics.num_new_blocks, metrics.num_reused_blocks) == (1, 2)
+
+
+def test_a_long_stream_does_not_keep_the_logits_it_has_sent():
+    scheduler = make_scheduler()
+    output = OutputConfig(return_generation_logits=True)
+    Driver(scheduler).accept(make_request(new=30, streaming=True, output=output))
+    tracemalloc.start()
+    try:
+        for _ in range(25):
+            details = {0: TokenDetails(logits=(bytes(1 << 20),))}
+            (response,) = update(scheduler, scheduler.schedule(), (5,), details=details)
+            assert response.result.generation_logits[0].shape == (1, 1 << 18)
+        assert tracemalloc.get_traced_memory()[0] < 5 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_sequences_carry_one_copy_of_the_context_logits():
+    scheduler = make_scheduler()
+    sampling = SamplingConfig(num_return_sequences=3)
+    output = OutputConfig(return_context_logits=True)
+    Driver(scheduler).accept(make_request(prompt=10, new=1, sampling=sampling, output=output))
+    responses = update(
+        scheduler, scheduler.schedule(), (5,), context={0: ContextDetails(logits=bytes(range(80)))}
+    )
+    responses += update(scheduler, scheduler.schedule(), (5,), (5,))
+    first, *others = [response.result.context_logits for response in responses]
+    assert (first.shape, first.data) == ((10, 2), bytes(range(80)))
+    assert [other.data is first.data for other in others] == [True, True]
