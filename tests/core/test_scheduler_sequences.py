@@ -108,7 +108,7 @@ def test_details_of_beams_follow_their_tokens():
     )
     (final,) = update(scheduler, scheduler.schedule(), (), (), beams=[second])
     assert final.result.log_probs == ((-2.5, -0.25), (-1.5, -0.75))
-    assert final.result.cum_log_probs == (-2.75, -2.25)
+    assert final.result.cum_log_probs == (-2.5, -2.6)
     assert final.result.top_log_probs == (tops(7, 4), tops(7, 5))
     assert [tensor.data for tensor in final.result.generation_logits] == [
         b"".join(logits(1.0, 3.0)),

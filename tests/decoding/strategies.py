@@ -26,7 +26,7 @@ _FEATURES = [
     {"top_k": st.sampled_from([1, 2, 3, 7, 100])},
     _top_p,
     {
-        "top_p": st.sampled_from([0.7, 0.9, 1.0]),
+        "top_p": st.sampled_from([0.0, 0.7, 0.9, 1.0]),
         "top_p_decay": st.sampled_from([0.5, 0.8, 0.95]),
         "top_p_min": st.sampled_from([0.0, 0.2, 0.8]),
         "top_p_reset_id": st.integers(-1, 3),

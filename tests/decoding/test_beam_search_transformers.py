@@ -126,7 +126,11 @@ def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_p
             length_penalty=length_penalty,
             early_stopping=early_stopping,
         )
-        assert_same(search(model, request), generate(model, request))
+        found = search(model, request)
+        assert_same(found, generate(model, request))
+        for hypothesis in found:
+            length = len(hypothesis.token_ids) + (hypothesis.finish_reason is FinishReason.END_ID)
+            assert hypothesis.score == pytest.approx(hypothesis.cum_log_prob / length**length_penalty)
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
@@ -233,7 +237,7 @@ def test_early_stopping_makes_a_difference(model):
     assert len(set(found)) > 1
 
 
-def test_log_probs_are_the_models_and_add_up(model):
+def test_log_probs_are_the_models_and_add_up_but_for_the_end_id(model):
     request = make_request(PROMPTS[0], SEVERAL_END_IDS, beam_width=4)
     for hypothesis in search(model, request):
         ids = torch.tensor([request.input_token_ids + hypothesis.token_ids])
@@ -241,4 +245,7 @@ def test_log_probs_are_the_models_and_add_up(model):
             log_probs = model(ids).logits[0, request.prompt_length - 1 : -1].log_softmax(-1)
         expected = log_probs.gather(1, torch.tensor(hypothesis.token_ids)[:, None])[:, 0].tolist()
         assert hypothesis.log_probs == pytest.approx(expected, abs=1e-4)
-        assert hypothesis.cum_log_prob == pytest.approx(sum(expected), abs=1e-4)
+        if hypothesis.finish_reason is FinishReason.END_ID:
+            assert hypothesis.cum_log_prob < sum(expected)
+        else:
+            assert hypothesis.cum_log_prob == pytest.approx(sum(expected), abs=1e-4)

@@ -167,7 +167,7 @@ def test_beams_move_all_at_once() -> None:
     ]
     for step, moves in enumerate(steps):
         sequences = {slot: [*sequences[parent], token] for slot, parent, token in moves}
-        group = BeamGroup(slots, (-1.0, -2.0, -3.0), 6)
+        group = BeamGroup(slots, (-1.0, -2.0, -3.0), 60)
         batch = ScheduledBatch(
             step + 1,
             moves=tuple(BeamMove(*move) for move in moves),
@@ -179,6 +179,6 @@ def test_beams_move_all_at_once() -> None:
         got = decoding.decode(batch, logits.clone(), np.full(3, 3 + step)).beams[0]
         rows = dict(zip((0, 2, 3), logits.tolist()))
         found = reference.beam_candidates(
-            [rows[slot] for slot in slots], request, [sequences[slot] for slot in slots], group.scores, 6
+            [rows[slot] for slot in slots], request, [sequences[slot] for slot in slots], group.scores, 60
         )
         assert list(zip(got.rows, got.token_ids)) == [(row, token) for row, token, _ in found]

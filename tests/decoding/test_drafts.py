@@ -175,3 +175,19 @@ def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
         assert new[0] == 2
         tokens.add(new[1])
     assert len(tokens) > 10
+
+
+def test_a_row_after_a_refused_draft_resets_no_top_p() -> None:
+    """What it would have chosen is dropped with the draft, the token that sets top_p back as well."""
+    tokens = set()
+    for seed in range(20):
+        request = make_request(
+            [0], top_p=1.0, top_p_decay=0.001, top_p_min=0.0, top_p_reset_id=2, random_seed=seed
+        )
+        decoding = make_decoding(1, 100)
+        row = Row(request, generated=(1,) * 10, drafts=(3,))
+        assert decode_rows(_logits(4, 2, vocab_size=100), [row], decoding).token_ids == [(4,)]
+        batch = ScheduledBatch(0, generation_slots=(0,))
+        decoding.apply(batch)
+        tokens.update(decoding.decode(batch, torch.zeros(1, 100), np.array([12])).token_ids[0])
+    assert tokens == {0}

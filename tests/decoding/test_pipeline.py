@@ -226,7 +226,7 @@ def test_top_p_decays_and_is_reset(top_p_min: float) -> None:
     size, request = 1000, {"top_p": 0.9, "top_p_decay": 0.7, "top_p_min": top_p_min, "top_p_reset_id": 4}
     generated = [1, 2, 3, 4, 5, 4, 4, 6, 7, 8, 9, 10, 11, 12]
     rows = [
-        Row(make_request([4, 4], random_seed=seed, **request), tuple(generated[:count]))
+        Row(make_request([4, 0], random_seed=seed, **request), tuple(generated[:count]))
         for count in range(len(generated) + 1)
         for seed in range(100)
     ]

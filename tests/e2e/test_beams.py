@@ -37,9 +37,14 @@ def end_id(oracle, prompt) -> int:
     return min(token for token, count in counts.items() if count == max(counts.values()))
 
 
-def of_transformers(oracle, prompt, end_id: int, **options) -> list[list[int]]:
+def scored_by_transformers(oracle, prompt, end_id: int, **options) -> list[tuple[list[int], float]]:
+    """Tokens before the end id, and final score, of each beam."""
     found = oracle.beams(prompt, NUM_TOKENS, end_id=end_id, pad_token_id=end_id, **options)
-    return [list(itertools.takewhile(lambda token: token != end_id, tokens)) for tokens, _ in found]
+    return [(list(itertools.takewhile(lambda token: token != end_id, ids)), score) for ids, score in found]
+
+
+def of_transformers(oracle, prompt, end_id: int, **options) -> list[list[int]]:
+    return [tokens for tokens, _ in scored_by_transformers(oracle, prompt, end_id, **options)]
 
 
 @pytest.mark.covers("beam_width", "len_penalty", "early_stopping", "cum_log_probs", "output_log_probs")
@@ -47,7 +52,7 @@ def of_transformers(oracle, prompt, end_id: int, **options) -> list[list[int]]:
 def test_beams_are_those_of_transformers(
     exact_server, oracle, prompt, end_id, width, length_penalty, early_stopping
 ):
-    expected = of_transformers(
+    expected = scored_by_transformers(
         oracle,
         prompt,
         end_id,
@@ -66,13 +71,15 @@ def test_beams_are_those_of_transformers(
         early_stopping=early_stopping,
         return_log_probs=True,
     )
-    assert answer.beams == expected
+    assert answer.beams == [tokens for tokens, _ in expected]
     log_probs, sums = answer.outputs["output_log_probs"], answer.outputs["cum_log_probs"]
     assert log_probs.shape[:2] == sums.shape == (1, width)
-    lengths = [len(beam) for beam in answer.beams]
-    for row, length in enumerate(lengths):
-        # The end id's is in neither.
-        assert sums[0, row] == pytest.approx(log_probs[0, row, :length].sum(), abs=1e-4)
+    reasons = answer.outputs["finish_reason"][0].tolist()
+    for row, ((tokens, score), reason) in enumerate(zip(expected, reasons, strict=True)):
+        length, ended = len(tokens), reason == b"END_ID"
+        assert sums[0, row] / (length + ended) ** length_penalty == pytest.approx(score, abs=1e-4)
+        if not ended:  # else the end id's is in the sum and not among the others
+            assert sums[0, row] == pytest.approx(log_probs[0, row, :length].sum(), abs=1e-4)
         assert not log_probs[0, row, length:].any()
 
 

@@ -22,6 +22,7 @@ class Expected:
     tokens: tuple[int, ...]
     reason: FinishReason
     log_probs: tuple[float, ...] = ()
+    cum_log_prob: float = 0.0
     top_log_probs: tuple[TopLogProbs, ...] = ()
     logits: tuple[bytes, ...] = ()
 
@@ -37,7 +38,8 @@ def sequence_alone(request: Request, sequence_index: int, vocab_size: int) -> Ex
     if not request.output.wants_details:
         return Expected(tokens, reason)
     details = describe_tokens(expected_logits(prompt, tokens, vocab_size), tokens, request.output)
-    return Expected(tokens, reason, details.log_probs, details.top_log_probs, details.logits)
+    log_probs = details.log_probs
+    return Expected(tokens, reason, log_probs, sum(log_probs), details.top_log_probs, details.logits)
 
 
 def _end(request: Request, generated: list[int]) -> tuple[int, FinishReason]:
@@ -56,7 +58,14 @@ def search_alone(request: Request, vocab_size: int) -> list[list[Expected]]:
 
 
 def _of(beam: Hypothesis) -> Expected:
-    return Expected(beam.token_ids, beam.finish_reason, beam.log_probs, beam.top_log_probs, beam.logits)
+    return Expected(
+        beam.token_ids,
+        beam.finish_reason,
+        beam.log_probs,
+        beam.cum_log_prob,
+        beam.top_log_probs,
+        beam.logits,
+    )
 
 
 def compare_context(request: Request, first: Result, vocab_size: int) -> None:
@@ -87,7 +96,7 @@ def compare_outputs(request: Request, result: Result, expected: Sequence[Expecte
         assert result.log_probs == tuple(each.log_probs for each in expected)
         assert result.cum_log_probs is not None
         for total, each in zip(result.cum_log_probs, expected, strict=True):
-            assert abs(total - sum(each.log_probs)) < 1e-9
+            assert abs(total - each.cum_log_prob) < 1e-9
     tops = tuple(each.top_log_probs for each in expected)
     assert result.top_log_probs == (tops if output.num_top_log_probs else None)
     if output.return_generation_logits and not (request.streaming and request.sampling.uses_beams):

@@ -37,24 +37,25 @@ class Hypothesis:
 
     Attributes:
         token_ids: The generated tokens, without the end id.
-        score: What hypotheses are ranked by: of the search's log probabilities, the end id's included.
+        cum_log_prob: Sum of the search's log probabilities: after penalties, bias and temperature, and with the
+            end id's.
+        score: What hypotheses are ranked by: `cum_log_prob` / generated_length ** length_penalty.
         finish_reason: NOT_FINISHED while the beam runs.
         log_probs: The model's own log probability of each of `token_ids`; empty if the device gave none.
-        cum_log_prob: Their sum, so the end id's is left out of it as well.
         top_log_probs: One for each of `token_ids`, or empty.
         logits: float32 [vocab_size] for each of `token_ids`, or empty.
     """
 
     token_ids: tuple[int, ...]
+    cum_log_prob: float
     score: float
     finish_reason: FinishReason
     log_probs: tuple[float, ...] = ()
-    cum_log_prob: float = 0.0
     top_log_probs: tuple[TopLogProbs, ...] = ()
     logits: tuple[bytes, ...] = ()
 
 
-_NOTHING = Hypothesis((), _NO_SCORE, FinishReason.LENGTH)
+_NOTHING = Hypothesis((), _NO_SCORE, _NO_SCORE, FinishReason.LENGTH)
 """Takes the place of a beam that the bans left no token for."""
 
 
@@ -86,6 +87,7 @@ def _path(node: _Node | None, most: int = -1) -> list[_Node]:
 class _Ranked:
     """A beam where it is compared with others; `node` is its last token, an end id included."""
 
+    cumulative: float
     score: float
     node: _Node
     reason: FinishReason
@@ -139,7 +141,7 @@ class BeamSearch:
             if reason is FinishReason.NOT_FINISHED:
                 running.append((rank, node))
             elif rank < self._width and candidates.scores[rank] > _POSSIBLE:
-                self._ended.append(_Ranked(self._normalize(candidates.scores[rank]), node, reason))
+                self._ended.append(self._ranked(candidates.scores[rank], node, reason))
             if len(running) == self._width:
                 break
         self._ended = sorted(self._ended, key=lambda beam: -beam.score)[: self._width]
@@ -157,8 +159,8 @@ class BeamSearch:
             return FinishReason.LENGTH
         return FinishReason.NOT_FINISHED
 
-    def _normalize(self, cumulative: float) -> float:
-        return cumulative / self._divisor(self._num_generated)
+    def _ranked(self, cumulative: float, node: _Node, reason: FinishReason) -> _Ranked:
+        return _Ranked(cumulative, cumulative / self._divisor(self._num_generated), node, reason)
 
     def _divisor(self, length: int) -> float:
         """What a score at this length is divided by; the largest float where a power exceeds it."""
@@ -194,7 +196,7 @@ class BeamSearch:
         ranked = list(self._ended)
         if not self.done:
             ranked += [
-                _Ranked(self._normalize(score), node, FinishReason.NOT_FINISHED)
+                self._ranked(score, node, FinishReason.NOT_FINISHED)
                 for score, node in zip(self.scores, self._beams)
                 if node is not None and score > _POSSIBLE
             ]
@@ -205,13 +207,12 @@ class BeamSearch:
 
     def _hypothesis(self, beam: _Ranked) -> Hypothesis:
         nodes = _path(beam.node.parent if beam.reason is FinishReason.END_ID else beam.node)
-        log_probs = tuple(node.log_prob for node in nodes if node.log_prob is not None)
         return Hypothesis(
             token_ids=tuple(node.token_id for node in nodes),
+            cum_log_prob=beam.cumulative,
             score=beam.score,
             finish_reason=beam.reason,
-            log_probs=log_probs,
-            cum_log_prob=sum(log_probs, 0.0),
+            log_probs=tuple(node.log_prob for node in nodes if node.log_prob is not None),
             top_log_probs=tuple(node.top_log_probs for node in nodes if node.top_log_probs is not None),
             logits=tuple(node.logits for node in nodes if node.logits is not None),
         )

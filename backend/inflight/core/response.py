@@ -66,9 +66,9 @@ class Result:
         is_cumulative: Whether it repeats what earlier responses said, as streamed beams do, instead of adding.
         log_probs: Per beam, of each generated token in this response; None if not wanted. Tensor
             `output_log_probs`.
-        cum_log_probs: Per beam, of everything generated so far. With beams whose logits are changed by
-            penalties, a bias or a temperature too: these are log probabilities of the model itself, and beams
-            are ranked by others. Tensor `cum_log_probs`.
+        cum_log_probs: Per beam, of everything generated so far: of a sequence the sum of all its `log_probs`; of
+            a beam the sum that it is ranked by (divided by length ** length_penalty), which is of log
+            probabilities after penalties, bias and temperature and has the end id's in it. Tensor `cum_log_probs`.
         top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
             `top_log_probs`.
         prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response with tokens.
