@@ -179,6 +179,20 @@ def test_a_failed_batch_ends_its_requests_and_no_others():
     assert final.request_id == 2 and final.error is None
 
 
+def test_what_a_failed_batch_started_without_a_row_is_started_again():
+    scheduler = make_scheduler(max_num_tokens=6)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=5), make_request(2, prompt=5, new=1))
+    batch = scheduler.schedule()
+    assert [start.request.request_id for start in batch.starts] == [1, 2] and len(batch.context) == 1
+    (failed,) = scheduler.fail(batch, StepFailed("boom"))
+    assert failed.request_id == 1
+    scheduler.check_integrity()
+    batch, (final,) = driver.step()
+    assert [start.request.request_id for start in batch.starts] == [2]
+    assert final.request_id == 2 and final.error is None
+
+
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
 @pytest.mark.parametrize("ended_by", ["stop", "end id"])
 def test_an_ended_request_is_not_scheduled_again_while_its_last_batch_is_in_flight(policy, ended_by):

@@ -291,15 +291,18 @@ def test_nothing_of_a_sequence_is_scheduled_behind_a_draft_in_flight():
 def test_accepted_tokens_stop_at_an_end_id_and_at_the_length_limit():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
+    output = OutputConfig(return_perf_metrics=True)
     driver.accept(
-        make_drafted(5, 6, 7, prompt=3, new=9, end_ids=(6,)),
-        make_drafted(5, 6, request_id=2, prompt=3, new=3),
+        make_drafted(5, 6, 7, prompt=3, new=9, end_ids=(6,), output=output),
+        make_drafted(5, 6, request_id=2, prompt=3, new=3, output=output),
     )
     first, second = update(scheduler, scheduler.schedule(), (5, 6, 7, 8), (5, 6, 4))
     assert first.result.output_token_ids == ((10, 11, 12, 5),)
     assert first.result.finish_reasons == (FinishReason.END_ID,)
     assert second.result.output_token_ids == ((10, 11, 12, 5, 6, 4),)
     assert second.result.finish_reasons == (FinishReason.LENGTH,)
+    counts = [response.result.perf_metrics.num_accepted_draft_tokens for response in (first, second)]
+    assert counts == [1, 2], "what is behind an end does not count"
 
 
 def test_chunked_contexts_leave_a_last_token_for_the_draft_to_stand_behind():

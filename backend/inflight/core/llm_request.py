@@ -123,7 +123,7 @@ class LlmRequest:
         cum_log_prob: Sum of all log probabilities, carried or not.
         first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
         num_new_blocks, num_reused_blocks: Of runs that are over.
-        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted.
+        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted and kept.
     """
 
     __slots__ = (

@@ -19,7 +19,6 @@ def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: 
         num_accepted = num_new_tokens - 1
         llm_request.has_draft = False
         llm_request.num_draft_tokens += num_drafts
-        llm_request.num_accepted_tokens += num_accepted
     llm_request.num_computed_tokens += num_tokens - num_drafts + num_accepted
 
 
@@ -44,8 +43,10 @@ def append_tokens(
             break
     if llm_request.lookup is not None:
         llm_request.lookup.append(tokens[before:])
+    num_kept = len(tokens) - before
+    llm_request.num_accepted_tokens += min(len(new_tokens) - 1, num_kept) if new_tokens else 0
     if details is not None:
-        _keep_details(llm_request, details, len(tokens) - before)
+        _keep_details(llm_request, details, num_kept)
     if new_tokens:
         _note_time(llm_request, now_ns)
     return reason

@@ -324,7 +324,15 @@ class Scheduler:
         responses: list[Response] = []
         for llm_request in dict.fromkeys(failed.values()):
             responses += self._fail_group(llm_request.group, error)
+        self._start_again(batch)
         return responses
+
+    def _start_again(self, batch: ScheduledBatch) -> None:
+        """Sequences that a failed batch started and gave no row: nobody knows whether the device knows them."""
+        for start in batch.starts:
+            llm_request = self._by_slot.get(start.slot)
+            if llm_request is not None and llm_request.num_scheduled_tokens == 0:
+                self._pause(llm_request)
 
     def fail_all(self, error: InflightError) -> list[Response]:
         """End every request there is, in flight or not: the engine is gone."""
