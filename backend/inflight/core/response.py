@@ -23,7 +23,8 @@ class PerfMetrics:
         num_new_blocks: KV blocks it took. Output `kv_cache_alloc_new_blocks`.
         num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
-        num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output `total_accepted_draft_tokens`.
+        num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output
+            `total_accepted_draft_tokens`.
     """
 
     arrival_time_ns: int = 0
