@@ -105,6 +105,8 @@ class LlmRequest:
         key: Unique among all sequences there ever were.
         scope: What the digests of its blocks start from: sequences share blocks within a scope. None: no sharing.
         state: Where it stands.
+        prompt_length, max_length: Tokens at the start, and at the length limit.
+        streams_tokens_only: Whether its responses are deltas of nothing but tokens.
         tokens: Prompt and generated tokens; of a beam search the generated ones are of no one beam.
         slots: The device's indices for it while RUNNING, else (); beams have one each.
         context_length: How many of `tokens` this run has to compute as context: the prompt, and after a pause
@@ -140,6 +142,7 @@ class LlmRequest:
         "log_probs",
         "logits",
         "lookup",
+        "max_length",
         "needs_host",
         "next_block_end",
         "num_accepted_tokens",
@@ -149,12 +152,14 @@ class LlmRequest:
         "num_reused_blocks",
         "num_scheduled_tokens",
         "num_streamed_tokens",
+        "prompt_length",
         "request",
         "scope",
         "sequence_index",
         "slots",
         "state",
         "stop_words",
+        "streams_tokens_only",
         "tokens",
         "top_log_probs",
     )
@@ -177,6 +182,15 @@ class LlmRequest:
         self.has_draft = request.draft is not None
         self.needs_host = (
             request.sampling.uses_beams or self.has_draft or request.prompt_lookup_num_tokens > 0
+        )
+        output = request.output
+        self.prompt_length = request.prompt_length
+        self.max_length = request.max_sequence_length
+        self.streams_tokens_only = request.streaming and not (
+            request.sampling.uses_beams
+            or output.wants_details
+            or output.wants_context
+            or output.return_perf_metrics
         )
         self.beams = BeamSearch(request) if request.sampling.uses_beams else None
         self.lookup = PromptLookup(self.tokens) if request.prompt_lookup_num_tokens else None
@@ -202,7 +216,7 @@ class LlmRequest:
     @property
     def num_generated(self) -> int:
         """Tokens generated."""
-        return len(self.tokens) - len(self.request.input_token_ids)
+        return len(self.tokens) - self.prompt_length
 
     @property
     def num_slots(self) -> int:

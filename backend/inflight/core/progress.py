@@ -26,27 +26,26 @@ def append_tokens(
     llm_request: LlmRequest, new_tokens: tuple[int, ...], details: TokenDetails | None, now_ns: int
 ) -> FinishReason:
     """Take new tokens up to the one that ends the sequence, if one does; an end id is not kept."""
-    request, tokens, before = llm_request.request, llm_request.tokens, len(llm_request.tokens)
+    end_ids, stop_words = llm_request.request.end_ids, llm_request.stop_words
+    tokens, before = llm_request.tokens, len(llm_request.tokens)
     reason = FinishReason.NOT_FINISHED
     for token in new_tokens:
-        if token in request.end_ids:
+        if token in end_ids:
             reason = FinishReason.END_ID
             break
         tokens.append(token)
-        if llm_request.stop_words is not None and llm_request.stop_words.matches(
-            tokens, llm_request.num_generated
-        ):
+        if stop_words is not None and stop_words.matches(tokens, llm_request.num_generated):
             reason = FinishReason.STOP_WORDS
             break
-        if len(tokens) == request.max_sequence_length:
+        if len(tokens) == llm_request.max_length:
             reason = FinishReason.LENGTH
             break
     if llm_request.lookup is not None:
         llm_request.lookup.append(tokens[before:])
-    num_kept = len(tokens) - before
-    llm_request.num_accepted_tokens += min(len(new_tokens) - 1, num_kept) if new_tokens else 0
+    if len(new_tokens) > 1:
+        llm_request.num_accepted_tokens += min(len(new_tokens) - 1, len(tokens) - before)
     if details is not None:
-        _keep_details(llm_request, details, num_kept)
+        _keep_details(llm_request, details, len(tokens) - before)
     if new_tokens:
         _note_time(llm_request, now_ns)
     return reason
@@ -85,5 +84,6 @@ def _keep_details(llm_request: LlmRequest, details: TokenDetails, num_tokens: in
 
 
 def _note_time(llm_request: LlmRequest, now_ns: int) -> None:
-    llm_request.first_token_ns = llm_request.first_token_ns or now_ns
+    if not llm_request.first_token_ns:
+        llm_request.first_token_ns = now_ns
     llm_request.last_token_ns = now_ns

@@ -94,6 +94,19 @@ class Result:
     perf_metrics: PerfMetrics | None = None
 
     @property
+    def carries_tokens_only(self) -> bool:
+        """Whether it is a delta of nothing but tokens. Prompt outputs come in a sequence's first result only."""
+        return (
+            self.log_probs is None
+            and self.top_log_probs is None
+            and self.context_logits is None
+            and self.prompt_log_probs is None
+            and self.generation_logits is None
+            and self.perf_metrics is None
+            and not self.is_cumulative
+        )
+
+    @property
     def was_cut_short(self) -> bool:
         """Whether the sequence was cancelled or ran out of time: then it returns no tokens."""
         return self.finish_reasons[0] in CUT_SHORT
@@ -149,6 +162,15 @@ def merge_responses(responses: Sequence[Response]) -> Response:
 
 def _merge(results: list[Result]) -> Result:
     last = results[-1]
+    if last.carries_tokens_only and results[0].carries_tokens_only:
+        return Result(
+            _join([r.output_token_ids for r in results]),
+            last.num_input_tokens,
+            (sum(r.num_output_tokens[0] for r in results),),
+            last.finish_reasons,
+            last.sequence_index,
+            last.is_sequence_final,
+        )
     prompt_log_probs = next((r.prompt_log_probs for r in results if r.prompt_log_probs is not None), None)
     context_logits = next((r.context_logits for r in results if r.context_logits is not None), None)
     if last.is_cumulative:

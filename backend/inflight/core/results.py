@@ -23,6 +23,8 @@ def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], tu
         block_counts: Tells how many KV blocks it took and found in the cache, in all its runs.
     """
     request, reason = llm_request.request, llm_request.finish_reason
+    if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
+        return _delta(llm_request)
     if reason in CUT_SHORT:
         result = ended_without_tokens(
             request.prompt_length, reason, llm_request.sequence_index, request.sampling.num_outputs
@@ -34,6 +36,16 @@ def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], tu
     if request.output.return_perf_metrics:
         result = replace(result, perf_metrics=_metrics(llm_request, *block_counts(llm_request)))
     return result
+
+
+_RUNS_ON = (FinishReason.NOT_FINISHED,)
+
+
+def _delta(llm_request: LlmRequest) -> Result:
+    """What nearly all responses are: made for every stream in every iteration."""
+    tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
+    llm_request.num_streamed_tokens += len(tokens)
+    return Result((tokens,), llm_request.prompt_length, (len(tokens),), _RUNS_ON, llm_request.sequence_index)
 
 
 def _of_sequence(llm_request: LlmRequest) -> Result:

@@ -138,7 +138,8 @@ class FakeEngine:
                 output.token_ids.append(())
                 continue
             row = self._slots[slot]
-            tokens = self._verify(row, digests, drafts_of.get(slot, ()))
+            drafts = drafts_of.get(slot)
+            tokens = self._choose(row, digests) if drafts is None else self._verify(row, digests, drafts)
             output.token_ids.append(tokens)
             if row.wants_details:
                 output.details[slot] = self._details(row, digests, tokens)
@@ -204,6 +205,19 @@ class FakeEngine:
         return digest
 
     # ---------------------------------------------------------------- decoding
+
+    def _choose(self, row: _Slot, digests: Sequence[int]) -> tuple[int, ...]:
+        start = row.start
+        token_id = choose(
+            digests[0],
+            row.history,
+            start.request.sampling,
+            start.sequence_index,
+            row.num_tokens,
+            self._limits.vocab_size,
+        )
+        row.go_on_with(token_id)
+        return (token_id,)
 
     def _verify(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
         """Choose a token at every row of logits as long as the drafts are what was chosen."""
