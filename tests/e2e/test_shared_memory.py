@@ -58,7 +58,7 @@ def server() -> Iterator[SmallServer]:
             wait_until(lambda: process.poll() is not None or ready(lines), timeout=120)
             match = ready(lines)
             assert match, "".join(lines)
-            yield SmallServer(match[1], Path(f"/proc/{process.pid}/root/dev/shm"))
+            yield SmallServer(match[1], Path("/proc", str(process.pid), "root", "dev", "shm"))
         finally:
             process.terminate()
             process.wait(60)
