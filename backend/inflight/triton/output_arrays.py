@@ -171,6 +171,8 @@ def _all_missing(parts: Sequence[object | None]) -> bool:
 
 def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
     """[prompts, rows]."""
+    if len(rows) == 1:  # nothing to fill up: nearly every response
+        return np.array([list(rows[0])], dtype)
     table = np.full((len(rows), max(map(len, rows))), fill, dtype)
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
@@ -179,6 +181,8 @@ def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
 
 def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[int, ...] = ()) -> np.ndarray:
     """[prompts, rows, longest, *tail]; `fills` has a prompt's filling, without it that is 0."""
+    if not tail and len(rows) == 1 and len(rows[0]) == 1:
+        return np.array([[rows[0][0]]], dtype)
     longest = max((len(row) for of_prompt in rows for row in of_prompt), default=0)
     stack = np.zeros((len(rows), max(map(len, rows)), longest, *tail), dtype)
     for index, of_prompt in enumerate(rows):

@@ -7,6 +7,7 @@ sender thread; errors also on the thread that calls execute.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,24 @@ class ResponseBuilder:
     def __init__(self, pb_utils: Any) -> None:
         self._pb_utils = pb_utils
         self._types = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS.specs}
+        # Clients want the same few sets again and again, in every response.
+        self._in_order = lru_cache(maxsize=64)(self._typed)
 
     def outputs(self, outputs: Sequence[Output]) -> Any:
         """One response, with every tensor that one of its prompts wants."""
-        wanted = frozenset().union(*(output.prompt.options.outputs for output in outputs))
+        wanted = outputs[0].prompt.options.outputs
+        if len(outputs) > 1:
+            wanted = wanted.union(*(output.prompt.options.outputs for output in outputs[1:]))
         tensors = []
-        for name, dtype in self._types.items():
-            array = make_array(name, outputs) if name in wanted else None
+        for name, dtype in self._in_order(wanted):
+            array = make_array(name, outputs)
             if array is not None:
                 tensors.append(self._pb_utils.Tensor(name, np.ascontiguousarray(array, dtype)))
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def _typed(self, wanted: frozenset[str]) -> tuple[tuple[str, type], ...]:
+        """(name, data type) of these outputs, in the table's order."""
+        return tuple((name, dtype) for name, dtype in self._types.items() if name in wanted)
 
     def empty(self) -> Any:
         """A response without outputs: the answer to a stop request."""
