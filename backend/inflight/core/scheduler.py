@@ -1,4 +1,4 @@
-"""The batcher's brain: owns every request's state, the waiting queue and the slots, and makes the batches.
+"""The batcher's brain: owns every request's state and the waiting queue, and makes the batches.
 
 One iteration is `accept` (what is new), `schedule` (what runs), then, when the device has answered, `update` (what
 came of it). `schedule` may be called again before an earlier batch's `update`; rows in flight are counted in
@@ -11,7 +11,6 @@ is among them. Deterministic: a function of the calls alone. Called by the loop 
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 
 from inflight.core.batch import (
@@ -32,6 +31,7 @@ from inflight.core.progress import advance_beams, append_tokens, confirm_chunk, 
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
 from inflight.core.results import make_result
+from inflight.core.slots import Slots
 from inflight.core.stats import IterationStats
 from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
 from inflight.errors import AlreadyExists, InflightError, RequestError
@@ -45,7 +45,6 @@ class Scheduler:
         self.limits = config.model_limits(limits)
         self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block)
         self._config = config
-        self._max_num_sequences = limits.max_num_sequences
         self._capacity = make_capacity_scheduler(config.policy)
         self._micro_batch = MicroBatchScheduler(
             config.max_num_tokens, limits.tokens_per_block, config.enable_chunked_context
@@ -55,9 +54,7 @@ class Scheduler:
         # front, new requests to the end.
         self._waiting: OrderedDict[int, LlmRequest] = OrderedDict()
         self._running: list[LlmRequest] = []  # in order of admission
-        self._by_slot: dict[int, LlmRequest] = {}
-        self._free_slots = list(range(limits.max_num_sequences))
-        self._released_slots: list[int] = []
+        self._slots = Slots(limits.max_num_sequences)
         self._next_key = 0
         self._iteration = 0
         self._now_ns = 0
@@ -147,15 +144,13 @@ class Scheduler:
         if batch.is_empty:
             assert not batch.starts, "a request was admitted that cannot run"
             return None
-        built = batch.build(self._iteration, self._released_slots)
-        self._released_slots.clear()
-        return built
+        return batch.build(self._iteration, self._slots.collect_released())
 
     def _admit(self, claimed_blocks: int, batch: BatchBuilder) -> None:
         """Start waiting sequences, in order, while slots and blocks beyond `claimed_blocks` last."""
         while self._waiting:
             llm_request = next(iter(self._waiting.values()))
-            if llm_request.num_slots > len(self._free_slots):
+            if llm_request.num_slots > self._slots.num_free:
                 return
             num_blocks = self._capacity.blocks_to_reserve(llm_request, self.kv_cache.tokens_per_block)
             match = self._match_prefix(llm_request)
@@ -172,11 +167,10 @@ class Scheduler:
         return self.kv_cache.match_prefix(llm_request.key, llm_request.tokens, scope)
 
     def _start(self, llm_request: LlmRequest, num_reused_tokens: int, batch: BatchBuilder) -> None:
-        slots = tuple(heapq.heappop(self._free_slots) for _ in range(llm_request.num_slots))
+        slots = self._slots.take(llm_request, llm_request.num_slots)
         llm_request.start(slots, num_reused_tokens)
         llm_request.next_block_end = num_reused_tokens + self.kv_cache.tokens_per_block
         llm_request.first_scheduled_ns = llm_request.first_scheduled_ns or self._now_ns
-        self._by_slot.update(dict.fromkeys(slots, llm_request))
         self._running.append(llm_request)
         request = llm_request.request
         token_ids = tuple(llm_request.tokens) if request.looks_back else ()
@@ -240,7 +234,7 @@ class Scheduler:
         new_tokens = iter(output.token_ids)
         details = output.details
         for chunk in batch.context:
-            llm_request = self._by_slot[chunk.slot]
+            llm_request = self._slots.owners[chunk.slot]
             tokens = next(new_tokens) if chunk.is_last else ()
             confirm_chunk(llm_request, chunk, len(tokens))
             if chunk.wants_context:
@@ -249,7 +243,7 @@ class Scheduler:
                 self._start_siblings(llm_request)
             self._advance(llm_request, tokens, details.get(chunk.slot), responses)
         for slot in batch.generation_slots:
-            llm_request = self._by_slot[slot]
+            llm_request = self._slots.owners[slot]
             tokens = next(new_tokens)
             if llm_request.beams is None:
                 llm_request.num_scheduled_tokens -= 1
@@ -257,7 +251,7 @@ class Scheduler:
                 self._advance(llm_request, tokens, details.get(slot) if details else None, responses)
         for group, candidates in zip(batch.beam_groups, output.beams, strict=True):
             # A search that had ended before its context came back has left its slots by now.
-            if (search := self._by_slot.get(group.slots[0])) is not None:
+            if (search := self._slots.owners.get(group.slots[0])) is not None:
                 self._advance_beams(search, len(group.slots), candidates, responses)
         return responses
 
@@ -315,10 +309,10 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, error: InflightError) -> list[Response]:
         """End every request of a batch whose forward pass or decoding raised; the others go on."""
         for chunk in batch.context:
-            self._by_slot[chunk.slot].num_scheduled_tokens -= len(chunk.token_ids)
-        failed = {chunk.slot: self._by_slot[chunk.slot] for chunk in batch.context}
+            self._slots.owners[chunk.slot].num_scheduled_tokens -= len(chunk.token_ids)
+        failed = {chunk.slot: self._slots.owners[chunk.slot] for chunk in batch.context}
         for slot in batch.generation_slots:
-            llm_request = failed[slot] = self._by_slot[slot]
+            llm_request = failed[slot] = self._slots.owners[slot]
             if slot == llm_request.slots[0]:
                 llm_request.num_scheduled_tokens -= 1
         responses: list[Response] = []
@@ -330,7 +324,7 @@ class Scheduler:
     def _start_again(self, batch: ScheduledBatch) -> None:
         """Sequences that a failed batch started and gave no row: nobody knows whether the device knows them."""
         for start in batch.starts:
-            llm_request = self._by_slot.get(start.slot)
+            llm_request = self._slots.owners.get(start.slot)
             if llm_request is not None and llm_request.num_scheduled_tokens == 0:
                 self._pause(llm_request)
 
@@ -384,10 +378,7 @@ class Scheduler:
             llm_request.num_new_blocks += taken
             llm_request.num_reused_blocks += reused
         self.kv_cache.release(llm_request.key)
-        for slot in llm_request.slots:
-            del self._by_slot[slot]
-            heapq.heappush(self._free_slots, slot)
-        self._released_slots += llm_request.slots
+        self._slots.release(llm_request.slots)
 
     def _respond(self, llm_request: LlmRequest, is_final: bool = False) -> Response:
         return Response(llm_request.request_id, make_result(llm_request, self._block_counts), None, is_final)
@@ -409,7 +400,7 @@ class Scheduler:
         return IterationStats(
             iteration=self._iteration,
             num_active_requests=len(self._groups),
-            max_num_requests=self._max_num_sequences,
+            max_num_requests=self._slots.count,
             max_num_blocks=self.kv_cache.pool.num_blocks,
             num_free_blocks=self.kv_cache.pool.num_free,
             tokens_per_block=self.kv_cache.tokens_per_block,
@@ -431,5 +422,5 @@ class Scheduler:
         assert all(sequence.state is not RequestState.WAITING or not sequence.slots for sequence in sequences)
         running = {sequence.key for sequence in sequences if sequence.slots}
         assert running == {sequence.key for sequence in self._running}
-        assert len(self._by_slot) + len(self._free_slots) == self._max_num_sequences
-        assert {slot for r in self._running for slot in r.slots} == set(self._by_slot)
+        self._slots.check_integrity()
+        assert {slot for r in self._running for slot in r.slots} == set(self._slots.owners)
