@@ -178,3 +178,15 @@ def test_a_beam_that_nobody_goes_on_from_gives_its_block_back_to_the_reservation
     assert len(cache.grow_beams(1, 8).copies) == 2
     cache.release(1)
     assert (cache.pool.num_held, cache.num_reserved) == (0, 0)
+
+
+def test_what_beams_have_in_common_is_held_once_when_they_go_on_from_one_of_them():
+    cache = make_beams(prompt=8)
+    assert cache.block_table(1) == (0,)  # the last block of a beam is always its own to write into
+    cache.grow_beams(1, 9)
+    cache.reorder_beams(1, [2, 2, 2])
+    assert len(cache.block_table(1)) == 2 and cache.pool.num_held == 3
+    cache.check_integrity()
+    growth = cache.grow_beams(1, 10)
+    assert [index for _, index, _ in growth.replaced] == [2, 2]
+    cache.check_integrity()

@@ -65,19 +65,18 @@ class BeamGrowth:
 
 @dataclass(slots=True)
 class _Table:
-    beams: list[list[int]]  # block ids; one table until a beam search has several beams
+    block_ids: list[int]  # with beams, those that all of them begin with
     reserved: int  # blocks this sequence may still take without asking
     num_published: int
     parent: bytes | None  # digest of the last published block; None: nothing is shared
     num_reused: int
     num_taken: int = 0
-
-    @property
-    def block_ids(self) -> list[int]:
-        return self.beams[0]
+    # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
+    # beginning, so that a step costs what the beams differ in and not what they have in common.
+    tails: list[list[int]] = field(default_factory=list)
 
     def num_distinct(self) -> int:
-        return len(self.beams[0]) if len(self.beams) == 1 else len(set(chain.from_iterable(self.beams)))
+        return len(self.block_ids) + len(set(chain.from_iterable(self.tails)))
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class KvCacheManager:
         return -(-num_tokens // self.tokens_per_block)
 
     def block_table(self, key: int) -> tuple[int, ...]:
-        """The blocks of a running sequence, of the first beam if it has several, in order."""
+        """The blocks of a running sequence, in order; with beams, those that all of them begin with."""
         return tuple(self._tables[key].block_ids)
 
     def block_counts(self, key: int) -> tuple[int, int]:
@@ -157,7 +156,7 @@ class KvCacheManager:
         self.pool.share(match.block_ids)
         reserved = max(0, num_blocks - shared)
         parent = known.digests[shared - 1] if known and shared else scope
-        self._tables[key] = _Table([list(match.block_ids)], reserved, shared, parent, shared)
+        self._tables[key] = _Table(list(match.block_ids), reserved, shared, parent, shared)
         self.num_reserved += reserved
         if known is not None:
             self.num_reused_blocks += shared
@@ -201,35 +200,53 @@ class KvCacheManager:
     # ---------------------------------------------------------------- beams
 
     def reorder_beams(self, key: int, parents: Sequence[int]) -> None:
-        """Let beam i go on from what was beam `parents[i]`: the same blocks, held once more."""
+        """Let beam i go on from what was beam `parents[i]`: the same blocks, held once more.
+
+        The first time there is one beam, 0: the sequence, whose context is computed.
+        """
         table = self._tables[key]
-        before, distinct = table.beams, table.num_distinct()
-        table.beams = [list(before[parent]) for parent in parents]
-        for block_ids in table.beams:
+        distinct = table.num_distinct()
+        before = table.tails or [[table.block_ids.pop()]]
+        table.tails = [list(before[parent]) for parent in parents]
+        for block_ids in table.tails:
             self.pool.share(block_ids)
         for block_ids in before:
             self.pool.release(reversed(block_ids))
+        self._join_beginnings(table)
         # What nobody needs any more may be needed again: the reservation is for the worst case.
         self._reserve(table, table.reserved + distinct - table.num_distinct())
+
+    def _join_beginnings(self, table: _Table) -> None:
+        """What all tails begin with belongs to the common beginning, but for a tail's last block."""
+        count = 0
+        for block_ids in zip(*(tail[:-1] for tail in table.tails)):
+            if len(set(block_ids)) > 1:
+                break
+            table.block_ids.append(block_ids[0])
+            self.pool.release(block_ids[1:])
+            count += 1
+        if count:
+            table.tails = [tail[count:] for tail in table.tails]
 
     def grow_beams(self, key: int, num_tokens: int) -> BeamGrowth:
         """Give every beam a block of its own to write token `num_tokens - 1` into; the reservation covers it."""
         table = self._tables[key]
         distinct, index = table.num_distinct(), (num_tokens - 1) // self.tokens_per_block
+        place = index - len(table.block_ids)
         growth = BeamGrowth()
-        for beam, block_ids in enumerate(table.beams):
-            if index < len(block_ids) and self.pool.is_held_once(block_ids[index]):
+        for beam, tail in enumerate(table.tails):
+            if place < len(tail) and self.pool.is_held_once(tail[place]):
                 continue
             (block_id,) = self.pool.take(1)
             table.num_taken += 1
-            if index == len(block_ids):
-                block_ids.append(block_id)
+            if place == len(tail):
+                tail.append(block_id)
                 growth.appended.append((beam, block_id))
             else:
-                growth.copies.append((block_ids[index], block_id))
+                growth.copies.append((tail[place], block_id))
                 growth.replaced.append((beam, index, block_id))
-                self.pool.release((block_ids[index],))
-                block_ids[index] = block_id
+                self.pool.release((tail[place],))
+                tail[place] = block_id
         self._reserve(table, table.reserved + distinct - table.num_distinct())
         return growth
 
@@ -257,14 +274,14 @@ class KvCacheManager:
         table = self._tables.pop(key, None)
         if table is not None:
             self.num_reserved -= table.reserved
-            for block_ids in table.beams:
+            for block_ids in (*table.tails, table.block_ids):
                 # Later blocks are of no use without the earlier ones: they are to be evicted first.
                 self.pool.release(reversed(block_ids))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every reference is some table's and the reservations add up."""
         self.pool.check_integrity()
-        tables = [block_ids for table in self._tables.values() for block_ids in table.beams]
+        tables = [part for table in self._tables.values() for part in (table.block_ids, *table.tails)]
         self.pool.check_references(chain.from_iterable(tables))
         reserved = sum(table.reserved for table in self._tables.values())
         assert reserved == self.num_reserved, f"reservations add up to {reserved}, not {self.num_reserved}"
