@@ -17,9 +17,8 @@ from inflight.core.request import Request
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.packing import PackedChunk
 
-_SLICE_BYTES = (
-    1 << 25
-)  # of logits; small beside what is left of a device's memory, large enough for its kernels
+_SLICE_BYTES = 1 << 25
+"""Of logits made at a time: little beside what is left of a device's memory, enough for its kernels."""
 
 
 class ContextOutputs:
