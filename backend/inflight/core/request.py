@@ -116,12 +116,11 @@ class Request:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs the tokens so far to choose the next one, or to say how likely they were."""
+        """Whether the device needs the tokens so far to choose the next one."""
         sampling = self.sampling
         return (
             sampling.penalizes
             or sampling.no_repeat_ngram_size > 0
-            or self.output.return_prompt_log_probs
             or sampling.top_p_decay < 1.0
             or any(len(word) > 1 for word in self.bad_words)
         )

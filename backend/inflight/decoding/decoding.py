@@ -136,7 +136,7 @@ class Decoding:
         output = ModelOutput(
             batch.iteration,
             _tokens(layout, chosen, emitted),
-            [self._candidates(group, rows, raw) for group in batch.beam_groups],
+            self._beams(batch, rows, raw),
             self._details(rows, raw, chosen, emitted),
         )
         raw.restore()
@@ -163,8 +163,18 @@ class Decoding:
         chosen[first : first + len(tokens)] = tokens
         emitted[first + len(tokens) : end] = False
 
-    def _candidates(self, group: BeamGroup, rows: Rows, raw: RawLogits) -> BeamCandidates:
-        indices = np.array([np.flatnonzero(rows.slots == slot)[0] for slot in group.slots], dtype=np.int64)
+    def _beams(self, batch: ScheduledBatch, rows: Rows, raw: RawLogits) -> list[BeamCandidates]:
+        if not batch.beam_groups:
+            return []
+        row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}  # a beam has one row
+        return [
+            self._candidates(group, np.array([row_of[slot] for slot in group.slots]), rows, raw)
+            for group in batch.beam_groups
+        ]
+
+    def _candidates(
+        self, group: BeamGroup, indices: NDArray[np.int64], rows: Rows, raw: RawLogits
+    ) -> BeamCandidates:
         request = self._slots.of(group.slots[0]).request
         raw_logits = raw.take(indices) if request.output.wants_details else None
         return beam_candidates(group, request, take_rows(rows.logits, indices), raw_logits)
