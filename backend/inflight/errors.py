@@ -77,6 +77,9 @@ _BY_CODE: dict[str, type[RequestError]] = {
     for cls in (InvalidArgument, Unsupported, AlreadyExists, NotFound, Unavailable, Cancelled, StepFailed)
 }
 
+ERROR_CODES: tuple[str, ...] = tuple(_BY_CODE)
+"""Every code a request can fail with."""
+
 
 def error_from_code(code: str, message: str) -> RequestError:
     """The error that `code` and `message` describe; an unknown code becomes `StepFailed`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.block_keys import CacheRules
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.core.llm_request import LlmRequest, RequestGroup
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
@@ -31,10 +33,30 @@ def make_scheduler(
     chunked: bool = False,
     reuse: bool = False,
     max_num_requests: int = -1,
+    max_queue_size: int = 0,
+    chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
     **limits: int,
 ) -> Scheduler:
-    config = SchedulerConfig(policy, max_num_tokens, chunked, reuse, max_num_requests)
+    config = SchedulerConfig(
+        policy,
+        max_num_tokens,
+        chunked,
+        reuse,
+        max_num_requests,
+        max_queue_size=max_queue_size,
+        context_chunking_policy=chunking_policy,
+    )
     return Scheduler(config, make_limits(**limits))
+
+
+def make_sequences(key: int = 0, **fields) -> list[LlmRequest]:
+    """The sequences of a request that no scheduler knows of, under keys from `key` on."""
+    return RequestGroup(make_request(**fields), key, CacheRules(None), now_ns=0).sequences
+
+
+def make_sequence(key: int = 0, **fields) -> LlmRequest:
+    """The first of them."""
+    return make_sequences(key, **fields)[0]
 
 
 class Driver:
@@ -44,18 +66,20 @@ class Driver:
         self.scheduler = scheduler
         self.iteration = 0
 
-    def accept(self, *requests: Request, stop: tuple[int, ...] = ()) -> list[Response]:
-        signals = tuple(StopSignal(request_id) for request_id in stop)
-        responses = self.scheduler.accept(IterationInput(self.iteration, 0, requests, signals))
+    def accept(
+        self, *requests: Request, stop: tuple[int | StopSignal, ...] = (), now_ns: int = 0
+    ) -> list[Response]:
+        signals = tuple(one if isinstance(one, StopSignal) else StopSignal(one) for one in stop)
+        responses = self.scheduler.accept(IterationInput(self.iteration, now_ns, requests, signals))
         self.iteration += 1
         return responses
 
-    def step(self, token: int | None = None) -> tuple[ScheduledBatch | None, list[Response]]:
+    def step(self, token: int | None = None, now_ns: int = 0) -> tuple[ScheduledBatch | None, list[Response]]:
         batch = self.scheduler.schedule()
         if batch is None:
             return None, []
         tokens = [(500 + self.iteration if token is None else token,) for _ in batch.sampled_slots()]
         self.iteration += 1
-        responses = self.scheduler.update(batch, ModelOutput(batch.iteration, tokens))
+        responses = self.scheduler.update(batch, ModelOutput(batch.iteration, tokens), now_ns)
         self.scheduler.check_integrity()
         return batch, responses

@@ -1,16 +1,15 @@
-"""Block tables, reservations and prefix reuse, in exact block ids."""
+"""Block tables, reservations, prefix reuse and promises, in exact block ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from inflight.core.kv_cache_manager import (
-    ROOT_SCOPE,
-    KvCacheManager,
-    PrefixMatch,
-    block_digest,
-    private_scope,
-)
+import pytest
+
+from inflight.core.block_keys import ROOT_SCOPE, CacheRules, block_digest, private_scope
+from inflight.core.kv_cache_manager import KvCacheManager, PrefixMatch
+
+SHARED, UNSHARED = CacheRules(ROOT_SCOPE), CacheRules(None)
 
 
 def make_cache(num_blocks: int = 8, tokens_per_block: int = 4) -> KvCacheManager:
@@ -18,24 +17,20 @@ def make_cache(num_blocks: int = 8, tokens_per_block: int = 4) -> KvCacheManager
 
 
 def admit(
-    cache: KvCacheManager,
-    key: int,
-    num_blocks: int,
-    tokens: Sequence[int] = (),
-    scope: bytes | None = ROOT_SCOPE,
+    cache: KvCacheManager, key: int, num_blocks: int, tokens: Sequence[int] = (), rules: CacheRules = SHARED
 ) -> None:
-    cache.admit(key, cache.match_prefix(key, tokens, scope) if tokens else PrefixMatch(), num_blocks, scope)
+    cache.admit(key, cache.match_prefix(key, tokens, rules) if tokens else PrefixMatch(), num_blocks, rules)
 
 
-def found(cache: KvCacheManager, key: int, tokens: Sequence[int], scope: bytes | None = ROOT_SCOPE):
-    return cache.match_prefix(key, tokens, scope)
+def found(cache: KvCacheManager, key: int, tokens: Sequence[int], rules: CacheRules = SHARED) -> PrefixMatch:
+    return cache.match_prefix(key, tokens, rules)
 
 
 def run_to_end(
-    cache: KvCacheManager, key: int, tokens: Sequence[int], scope: bytes | None = ROOT_SCOPE
+    cache: KvCacheManager, key: int, tokens: Sequence[int], rules: CacheRules = SHARED
 ) -> tuple[int, ...]:
     """Admit, compute and release a sequence; returns its blocks."""
-    admit(cache, key, cache.blocks_for(len(tokens)), tokens, scope)
+    admit(cache, key, cache.blocks_for(len(tokens)), tokens, rules)
     cache.extend(key, len(tokens))
     cache.publish(key, tokens, len(tokens))
     table = cache.block_table(key)
@@ -106,16 +101,16 @@ def test_blocks_freed_counts_only_what_nobody_else_holds():
 def test_without_a_scope_nothing_matches_and_nothing_is_found():
     cache = make_cache()
     run_to_end(cache, 1, list(range(8)))
-    assert found(cache, 2, list(range(9)), None) == PrefixMatch()
-    run_to_end(cache, 3, list(range(20, 28)), None)
+    assert found(cache, 2, list(range(9)), UNSHARED) == PrefixMatch()
+    run_to_end(cache, 3, list(range(20, 28)), UNSHARED)
     assert found(cache, 4, list(range(20, 29))) == PrefixMatch()
 
 
 def test_a_private_scope_is_shared_by_its_own_sequences_alone():
     cache = make_cache()
-    run_to_end(cache, 1, list(range(8)), private_scope(1))
-    assert len(found(cache, 2, list(range(9)), private_scope(1)).block_ids) == 2
-    assert found(cache, 3, list(range(9)), private_scope(3)) == PrefixMatch()
+    run_to_end(cache, 1, list(range(8)), CacheRules(private_scope(1)))
+    assert len(found(cache, 2, list(range(9)), CacheRules(private_scope(1))).block_ids) == 2
+    assert found(cache, 3, list(range(9)), CacheRules(private_scope(3))) == PrefixMatch()
     assert found(cache, 4, list(range(9))) == PrefixMatch()
 
 
@@ -132,11 +127,227 @@ def test_digests_tell_minus_one_from_minus_two():
     assert block_digest(ROOT_SCOPE, [-1]) != block_digest(ROOT_SCOPE, [-2])
 
 
-def test_reused_and_missed_blocks_are_counted():
+def test_a_running_child_is_found_again_when_its_parents_content_is():
+    """Two compute the same prompt, and the one whose blocks are found ends first and is evicted."""
+    cache, tokens = make_cache(num_blocks=7), list(range(12))
+    for key in (1, 2):
+        admit(cache, key, 3, tokens[:9])
+    cache.extend(1, 9), cache.extend(2, 9)
+    cache.publish(1, tokens[:9], 8)
+    cache.publish(2, tokens[:9], 8)
+    cache.publish(2, tokens, 12)  # a child of blocks of the first
+    cache.release(1)
+    assert cache.block_table(2) == (3, 4, 5)
+    assert (cache.pool.num_cached, cache.pool.num_empty) == (2, 2)
+    admit(cache, 3, 3)
+    assert cache.extend(3, 12) == (2, 6, 1)  # worthless ones, then, without a leaf, what was released first
+    cache.check_integrity()
+    assert found(cache, 4, [*tokens, 99]).block_ids == (0,)
+    cache.release(3)
+    assert run_to_end(cache, 5, tokens[:8]) == (0, 2)  # what was in block 1: it has a child already
+    assert found(cache, 6, [*tokens, 99]).block_ids == (0, 2, 5)
+    cache.check_integrity()
+
+
+# ---------------------------------------------------------------------- counts
+
+
+def test_reused_missed_and_taken_blocks_are_counted():
     cache = make_cache()
     run_to_end(cache, 1, list(range(9)))
     run_to_end(cache, 2, list(range(9)))
-    assert (cache.num_reused_blocks, cache.num_missed_blocks) == (2, 2)
+    assert (cache.num_reused_blocks, cache.num_missed_blocks, cache.num_taken_blocks) == (2, 2, 4)
+
+
+def test_a_running_sequences_counts_are_its_own_admissions():
+    cache = make_cache()
+    run_to_end(cache, 1, list(range(9)))
+    admit(cache, 2, 5, [*range(8), 50, 51, 52, 53, 54])
+    assert cache.block_counts(2) == (0, 2, 1)
+    cache.extend(2, 13)
+    counts = cache.block_counts(2)
+    assert (counts.taken, counts.reused, counts.missed) == (2, 2, 1)
+    cache.release(2)
+    admit(cache, 2, 5, [*range(8), 50, 51, 52, 53, 54])
+    assert cache.block_counts(2) == (0, 2, 1)
+
+
+def test_a_block_that_is_computed_in_any_case_is_not_missed():
+    cache = make_cache()
+    admit(cache, 1, 2, list(range(8)))
+    assert cache.block_counts(1) == (0, 0, 1)
+    run_to_end(cache, 2, list(range(20, 23)))
+    assert cache.num_missed_blocks == 1
+
+
+def test_what_a_sequence_holds_and_has_reserved():
+    cache = make_cache()
+    admit(cache, 1, 4)
+    assert cache.held(1) == (0, 4)
+    cache.extend(1, 5)
+    assert cache.held(1) == (2, 2)
+    beams = make_beams()
+    assert beams.held(1)[0] == 2
+    beams.grow_beams(1, 7)
+    assert beams.held(1)[0] == 4
+    assert sum(beams.held(1)) == 1 + 3 * 3
+
+
+def test_beams_take_blocks_too():
+    cache = make_beams()
+    assert cache.num_taken_blocks == cache.block_counts(1).taken == 2
+    cache.grow_beams(1, 7)
+    assert cache.num_taken_blocks == cache.block_counts(1).taken == 4
+
+
+# ---------------------------------------------------------------------- promises
+
+
+def test_what_a_running_sequence_is_computing_is_promised_until_it_is_there():
+    cache, tokens = make_cache(num_blocks=16), list(range(13))
+    assert not found(cache, 2, tokens).is_promised
+    admit(cache, 1, 4, tokens)
+    cache.extend(1, 13)
+    assert found(cache, 2, tokens) == PrefixMatch((), 0, is_promised=True)
+    cache.publish(1, tokens, 4)
+    assert found(cache, 2, tokens) == PrefixMatch((0,), 1, is_promised=True)
+    cache.publish(1, tokens, 12)
+    assert found(cache, 2, tokens) == PrefixMatch((0, 1, 2), 3, is_promised=False)
+    cache.check_integrity()
+
+
+def test_only_the_first_block_that_is_not_found_counts():
+    cache = make_cache(num_blocks=16)
+    admit(cache, 1, 4, list(range(9)))
+    assert found(cache, 2, [*range(4), 50, 51, 52, 53, 54]).is_promised
+    cache.extend(1, 9)
+    cache.publish(1, list(range(9)), 4)
+    assert not found(cache, 3, [*range(4), 50, 51, 52, 53, 54]).is_promised
+    assert not found(cache, 4, [*range(8)]).is_promised  # all that may be found of it is
+    assert found(cache, 5, [*range(9)]).is_promised
+
+
+def test_the_last_full_block_of_a_prompt_is_promised_though_it_is_never_looked_for():
+    cache = make_cache(num_blocks=16)
+    admit(cache, 1, 2, list(range(8)))
+    cache.extend(1, 8)
+    cache.publish(1, list(range(8)), 4)
+    assert found(cache, 2, list(range(9))).is_promised
+    cache.publish(1, list(range(8)), 8)
+    assert found(cache, 2, list(range(9))) == PrefixMatch((0, 1), 2)
+    cache.check_integrity()
+
+
+def test_a_promise_ends_with_its_sequence():
+    cache = make_cache(num_blocks=16)
+    admit(cache, 1, 3, list(range(9)))
+    cache.release(1)
+    assert not found(cache, 2, list(range(9))).is_promised
+    cache.check_integrity()
+
+
+def test_a_promise_of_two_lasts_until_both_have_ended():
+    cache = make_cache(num_blocks=16)
+    for key in (1, 2):
+        admit(cache, key, 3, list(range(9)))
+    cache.release(1)
+    assert found(cache, 3, list(range(9))).is_promised
+    cache.check_integrity()
+    cache.release(2)
+    assert not found(cache, 3, list(range(9))).is_promised
+
+
+def test_blocks_that_are_shared_are_not_promised():
+    cache = make_cache(num_blocks=4)
+    run_to_end(cache, 1, list(range(8)))
+    admit(cache, 2, 4, list(range(13)))
+    cache.extend(2, 13)
+    cache.publish(2, list(range(13)), 12)
+    cache.release(2)
+    assert len(found(cache, 3, list(range(13))).block_ids) == 3
+    run_to_end(cache, 4, list(range(50, 66)))
+    assert found(cache, 3, list(range(13))) == PrefixMatch()
+    cache.check_integrity()
+
+
+def test_generated_tokens_known_at_admission_are_promised_too():
+    """A resumed sequence computes what it had generated as context."""
+    cache = make_cache(num_blocks=16)
+    tokens = list(range(10))
+    admit(cache, 1, 4, tokens[:6])
+    assert not found(cache, 2, [*tokens[:4], 4, 5, 6, 7, 99]).block_ids
+    cache.release(1)
+    admit(cache, 1, 4, tokens)
+    cache.extend(1, 10)
+    cache.publish(1, tokens, 4)
+    assert found(cache, 2, [*tokens[:8], 99]).is_promised
+    cache.check_integrity()
+
+
+def test_other_scopes_promise_nothing():
+    cache = make_cache(num_blocks=16)
+    admit(cache, 1, 3, list(range(9)), CacheRules(private_scope(1)))
+    admit(cache, 2, 3, list(range(9)), UNSHARED)
+    assert not found(cache, 3, list(range(9))).is_promised
+    assert found(cache, 4, list(range(9)), CacheRules(private_scope(1))).is_promised
+
+
+def test_what_was_not_looked_for_may_be_published_all_the_same():
+    """Its whole context is wanted, so nothing is matched; its blocks are as good as anyone's."""
+    cache, tokens = make_cache(), list(range(9))
+    cache.admit(1, PrefixMatch(), 3, SHARED)
+    cache.extend(1, 9)
+    cache.publish(1, tokens, 9)
+    assert found(cache, 2, tokens).block_ids == (0, 1)
+    assert cache.block_counts(1) == (3, 0, 0)
+    cache.check_integrity()
+
+
+# ---------------------------------------------------------------------- what is checked
+
+
+def _promise_nobody_made(cache: KvCacheManager) -> None:
+    cache._promises[b"x"] = 1
+
+
+def _promise_forgotten(cache: KvCacheManager) -> None:
+    cache._promises.clear()
+
+
+def _reservation_lost(cache: KvCacheManager) -> None:
+    cache.num_reserved -= 1
+
+
+def _block_held_by_nobody(cache: KvCacheManager) -> None:
+    cache.pool.take(1)
+
+
+def _table_of_anothers_block(cache: KvCacheManager) -> None:
+    cache._tables[1].block_ids.append(7)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _promise_nobody_made,
+        _promise_forgotten,
+        _reservation_lost,
+        _block_held_by_nobody,
+        _table_of_anothers_block,
+    ],
+)
+def test_a_planted_fault_is_noticed(plant: Callable[[KvCacheManager], None]):
+    cache = make_cache()
+    admit(cache, 1, 4, list(range(9)))
+    cache.extend(1, 5)
+    cache.publish(1, list(range(9)), 4)
+    cache.check_integrity()
+    plant(cache)
+    with pytest.raises(AssertionError):
+        cache.check_integrity()
+
+
+# ---------------------------------------------------------------------- beams
 
 
 def make_beams(num_beams: int = 3, prompt: int = 6, num_blocks: int = 20) -> KvCacheManager:

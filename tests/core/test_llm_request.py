@@ -6,26 +6,26 @@ import itertools
 
 import pytest
 
+from inflight.core import llm_request as llm_request_module
+from inflight.core.block_keys import CacheRules
 from inflight.core.llm_request import (
     TRANSITIONS,
     IllegalTransition,
-    LlmRequest,
     RequestEvent,
     RequestGroup,
     RequestState,
 )
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft
 from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason
 
-from .factories import make_request
-
-
-def make_llm_request(**fields) -> LlmRequest:
-    return RequestGroup(make_request(**fields), first_key=0, scope=None).sequences[0]
+from .factories import make_request, make_sequence, make_sequences
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
 def test_every_cell_of_the_table(state, event):
-    llm_request = make_llm_request()
+    llm_request = make_sequence()
     llm_request.state = state
     if (state, event) in TRANSITIONS:
         llm_request.apply(event)
@@ -41,7 +41,7 @@ def test_nothing_leaves_finished():
 
 
 def test_a_paused_request_computes_everything_again():
-    llm_request = make_llm_request(prompt=3)
+    llm_request = make_sequence(prompt=3)
     llm_request.start((2,), num_reused_tokens=0)
     llm_request.num_computed_tokens = 4
     llm_request.tokens += [7, 8]
@@ -54,12 +54,88 @@ def test_a_paused_request_computes_everything_again():
 
 def test_a_request_has_a_sequence_for_each_answer_and_one_for_all_beams():
     several = make_request(sampling=SamplingConfig(top_k=2, num_return_sequences=3))
-    sequences = RequestGroup(several, first_key=7, scope=None).sequences
+    sequences = RequestGroup(several, first_key=7, rules=CacheRules(None), now_ns=0).sequences
     assert [(one.sequence_index, one.key, one.num_slots) for one in sequences] == [
         (0, 7, 1),
         (1, 8, 1),
         (2, 9, 1),
     ]
     beams = make_request(sampling=SamplingConfig(beam_width=3, num_return_sequences=2))
-    (search,) = RequestGroup(beams, first_key=0, scope=None).sequences
+    (search,) = RequestGroup(beams, first_key=0, rules=CacheRules(None), now_ns=0).sequences
     assert search.num_slots == 3
+
+
+def test_the_table_is_the_one_in_the_docstring():
+    """Row by row: event, and where it leads from WAITING, RUNNING, PAUSED and FINISHED."""
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in (llm_request_module.__doc__ or "").splitlines()
+        if line.strip().startswith(tuple(event.name for event in RequestEvent))
+    }
+    assert rows == {
+        event.name: [
+            TRANSITIONS[state, event].name if (state, event) in TRANSITIONS else "-" for state in RequestState
+        ]
+        for event in RequestEvent
+    }
+
+
+def test_a_restart_keeps_tokens_and_gives_up_everything_else():
+    llm_request = make_sequence(prompt=3)
+    llm_request.start((2,), num_reused_tokens=0)
+    llm_request.tokens += [7, 8]
+    llm_request.num_computed_tokens, llm_request.is_void = 4, True
+    llm_request.restart()
+    assert llm_request.state is RequestState.PAUSED and llm_request.tokens[3:] == [7, 8]
+    assert (llm_request.slots, llm_request.num_computed_tokens, llm_request.is_void) == ((), 0, False)
+
+
+def test_a_search_restarts_from_its_prompt():
+    llm_request = make_sequence(prompt=3, sampling=SamplingConfig(beam_width=2))
+    search = llm_request.beams
+    llm_request.start((0, 1), num_reused_tokens=0)
+    llm_request.tokens += [7, 8]
+    llm_request.num_streamed_tokens = 2
+    llm_request.restart()
+    assert llm_request.tokens == [10, 11, 12] and llm_request.beams is not search
+    assert llm_request.num_streamed_tokens == 2, "what was said is not said again"
+
+
+def test_the_phase_is_what_is_left_to_compute_of_the_known_tokens():
+    llm_request = make_sequence(prompt=6)
+    llm_request.start((0,), num_reused_tokens=4)
+    assert (llm_request.next_position, llm_request.in_context) == (4, True)
+    llm_request.num_scheduled_tokens = 2
+    assert (llm_request.next_position, llm_request.in_context) == (6, False)
+
+
+def test_a_draft_is_carried_once():
+    llm_request = make_sequence(draft=ExternalDraft((5, 6)))
+    assert llm_request.draft_length == 2 and llm_request.needs_host
+    llm_request.has_draft = False
+    assert llm_request.draft_length == 0
+
+
+def test_an_end_keeps_the_slots_for_what_is_in_flight():
+    llm_request = make_sequence()
+    llm_request.start((3,), num_reused_tokens=0)
+    llm_request.is_void = True
+    llm_request.finish(FinishReason.CANCELLED)
+    assert (llm_request.slots, llm_request.is_void) == ((3,), False)
+
+
+def test_context_outputs_are_passed_on_to_who_has_not_started():
+    first, second, third = make_sequences(
+        output=OutputConfig(return_context_logits=True),
+        sampling=SamplingConfig(top_k=2, num_return_sequences=3),
+    )
+    group = first.group
+    assert [one.gives_context for one in (first, second, third)] == [True, False, False]
+    for one in (first, second):
+        one.start((one.key,), 0)
+    first.finish(FinishReason.STOP_WORDS)
+    assert group.pass_context_on() is third
+    assert [one.gives_context for one in (first, second, third)] == [False, False, True]
+    group.num_context_rows = group.request.prompt_length
+    assert not third.gives_context, "all of them are there"
+    assert group.pass_context_on() is None and third.leads

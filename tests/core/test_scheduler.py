@@ -103,9 +103,11 @@ def test_max_utilization_pauses_the_last_started_and_resumes_it():
     assert [start.request.request_id for start in batch.starts] == [1, 2]
     received = {1: [], 2: []}
     paused = 0
-    while (stepped := driver.step())[0] is not None:
-        paused += driver.scheduler.stats(stepped[0]).num_paused_requests
-        for response in stepped[1]:
+    while driver.scheduler.num_active:
+        driver.accept()
+        batch, responses = driver.step()
+        paused += driver.scheduler.stats(batch).num_paused_requests
+        for response in responses:
             received[response.request_id] += response.result.output_token_ids[0]
     assert paused == 1
     assert [len(tokens) for tokens in received.values()] == [8, 8]  # the first came with the first step

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from inflight.core.slots import Slots
 
-from .test_llm_request import make_llm_request
+from .factories import make_sequence
 
 
 def test_the_lowest_free_slots_are_taken_and_have_an_owner():
-    slots, first, second = Slots(4), make_llm_request(), make_llm_request()
+    slots, first, second = Slots(4), make_sequence(), make_sequence()
     assert slots.take(first, 2) == (0, 1)
     assert slots.take(second, 1) == (2,)
     assert slots.owners == {0: first, 1: first, 2: second} and slots.num_free == 1
@@ -19,6 +21,25 @@ def test_the_lowest_free_slots_are_taken_and_have_an_owner():
 
 def test_slots_given_back_are_told_once():
     slots = Slots(3)
-    slots.release(slots.take(make_llm_request(), 2))
+    slots.release(slots.take(make_sequence(), 2))
     assert slots.collect_released() == (0, 1)
     assert slots.collect_released() == ()
+
+
+def test_what_a_failed_batch_told_is_told_again():
+    """Slots that were told, but not those that have an owner again or are to be told anyway."""
+    slots = Slots(4)
+    slots.release(slots.take(make_sequence(), 3))
+    told = slots.collect_released()
+    slots.take(make_sequence(), 1)
+    slots.release(slots.take(make_sequence(), 1))
+    slots.tell_again(told)
+    assert told == (0, 1, 2) and slots.collect_released() == (1, 2)
+
+
+def test_more_owners_than_slots_are_noticed():
+    slots = Slots(2)
+    slots.take(make_sequence(), 1)
+    slots.owners[1] = make_sequence()
+    with pytest.raises(AssertionError):
+        slots.check_integrity()

@@ -57,3 +57,18 @@ def test_against_comparing_every_word():
         assert StopWords(words).matches(tokens, num_generated) is expected
         seen.add(expected)
     assert seen == {True, False}
+
+
+def test_many_words_cost_no_more_than_the_longest():
+    """However many end alike: a token looks at no more tokens than a word has."""
+
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, place):
+            Counted.reads += 1
+            return super().__getitem__(place)
+
+    words = StopWords([(number // 100, number % 100, 7) for number in range(5000)])
+    assert not words.matches(Counted([99, 5, 7]), 3) and words.matches(Counted([49, 99, 7]), 3)
+    assert Counted.reads <= 6

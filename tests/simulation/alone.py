@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inflight.core.beam_search import Hypothesis
 from inflight.core.request import Request
@@ -26,18 +26,37 @@ class Expected:
     top_log_probs: tuple[TopLogProbs, ...] = ()
     logits: tuple[bytes, ...] = ()
 
+    def stopped_after(self, count: int, reason: FinishReason) -> Expected:
+        """The same with its first `count` tokens only."""
+        log_probs = self.log_probs[:count]
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            reason=reason,
+            log_probs=log_probs,
+            cum_log_prob=sum(log_probs),
+            top_log_probs=self.top_log_probs[:count],
+            logits=self.logits[:count],
+        )
+
 
 def sequence_alone(request: Request, sequence_index: int, vocab_size: int) -> Expected:
     """A sequence that is no beam search."""
-    prompt = request.input_token_ids
+    prompt, identity = request.input_token_ids, request.identity
     generated = expected_tokens(
-        prompt, request.max_new_tokens, vocab_size, request.sampling, sequence_index=sequence_index
+        prompt,
+        request.max_new_tokens,
+        vocab_size,
+        request.sampling,
+        sequence_index=sequence_index,
+        identity=identity,
     )
     count, reason = _end(request, generated)
     tokens = tuple(generated[:count])
     if not request.output.wants_details:
         return Expected(tokens, reason)
-    details = describe_tokens(expected_logits(prompt, tokens, vocab_size), tokens, request.output)
+    logits = expected_logits(prompt, tokens, vocab_size, identity=identity)
+    details = describe_tokens(logits, tokens, request.output)
     log_probs = details.log_probs
     return Expected(tokens, reason, log_probs, sum(log_probs), details.top_log_probs, details.logits)
 
@@ -71,7 +90,9 @@ def _of(beam: Hypothesis) -> Expected:
 def compare_context(request: Request, first: Result, vocab_size: int) -> None:
     """The prompt's log probabilities and logits, in the first result with tokens."""
     prompt, output = request.input_token_ids, request.output
-    logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size) if output.wants_context else []
+    logits = []
+    if output.wants_context:
+        logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size, identity=request.identity)
     if output.return_prompt_log_probs:
         found = [log_softmax(values)[token] for values, token in zip(logits, prompt[1:])]
         assert first.prompt_log_probs == (0.0, *found)

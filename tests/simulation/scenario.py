@@ -1,150 +1,164 @@
-"""What one random seed draws: a configuration, requests of every kind, stops and failures."""
+"""What one random seed draws: a configuration, requests of every kind, stops, and a device that fails."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from inflight.core.batch import EngineLimits
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import StopSignal
-from inflight.testing.fake_engine import expected_tokens
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.core.request import IterationInput, Request
+from inflight.core.stop import StopReason, StopSignal
 
-VOCABULARIES = (3, 7, 23)
-"""Small ones make a fake model that repeats itself, so that n-grams are found again and guesses come true."""
+from .drawn_requests import Habits, draw_habits, draw_requests
+
+_MS = 1_000_000
+_ITERATION_NS = 5 * _MS
+_BEGINNING_NS = 1000 * _MS
+
+
+def time_of(iteration: int) -> int:
+    """When an iteration begins."""
+    return _BEGINNING_NS + iteration * _ITERATION_NS
+
+
+def time_of_answer(iteration: int) -> int:
+    """When the device answers in an iteration."""
+    return time_of(iteration) + _ITERATION_NS // 2
+
+
+@dataclass(frozen=True)
+class Breakdowns:
+    """When the device fails.
+
+    Attributes:
+        transient: Iterations whose batch fails, whatever is in it.
+        unusable: Iterations in which the device says itself that it is no use.
+        guilty: Requests whose rows make a batch fail, from the one that computes this position on.
+    """
+
+    transient: frozenset[int] = frozenset()
+    unusable: frozenset[int] = frozenset()
+    guilty: Mapping[int, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.transient or self.unusable or self.guilty)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A whole run, before it happens."""
+    """A whole run, before it happens.
+
+    Attributes:
+        depth: Batches in flight: 1 is the plain loop, 2 schedules ahead of the device.
+        arrivals, stops: By iteration.
+        invalid: Requests that are to be refused as they are.
+    """
 
     seed: int
     limits: EngineLimits
     config: SchedulerConfig
-    depth: int  # batches in flight: 1 is the plain loop, 2 schedules ahead of the device
-    arrivals: dict[int, list[Request]]
-    stops: dict[int, list[StopSignal]]
-    requests: dict[int, Request]
-    failures: frozenset[int]  # iterations whose batch comes back as an error
+    depth: int
+    arrivals: dict[int, tuple[Request, ...]]
+    stops: dict[int, tuple[StopSignal, ...]]
+    breakdowns: Breakdowns = Breakdowns()
+    invalid: frozenset[int] = frozenset()
+
+    @property
+    def requests(self) -> dict[int, Request]:
+        """All of them, by id."""
+        return {request.request_id: request for each in self.arrivals.values() for request in each}
+
+    @property
+    def last_event(self) -> int:
+        """The iteration after which nothing more comes from outside."""
+        return max((*self.arrivals, *self.stops))
+
+    def inputs(self, iteration: int) -> IterationInput:
+        """What enters an iteration."""
+        new, stops = self.arrivals.get(iteration, ()), self.stops.get(iteration, ())
+        return IterationInput(iteration, time_of(iteration), new, stops)
 
 
 def draw(seed: int) -> Scenario:
     """A scenario in which every request can run, but rarely all at once."""
     rng = random.Random(seed)
-    vocab_size, num_sequences = rng.choice(VOCABULARIES), rng.choice([1, 2, 3, 4, 6, 10])
-    tokens_per_block = rng.choice([1, 2, 3, 4, 8])
-    requests = _draw_requests(rng, vocab_size, num_sequences)
-    most_blocks = max(request.max_kv_blocks(tokens_per_block) for request in requests)
-    num_blocks = most_blocks + rng.choice([0, 1, 3, 10, 40])
-    limits = EngineLimits(vocab_size, 200, num_sequences, num_blocks, tokens_per_block)
-    chunked = rng.random() < 0.5
-    longest_draft = max(request.draft_length for request in requests)
-    needed = num_sequences - 1 + tokens_per_block + longest_draft
+    habits = draw_habits(rng)
+    requests = draw_requests(rng, habits)
+    limits = _draw_limits(rng, habits, requests)
+    invalid = frozenset(request.request_id for request in requests if rng.random() < 0.02)
+    arrivals: dict[int, tuple[Request, ...]] = {}
+    stops: dict[int, tuple[StopSignal, ...]] = {}
+    window = rng.choice([0, 0, 3, 15])
+    for request in requests:
+        at = rng.randint(0, window)
+        if request.request_id in invalid:
+            request = replace(request, max_new_tokens=limits.max_sequence_length)
+        if rng.random() < 0.5:
+            request = replace(request, arrival_time_ns=time_of(at) - rng.randint(1, 3 * _ITERATION_NS))
+        arrivals[at] = (*arrivals.get(at, ()), request)
+        if rng.random() < 0.2:
+            stop_at = at + rng.randint(0, 20)
+            stops[stop_at] = (*stops.get(stop_at, ()), _draw_stop(rng, request, stop_at))
+    return Scenario(
+        seed,
+        limits,
+        _draw_config(rng, limits, requests),
+        rng.choice([1, 1, 2]),
+        arrivals,
+        stops,
+        _draw_breakdowns(rng, requests),
+        invalid,
+    )
+
+
+def draw_with_a_bad_device(seed: int) -> Scenario:
+    """The same scenario with a device that fails again and again, whatever it is given."""
+    transient = random.Random(seed).sample(range(60), 20)
+    return replace(draw(seed), breakdowns=Breakdowns(frozenset(transient)))
+
+
+def _draw_limits(rng: random.Random, habits: Habits, requests: list[Request]) -> EngineLimits:
+    size = rng.choice([1, 2, 3, 4, 8])
+    num_blocks = max(request.max_kv_blocks(size) for request in requests) + rng.choice([0, 1, 4, 15, 60])
+    return EngineLimits(habits.vocab_size, 200, habits.num_slots, num_blocks, size)
+
+
+def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Request]) -> SchedulerConfig:
+    slots, size = limits.max_num_sequences, limits.tokens_per_block
+    chunked = rng.random() < 0.6
+    needed = slots - 1 + size + max(request.draft_length for request in requests)
     if not chunked:
-        whole = [request.prompt_length + request.draft_length for request in requests]
-        needed = max(num_sequences, tokens_per_block, *whole)
-    config = SchedulerConfig(
-        policy=rng.choice(list(CapacitySchedulerPolicy)),
-        max_num_tokens=needed + rng.choice([0, 1, 5, 100]),
+        needed = max(slots, size, *(request.prompt_length + request.draft_length for request in requests))
+    return SchedulerConfig(
+        policy=rng.choice([*CapacitySchedulerPolicy, CapacitySchedulerPolicy.MAX_UTILIZATION]),
+        max_num_tokens=needed + rng.choice([0, 5, 20, 100]),
         enable_chunked_context=chunked,
         enable_kv_cache_reuse=rng.random() < 0.7,
-    )
-    window = rng.choice([0, 3, 30])
-    arrivals: dict[int, list[Request]] = {}
-    stops: dict[int, list[StopSignal]] = {}
-    for request in requests:
-        arrival = rng.randint(0, window)
-        arrivals.setdefault(arrival, []).append(request)
-        if rng.random() < 0.2:
-            stops.setdefault(arrival + rng.randint(0, 20), []).append(StopSignal(request.request_id))
-    by_id = {request.request_id: request for request in requests}
-    failures = frozenset(rng.sample(range(40), 3)) if rng.random() < 0.2 else frozenset()
-    return Scenario(seed, limits, config, rng.choice([1, 1, 2]), arrivals, stops, by_id, failures)
-
-
-def _draw_requests(rng: random.Random, vocab_size: int, num_sequences: int) -> list[Request]:
-    prefixes = [_draw_tokens(rng, vocab_size, rng.randint(0, 24)) for _ in range(2)]
-    requests = []
-    for request_id in range(1, rng.randint(2, 9)):
-        prompt = rng.choice(prefixes) + _draw_tokens(rng, vocab_size, rng.randint(1, 6))
-        end_ids = _draw_tokens(rng, vocab_size, rng.choice([0, 0, 1, 1, 2]))
-        most_beams = min(num_sequences, vocab_size // max(2, 1 + len(end_ids)))
-        sampling = _draw_sampling(rng, most_beams)
-        new = rng.randint(1, 20)
-        alone = sampling.beam_width == 1
-        requests.append(
-            Request(
-                request_id,
-                prompt,
-                new,
-                streaming=rng.random() < 0.6,
-                end_ids=end_ids,
-                sampling=sampling,
-                output=_draw_output(rng, vocab_size),
-                stop_words=_draw_words(rng, vocab_size) if rng.random() < 0.3 else (),
-                draft=_draw_draft(rng, vocab_size, prompt, new, sampling)
-                if alone and new > 1 and rng.random() < 0.2
-                else None,
-                prompt_lookup_num_tokens=rng.choice([0, 0, 1, 4]) if alone else 0,
-            )
-        )
-    return requests
-
-
-def _draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(vocab_size) for _ in range(count))
-
-
-def _draw_words(rng: random.Random, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Mostly long enough not to come true at once."""
-    return tuple(_draw_tokens(rng, vocab_size, rng.choice([1, 2, 2, 3, 3])) for _ in range(rng.randint(1, 3)))
-
-
-def _draw_sampling(rng: random.Random, most_beams: int) -> SamplingConfig:
-    penalty = rng.choice([1.0, 1.0, 1.0, 1.3])
-    if most_beams > 1 and rng.random() < 0.3:
-        beam_width = rng.randint(2, min(most_beams, 5))
-        return SamplingConfig(
-            beam_width=beam_width,
-            num_return_sequences=rng.choice([None, 1, beam_width]),
-            repetition_penalty=penalty,
-            length_penalty=rng.choice([0.0, 1.0, 2.0]),
-            early_stopping=rng.randint(0, 2),
-            beam_search_diversity_rate=rng.choice([0.0, 0.0, 0.5]),
-        )
-    sampled = rng.random() < 0.4
-    return SamplingConfig(
-        num_return_sequences=rng.choice([None, None, None, 2, 4]),
-        top_k=3 if sampled else 0,
-        random_seed=rng.randrange(5) if sampled else 0,
-        repetition_penalty=penalty,
+        max_queue_size=rng.choice([0, 0, 0, 0, 1, 2, 4]),
+        context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
     )
 
 
-def _draw_output(rng: random.Random, vocab_size: int) -> OutputConfig:
-    def some() -> bool:
-        return rng.random() < 0.2
+def _draw_stop(rng: random.Random, request: Request, iteration: int) -> StopSignal:
+    sampling = request.sampling
+    index = rng.choice([None, rng.randrange(sampling.num_sequences)])
+    reasons = [StopReason.CANCELLED, StopReason.CANCELLED, StopReason.TIMED_OUT]
+    if not sampling.uses_beams:
+        reasons.append(StopReason.STOP_WORDS)
+    requested_ns = rng.choice([0, time_of(iteration) - rng.randrange(_ITERATION_NS)])
+    return StopSignal(request.request_id, rng.choice(reasons), index, requested_ns)
 
-    return OutputConfig(
-        exclude_input_from_output=rng.random() < 0.5,
-        return_log_probs=some(),
-        num_top_log_probs=rng.randint(1, vocab_size) if some() else 0,
-        return_prompt_log_probs=some(),
-        return_context_logits=some(),
-        return_generation_logits=some(),
-        return_perf_metrics=some(),
+
+def _draw_breakdowns(rng: random.Random, requests: list[Request]) -> Breakdowns:
+    if rng.random() < 0.6:
+        return Breakdowns()
+    transient = rng.sample(range(25), rng.choice([0, 2, 4]))
+    unusable = rng.sample(range(40), rng.choice([0, 0, 0, 1]))
+    guilty = rng.sample(requests, rng.choice([0, 1, 1, min(2, len(requests))]))
+    return Breakdowns(
+        frozenset(transient),
+        frozenset(unusable),
+        {r.request_id: rng.choice([0, rng.randrange(r.max_kv_tokens)]) for r in guilty},
     )
-
-
-def _draw_draft(
-    rng: random.Random, vocab_size: int, prompt: tuple[int, ...], new: int, sampling: SamplingConfig
-) -> ExternalDraft:
-    """What will come, with a mistake somewhere or nowhere."""
-    count = rng.randint(1, min(6, new - 1))
-    tokens = expected_tokens(prompt, count, vocab_size, sampling)
-    if rng.random() < 0.7:
-        tokens[rng.randrange(count)] = rng.randrange(vocab_size)
-    return ExternalDraft(tuple(tokens))

@@ -1,196 +1,204 @@
-"""A whole server without model, threads or clock: scheduler and fake engine, driven by one random seed.
+"""A whole server without model or threads: scheduler and fake device, driven by one random seed.
 
-`run` runs a scenario to the end and checks, after every step, that blocks and slots are conserved, chunks end on
-block boundaries and nobody is overtaken; at the end, that every stop was answered in its iteration, every request
-had exactly one final response, every sequence one last result, and all of them what they would have had alone.
+`run` runs a scenario to the end. Oracles watch on the way who starts (`queue_oracle`), who gets rows
+(`rows_oracle`), what is found in the cache (`cache_oracle`), who answers for failed iterations (`blame`) and what
+is told of it all (`accounts`); at the end every request must have had what it would have had alone (`endings`).
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from dataclasses import dataclass, field
 
-from inflight.core.batch import ModelOutput, ScheduledBatch
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response, Result, merge_responses
+from inflight.core.llm_request import LlmRequest
+from inflight.core.request import IterationInput
+from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason
-from inflight.errors import StepFailed
-from inflight.testing.fake_engine import FakeEngine
+from inflight.errors import InflightError, StepFailed
 
-from .alone import compare_context, compare_outputs, search_alone, sequence_alone
-from .scenario import Scenario
+from .accounts import Accounts
+from .blame import Blame, Flight
+from .cache_oracle import CacheOracle
+from .device import Breakdown, SimulatedDevice
+from .endings import check_endings
+from .outcome import Outcome
+from .queue_oracle import QueueOracle
+from .rows_oracle import RowsOracle
+from .scenario import Scenario, time_of_answer
 
-PLANNED_FAILURE = StepFailed("planned")
-
-
-@dataclass
-class Outcome:
-    """What a run did, over and above the outputs, which `run` has checked."""
-
-    responses: dict[int, list[Response]] = field(default_factory=dict)
-    final_iterations: dict[int, int] = field(default_factory=dict)
-    started: list[int] = field(default_factory=list)  # request ids, in order of their first start
-    num_iterations: int = 0
-    num_pauses: int = 0
-    num_reused_blocks: int = 0
-    num_chunks: int = 0
-    num_copies: int = 0
-    num_lookups: int = 0
-    num_accepted: int = 0
-    num_rejected: int = 0
-    num_mixed_batches: int = 0  # with beams of several widths, or beams beside other rows in generation
-    max_rows: int = 0
+_MOST_ITERATIONS = 3000
 
 
 def run(scenario: Scenario) -> Outcome:
     """Run to the end; AssertionError on any broken promise."""
-    outcome = Outcome()
-    scheduler = Scheduler(scenario.config, scenario.limits)
-    engine = FakeEngine(scenario.limits)
-    in_flight: deque[tuple[ScheduledBatch, ModelOutput]] = deque()
-    last_arrival = max((*scenario.arrivals, *scenario.stops))
-    iteration = 0
-    while iteration <= last_arrival or scheduler.num_active:
-        assert iteration < 5000, "the scheduler makes no progress"
-        _record(outcome, iteration, scheduler.accept(_inputs(scenario, iteration)))
-        batch = scheduler.schedule()
-        if batch is not None:
-            output = engine.decode(batch, engine.forward(batch))
-            in_flight.append((batch, output))
-            _observe(outcome, scenario, scheduler, batch, output)
-        if in_flight and (batch is None or len(in_flight) == scenario.depth):
-            _record(outcome, iteration, _come_back(scenario, scheduler, *in_flight.popleft()))
-        scheduler.check_integrity()
-        iteration += 1
-    assert scheduler.kv_cache.pool.num_held == 0, "blocks leaked"
-    outcome.num_iterations = iteration
-    outcome.num_reused_blocks = scheduler.kv_cache.num_reused_blocks
-    _check(scenario, outcome)
-    return outcome
+    server = SimulatedServer(scenario)
+    while not server.is_done:
+        server.step()
+    server.check_end()
+    return server.outcome
 
 
-def _come_back(
-    scenario: Scenario, scheduler: Scheduler, batch: ScheduledBatch, output: ModelOutput
-) -> list[Response]:
-    if batch.iteration in scenario.failures:
-        return scheduler.fail(batch, PLANNED_FAILURE)
-    return scheduler.update(batch, output, now_ns=2 * batch.iteration + 2)
+class SimulatedServer:
+    """One scheduler, one device, and everybody who watches them."""
 
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.outcome = Outcome()
+        self.scheduler = Scheduler(scenario.config, scenario.limits)
+        self.cache = CacheOracle(self.scheduler, scenario.config)
+        self.queue = QueueOracle(self.scheduler, scenario.config, self.cache)
+        self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits.tokens_per_block)
+        self.accounts = Accounts(scenario, self.scheduler, self.queue)
+        self.blame = Blame(scenario)
+        self._device = SimulatedDevice(scenario.limits, scenario.seed)
+        self._in_flight: deque[Flight] = deque()
+        self._iteration = 0
+        self._rng = random.Random(scenario.seed)
 
-def _inputs(scenario: Scenario, iteration: int) -> IterationInput:
-    requests = tuple(scenario.arrivals.get(iteration, ()))
-    return IterationInput(iteration, 2 * iteration + 1, requests, tuple(scenario.stops.get(iteration, ())))
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more can happen."""
+        return self._iteration > self.scenario.last_event and not self.scheduler.num_active
 
-
-def _observe(
-    outcome: Outcome, scenario: Scenario, scheduler: Scheduler, batch: ScheduledBatch, output: ModelOutput
-) -> None:
-    assert 0 < batch.num_tokens <= scenario.config.max_num_tokens
-    outcome.num_pauses += scheduler.stats(batch).num_paused_requests
-    outcome.num_chunks += sum(not chunk.is_last for chunk in batch.context)
-    outcome.num_copies += len(batch.block_copies)
-    outcome.max_rows = max(outcome.max_rows, batch.num_rows)
-    for start in batch.starts:
-        if start.request.request_id not in outcome.started:
-            outcome.started.append(start.request.request_id)
-    for chunk in batch.context:
-        end = chunk.start + len(chunk.token_ids)
-        assert chunk.is_last or end % scenario.limits.tokens_per_block == 0, "a chunk ends inside a block"
-    widths = {len(group.slots) for group in batch.beam_groups if len(group.slots) > 1}
-    others = set(batch.generation_slots).difference(*(group.slots for group in batch.beam_groups))
-    outcome.num_mixed_batches += len(widths) > 1 or bool(widths and others)
-    for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
-        chunk = next((chunk for chunk in batch.context if chunk.slot == slot), None)
-        if chunk is not None and chunk.num_draft_tokens:
-            outcome.num_lookups += chunk.is_generation
-            outcome.num_accepted += len(tokens) - 1
-            outcome.num_rejected += chunk.num_draft_tokens - len(tokens) + 1
-
-
-def _record(outcome: Outcome, iteration: int, responses: list[Response]) -> None:
-    for response in responses:
-        earlier = outcome.responses.setdefault(response.request_id, [])
-        assert not (earlier and earlier[-1].is_final), "a response after the final one"
-        earlier.append(response)
-        if response.is_final:
-            outcome.final_iterations[response.request_id] = iteration
-
-
-# ---------------------------------------------------------------------- at the end
-
-
-def _check(scenario: Scenario, outcome: Outcome) -> None:
-    arrived = [
-        request.request_id for _, requests in sorted(scenario.arrivals.items()) for request in requests
-    ]
-    assert outcome.started == sorted(outcome.started, key=arrived.index), "a request was overtaken"
-    for iteration, signals in scenario.stops.items():
-        for signal in signals:
-            assert outcome.final_iterations[signal.request_id] <= iteration, "a stop was not heeded at once"
-    for request in scenario.requests.values():
-        _check_request(scenario, request, outcome.responses[request.request_id])
-
-
-def _check_request(scenario: Scenario, request: Request, responses: list[Response]) -> None:
-    assert [response.is_final for response in responses] == [False] * (len(responses) - 1) + [True]
-    assert all(response.error is None for response in responses[:-1])
-    failed = responses[-1].error is not None
-    assert not failed or scenario.failures, responses[-1].error
-    for index in range(request.sampling.num_sequences):
-        mine = [response for response in responses if response.result and response.sequence_index == index]
-        results = [response.result for response in mine if response.result]
-        ends = [result.is_sequence_final for result in results]
-        assert ends == [False] * (len(ends) - 1) + [True] or (failed and not any(ends))
-        assert request.streaming or len(results) <= 1
-        if not results:
-            assert failed
-        elif request.sampling.uses_beams:
-            _check_search(scenario, request, results)
+    def step(self) -> None:
+        """One iteration, as `GptManager.step` makes it."""
+        assert self._iteration < _MOST_ITERATIONS, "the scheduler makes no progress"
+        was_active = self.scheduler.num_active > 0
+        inputs = self.scenario.inputs(self._iteration)
+        self._accept(inputs)
+        flight = self._schedule()
+        if self._in_flight and (flight is None or len(self._in_flight) == self.scenario.depth):
+            self._come_back(self._in_flight.popleft())
+        if was_active or inputs.new_requests:
+            self._check_iteration(flight)
         else:
-            _check_sequence(scenario, request, index, results, merge_responses(mine).result)
+            assert flight is None, "there is nobody to run"
+        self._iteration += 1
 
+    def _check_iteration(self, flight: Flight | None) -> None:
+        self.scheduler.check_integrity()
+        batch, rows = (flight.batch, flight.rows) if flight else (None, ())
+        self.accounts.check_iteration(batch, rows)
+        if self._rng.random() < 0.1:
+            self.accounts.check_state()
+            self.accounts.check_request_stats(batch, rows)
 
-def _check_sequence(
-    scenario: Scenario, request: Request, index: int, results: list[Result], whole: Result | None
-) -> None:
-    vocab_size = scenario.limits.vocab_size
-    alone = sequence_alone(request, index, vocab_size)
-    final = results[-1]
-    _check_metrics(request, final)
-    if not final.is_sequence_final or final.was_cut_short:
-        received = [token for result in results for token in result.output_token_ids[0]]
-        assert tuple(received) == alone.tokens[: len(received)]
-        assert not final.was_cut_short or final.output_token_ids == ((),)
-        return
-    assert whole is not None and final.finish_reasons == (alone.reason,)
-    compare_outputs(request, whole, [alone], vocab_size)
-    compare_context(request, whole, vocab_size)
-    for result in results[:-1]:
-        assert result.finish_reasons == (FinishReason.NOT_FINISHED,)
+    def check_end(self) -> None:
+        """When nothing more can happen."""
+        assert self.scheduler.kv_cache.pool.num_held == 0, "blocks leaked"
+        outcome = self.outcome
+        outcome.num_iterations = self._iteration
+        outcome.reused, outcome.missed = self.cache.num_reused, self.cache.num_missed
+        outcome.num_exact_reuses = self.cache.num_exact
+        outcome.num_divided_contexts = self.rows.num_divided
+        outcome.num_failed_iterations = self.blame.num_failed
+        outcome.num_pauses = self.accounts.num_pauses
+        outcome.convicted = self.blame.convicted
+        outcome.started = [(r.request_id, r.sequence_index) for r in self.queue.starts]
+        self.cache.check()
+        self.blame.check()
+        self.accounts.check_end()
+        check_endings(self.scenario, outcome)
 
+    # ---------------------------------------------------------------- the verbs of an iteration
 
-def _check_search(scenario: Scenario, request: Request, results: list[Result]) -> None:
-    """A streamed search says after every step what it would answer; its last response is its last step."""
-    vocab_size = scenario.limits.vocab_size
-    steps = search_alone(request, vocab_size)
-    final = results[-1]
-    _check_metrics(request, final)
-    whole = [result for result in results if not result.was_cut_short]
-    if final.is_sequence_final and not final.was_cut_short:
-        assert final.finish_reasons == tuple(beam.reason for beam in steps[-1])
-        assert len(whole) == (len(steps) if request.streaming else 1)
-    for result, beams in zip(whole, steps if request.streaming else steps[-1:]):
-        compare_outputs(request, result, beams, vocab_size)
-    if whole:
-        compare_context(request, whole[0], vocab_size)
+    def _accept(self, inputs: IterationInput) -> None:
+        valid = [r for r in inputs.new_requests if r.request_id not in self.scenario.invalid]
+        refused = self.queue.too_many(valid)
+        self.outcome.refused |= refused
+        self.accounts.accepts(inputs, refused | self.scenario.invalid)
+        responses = self.scheduler.accept(inputs)
+        self.queue.accepted([r for r in valid if r.request_id not in refused])
+        self._answered(responses)
 
+    def _schedule(self) -> Flight | None:
+        before = [(r, r.num_scheduled_tokens) for r in self.scheduler.running_sequences]
+        batch = self.scheduler.schedule()
+        running = self.scheduler.running_sequences
+        owners = {slot: r for r in running for slot in r.slots}
+        started = tuple(owners[start.slot] for start in batch.starts) if batch else ()
+        self._check_pauses(before, {r.key for r in running} - {r.key for r in started})
+        if batch is None:
+            return None
+        self.cache.scheduled(batch, started)
+        slots = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
+        rows = tuple({owners[slot].key: owners[slot] for slot in slots}.values())
+        flight = Flight(batch, rows, started)
+        self.blame.take_off(flight, ahead=self._in_flight)
+        self._run(flight)
+        self._in_flight.append(flight)
+        self._check_batch(flight)
+        return flight
 
-def _check_metrics(request: Request, final: Result) -> None:
-    metrics = final.perf_metrics
-    assert (metrics is not None) == request.output.return_perf_metrics
-    if metrics is None or not final.is_sequence_final or final.was_cut_short:
-        return
-    assert 0 < metrics.first_scheduled_time_ns < metrics.first_token_time_ns <= metrics.last_token_time_ns
-    assert 0 <= metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
-    assert metrics.num_new_blocks >= 0 and metrics.num_reused_blocks >= 0
+    def _check_pauses(self, before: list[tuple[LlmRequest, int]], stayed: set[int]) -> None:
+        """Who ran `before`, with so many tokens in flight, and did not stay, was the right one to be paused."""
+        paused = [place for place, (r, _) in enumerate(before) if r.key not in stayed]
+        self.accounts.scheduled(len(paused))
+        for place in paused:
+            victim, in_flight = before[place]
+            assert not in_flight and not victim.request.sampling.uses_beams, "it cannot be paused"
+            for other_place, (other, in_flight) in enumerate(before):
+                if other_place in paused or in_flight or other.request.sampling.uses_beams:
+                    continue
+                ranks = [(one.request.priority, -at) for one, at in ((victim, place), (other, other_place))]
+                assert ranks[0] < ranks[1], "somebody of less worth, or who started later, goes on"
+
+    def _run(self, flight: Flight) -> None:
+        try:
+            if flight.planned_error is not None:
+                self._device.break_down(flight.batch)
+            flight.outcome = self._device.run(flight.batch, flight.is_behind_failure)
+        except Breakdown:
+            flight.outcome = flight.planned_error
+        except (AssertionError, KeyError, IndexError) as error:
+            if not (flight.is_spoiled or flight.planned_error):
+                raise
+            flight.outcome = flight.planned_error or StepFailed(f"behind a failed iteration: {error!r}")
+
+    def _come_back(self, flight: Flight) -> None:
+        if isinstance(flight.outcome, InflightError):
+            self._fail(flight, flight.outcome)
+            return
+        assert flight.outcome is not None
+        live = flight.live()
+        self.accounts.updates(flight, live)
+        responses = self.scheduler.update(
+            flight.batch, flight.outcome, now_ns=time_of_answer(self._iteration)
+        )
+        self.cache.updated(live)
+        self._answered(responses)
+
+    def _fail(self, flight: Flight, error: InflightError) -> None:
+        convicted = self.blame.failed(flight, behind=self._in_flight)
+        # What a guilty request's blocks hold may be what fails: nobody is to find them any more.
+        self.cache.is_complete &= not convicted
+        kv_cache = self.scheduler.kv_cache
+        suspicious = [
+            block_id
+            for llm_request in self.scheduler.running_sequences
+            if llm_request.request_id in convicted
+            for block_id in kv_cache.block_table(llm_request.key)
+            if kv_cache.pool.is_held_once(block_id)
+        ]
+        responses = self.scheduler.fail(flight.batch, error)
+        assert not kv_cache.pool._contents.keys() & set(suspicious), "a guilty request's blocks can be found"
+        self._answered(responses)
+
+    def _answered(self, responses: list[Response]) -> None:
+        self.queue.settle()
+        self.accounts.answered(responses)
+        self.outcome.record(self._iteration, responses)
+
+    # ---------------------------------------------------------------- what a batch is like
+
+    def _check_batch(self, flight: Flight) -> None:
+        batch, outcome = flight.batch, self.outcome
+        assert 0 < batch.num_tokens <= self.scenario.config.max_num_tokens
+        for chunk in batch.context:
+            end = chunk.start + len(chunk.token_ids)
+            assert chunk.is_last or end % self.scenario.limits.tokens_per_block == 0, (
+                "a chunk ends inside a block"
+            )
+        outcome.count(batch)
+        if not flight.has_failed:
+            outcome.count_drafts(batch, flight.outcome)

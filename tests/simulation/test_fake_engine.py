@@ -17,6 +17,7 @@ from inflight.core.batch import (
     SlotStart,
 )
 from inflight.core.output_config import OutputConfig
+from inflight.core.prefix_identity import PrefixIdentity
 from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import (
@@ -77,6 +78,33 @@ def test_tokens_are_the_expected_ones(sampling, attend_to_all):
         tokens += run(engine, generation_slots=(0,)).token_ids[0]
     assert tokens == expected_tokens(PROMPT, 6, VOCAB_SIZE, sampling, attend_to_all, sequence_index=2)
     assert sampling.greedy or tokens != expected_tokens(PROMPT, 6, VOCAB_SIZE, sampling, attend_to_all)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        PrefixIdentity(cache_salt_id=1),
+        PrefixIdentity(lora_task_id=0),
+        PrefixIdentity(prompt_table_digest=b"table"),
+        PrefixIdentity(extra_ids=(0, 0, 7, 0, 0)),
+    ],
+)
+def test_another_identity_is_another_prompt(identity):
+    """So that a block that is shared across identities gives wrong tokens."""
+    request = make_request(identity=identity, output=EVERYTHING)
+    engine = make_engine()
+    output = start(engine, request)
+    tokens = list(output.token_ids[0])
+    while len(tokens) < 6:
+        tokens += run(engine, generation_slots=(0,)).token_ids[0]
+    assert tokens == expected_tokens(PROMPT, 6, VOCAB_SIZE, identity=identity)
+    assert tokens != expected_tokens(PROMPT, 6, VOCAB_SIZE)
+    logits = [
+        expected_logits(PROMPT[:1], (*PROMPT[1:], 0), VOCAB_SIZE, identity=which)
+        for which in (identity, PrefixIdentity())
+    ]
+    assert output.context[0].logits == b"".join(values.tobytes() for values in logits[0])
+    assert [one == other for one, other in zip(*logits)] == [identity.extra_ids != ()] * 2 + [False] * 3
 
 
 @pytest.mark.parametrize("num_right", range(4))

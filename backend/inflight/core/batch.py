@@ -12,6 +12,17 @@ The device applies a batch in this order:
 3. apply `moves`, all at once: what a beam becomes was some beam's before any of them;
 4. put the blocks of `replaced_blocks` in their places, then append `new_blocks` to the block tables;
 5. one packed forward pass over the rows of `context`, then those of `generation_slots`.
+
+A batch fails when `forward` or `decode` raises, for whatever reason and however far it got. Then
+
+- what the device remembers of the slots that the batch named (starts, blocks, rows) is void, and so is what it
+  wrote into blocks: only this batch's sequences had them to write to;
+- sequences without a start, blocks or a row in it are untouched, and get the tokens of a run without the failure;
+- the scheduler releases the void slots, tells the batch's `released_slots` again, but for those that are taken by
+  then, and starts the sequences anew, from their known tokens, in any slots; a beam search begins again;
+- to that end releasing a slot that is free or was never started does nothing, and a start leaves nothing of what
+  the slot held before;
+- a batch that was made before the failure was known and carries on in a void slot fails too.
 """
 
 from __future__ import annotations

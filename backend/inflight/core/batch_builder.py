@@ -41,7 +41,6 @@ class BatchBuilder:
         token_ids = tuple(llm_request.tokens[start:end])
         if is_last and llm_request.request.draft and draft:
             token_ids += llm_request.request.draft.token_ids
-        wants_context = llm_request.sequence_index == 0 and llm_request.group.lacks_context
         self.context.append(
             ContextChunk(
                 llm_request.slots[0],
@@ -49,7 +48,7 @@ class BatchBuilder:
                 token_ids,
                 is_last,
                 num_draft_tokens=draft if is_last else 0,
-                wants_context=wants_context,
+                wants_context=llm_request.gives_context,
             )
         )
         if is_last and llm_request.beams is not None:

@@ -5,11 +5,12 @@ The two policies differ in one number, the blocks that a sequence reserves at ad
     GUARANTEED_NO_EVICT   all it can ever need, so that growth never fails
     MAX_UTILIZATION       its context and one token; when growth finds no block, the last-started is paused
 
-A beam search reserves all it can ever need under either, and is never paused: its beams would have to be computed
-again one by one.
+STATIC_BATCH reserves as GUARANTEED_NO_EVICT does, and admits only when nothing runs. Among requests of
+different priorities, lower ones are paused first. A beam search reserves all it can ever need under either, and
+is never paused: its beams would have to be computed again one by one.
 
-Waiting requests are admitted first come, first served, until the first that does not fit: overtaking would let
-small requests starve a large one. Asks the KV cache manager, changes nothing; the scheduler applies decisions.
+Waiting requests are admitted in their order, until the first that does not fit: overtaking would let small
+requests starve a large one. Asks the KV cache manager, changes nothing; the scheduler applies decisions.
 Reference: TensorRT-LLM `batch_scheduler_policy`.
 """
 
@@ -40,6 +41,10 @@ class Growth:
 class CapacityScheduler(Protocol):
     """One policy."""
 
+    @property
+    def fills_batches_once(self) -> bool:
+        """Whether requests are admitted only when none runs."""
+
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
         """Blocks that are set aside when the sequence is admitted, shared ones included."""
 
@@ -48,7 +53,14 @@ class CapacityScheduler(Protocol):
 
 
 class GuaranteedNoEvict:
-    """Reserve everything at admission, pause never."""
+    """Reserve everything at admission, pause never.
+
+    Args:
+        fills_batches_once: V1 batching.
+    """
+
+    def __init__(self, fills_batches_once: bool = False) -> None:
+        self.fills_batches_once = fills_batches_once
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
         """For the prompt and all new tokens but the last, which is never fed back."""
@@ -62,6 +74,8 @@ class GuaranteedNoEvict:
 class MaxUtilization:
     """Reserve the context, pause the last-started when blocks run out. A paused request resumes by itself."""
 
+    fills_batches_once = False
+
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
         """For the known tokens, its draft, and one more, so that a resumed sequence gets further than it was."""
         if request.beams is not None:
@@ -70,27 +84,24 @@ class MaxUtilization:
         return -(-num_tokens // tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Walk from the oldest; whoever needs a block beyond its own takes it from the youngest.
+        """Walk from the oldest of the highest priority; who needs a block takes it from the other end.
 
         A request with tokens in flight cannot be paused; where that leaves too few blocks, the requests that
         lack one are left out of the iteration.
         """
+        growing = [(r, missing) for r in running if (missing := self._missing_blocks(r, kv_cache))]
         unreserved = kv_cache.num_unreserved
+        claimed = sum(missing for _, missing in growing)
+        if claimed <= unreserved:
+            return Growth(num_blocks=claimed)
+        growing.sort(key=lambda pair: -pair[0].request.priority)  # stable: oldest first within a priority
+        victims = [r for r in running if r.num_scheduled_tokens == 0 and r.beams is None]
+        victims.sort(key=lambda r: -r.request.priority)
         claimed = 0
         paused: list[LlmRequest] = []
-        victims: list[LlmRequest] | None = None
-        for request in running:
+        for request, missing in growing:
             if request in paused:
-                break
-            missing = self._missing_blocks(request, kv_cache)
-            if missing == 0:
                 continue
-            if victims is None:
-                victims = [
-                    candidate
-                    for candidate in running
-                    if candidate.num_scheduled_tokens == 0 and candidate.beams is None
-                ]
             while missing > unreserved and victims:
                 victim = victims.pop()
                 paused.append(victim)
@@ -118,4 +129,4 @@ def make_capacity_scheduler(policy: CapacitySchedulerPolicy) -> CapacitySchedule
     """The scheduler of a policy."""
     if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
         return MaxUtilization()
-    return GuaranteedNoEvict()
+    return GuaranteedNoEvict(fills_batches_once=policy is CapacitySchedulerPolicy.STATIC_BATCH)

@@ -15,10 +15,24 @@ class CapacitySchedulerPolicy(Enum):
 
     GUARANTEED_NO_EVICT admits a request only when its KV blocks are certain to suffice to the end.
     MAX_UTILIZATION admits it when its context fits, and pauses the last-started one when blocks run out.
+    STATIC_BATCH is V1 batching: requests are admitted only when none runs, and all of that batch end before the
+    next.
     """
 
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"
     MAX_UTILIZATION = "max_utilization"
+    STATIC_BATCH = "static_batch"
+
+
+class ContextChunkingPolicy(Enum):
+    """TensorRT-LLM's policy of the same name: who gets the rows that are left for contexts, with chunked context.
+
+    FIRST_COME_FIRST_SERVED computes the oldest context as far as there are rows, then the next.
+    EQUAL_PROGRESS gives every context a block's worth of tokens in turn.
+    """
+
+    FIRST_COME_FIRST_SERVED = "first_come_first_served"
+    EQUAL_PROGRESS = "equal_progress"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,8 @@ class SchedulerConfig:
         enable_kv_cache_reuse: Share full blocks of equal prefixes between requests.
         max_num_requests: Most requests active at once, waiting ones included; negative for no bound.
         max_beam_width: Most beams of a search; None: as many as there are slots.
+        max_queue_size: Most sequences of one priority or higher that wait beyond the free slots; 0: no bound.
+        context_chunking_policy: How contexts share an iteration; only with enable_chunked_context.
     """
 
     policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -40,29 +56,31 @@ class SchedulerConfig:
     enable_kv_cache_reuse: bool = True
     max_num_requests: int = -1
     max_beam_width: int | None = None
+    max_queue_size: int = 0
+    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
 
-    def validate(self, limits: EngineLimits) -> None:
-        """Raise ConfigError when this configuration cannot work on an engine of such limits."""
-        if self.max_num_tokens < limits.max_num_sequences:
+    def validate(self, max_num_sequences: int, tokens_per_block: int) -> None:
+        """Raise ConfigError when this cannot work on an engine of so many slots and blocks of such a size."""
+        if self.max_num_tokens < max_num_sequences:
             raise ConfigError(
                 f"max_num_tokens is {self.max_num_tokens}; it must be at least max_batch_size "
-                f"({limits.max_num_sequences}), so that every running request gets a token in an iteration"
+                f"({max_num_sequences}), so that every running request gets a token in an iteration"
             )
-        if self.max_num_tokens < limits.tokens_per_block:
+        if self.max_num_tokens < tokens_per_block:
             raise ConfigError(
                 f"max_num_tokens is {self.max_num_tokens}; it must hold at least one KV block of "
-                f"{limits.tokens_per_block} tokens, because long contexts are computed in chunks of blocks"
+                f"{tokens_per_block} tokens, because long contexts are computed in chunks of blocks"
             )
-        if self.max_beam_width is not None and self.max_beam_width > limits.max_num_sequences:
+        if self.max_beam_width is not None and self.max_beam_width > max_num_sequences:
             raise ConfigError(
                 f"max_beam_width is {self.max_beam_width}; it can be at most max_batch_size "
-                f"({limits.max_num_sequences}), because every beam runs as a sequence of the batch"
+                f"({max_num_sequences}), because every beam runs as a sequence of the batch"
             )
-        beside_others = limits.max_num_sequences - 1 + limits.tokens_per_block
+        beside_others = max_num_sequences - 1 + tokens_per_block
         if self.enable_chunked_context and self.max_num_tokens < beside_others:
             raise ConfigError(
                 f"max_num_tokens is {self.max_num_tokens}; with enable_chunked_context it must be at least "
-                f"{beside_others}, so that a chunk of one KV block ({limits.tokens_per_block} tokens) fits beside "
+                f"{beside_others}, so that a chunk of one KV block ({tokens_per_block} tokens) fits beside "
                 "a token for every other running request; else running streams would keep prompts waiting"
             )
 

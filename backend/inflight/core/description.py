@@ -21,6 +21,7 @@ class EngineDescription:
             is none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
         dtype: Of the weights: float32, bfloat16 or float16.
+        state_enabled: Whether `state` requests are answered.
     """
 
     limits: ModelLimits
@@ -30,3 +31,4 @@ class EngineDescription:
     default_end_ids: tuple[int, ...] = ()
     exclude_input_from_output: bool = False
     dtype: str = "float32"
+    state_enabled: bool = False

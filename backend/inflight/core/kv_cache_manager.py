@@ -1,38 +1,34 @@
 """Owns the block tables: which KV blocks each running sequence holds, shares with others or has set aside.
 
-A block's key is the blake2b digest of its parent's key and its tokens, so that equal keys mean equal prefixes.
-Python's `hash()` would not do: it is salted, collides for -1 and -2, and collisions can be made on purpose,
-which here would mean reading another user's cache. A chain of digests starts from a scope: sequences of one scope
-share blocks, a sequence without a scope shares none.
+Blocks are shared by content (`block_keys.py`): only full ones, and never a sequence's last known token: its logits
+are needed, so it is computed. The beams of a search share the block that they are filling too, as long as they
+agree: whoever writes into a block that others hold gets a copy of its own.
 
-Only full blocks are shared, and never a sequence's last known token: its logits are needed, so it is computed. The
-beams of a search share the block that they are filling too, as long as they agree: whoever writes into a block
-that others hold gets a copy of its own.
-
-A sequence reserves blocks at admission; growth within the reservation cannot fail. Called by the loop thread.
+What a running sequence is about to publish is promised, so that another with the same prefix may wait for it and
+not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Called
+by the loop thread.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import chain
+from typing import NamedTuple
 
+from inflight.core.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.block_pool import BlockPool
 
-ROOT_SCOPE = b"\x00" * 16
-
-
-def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full block that follows the block with key `parent`."""
-    return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
-
-
-def private_scope(key: int) -> bytes:
-    """A scope that no other request has."""
-    return blake2b(key.to_bytes(16, "big"), digest_size=16).digest()
+__all__ = [
+    "ROOT_SCOPE",
+    "BeamGrowth",
+    "BlockCounts",
+    "CacheRules",
+    "KvCacheManager",
+    "PrefixMatch",
+    "private_scope",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +38,26 @@ class PrefixMatch:
     Attributes:
         block_ids: In order from the first token.
         num_held: How many of them some running sequence holds; the others count as free until shared.
+        is_promised: Whether a running sequence is computing the first block that was not found.
     """
 
     block_ids: tuple[int, ...] = ()
     num_held: int = 0
+    is_promised: bool = False
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of a sequence since it was admitted.
+
+    Attributes:
+        taken: From the free ones.
+        reused: Found in the cache.
+        missed: Full blocks of the tokens known then that were looked for and not found.
+    """
+
+    taken: int
+    reused: int
+    missed: int
 
 
 @dataclass(slots=True)
@@ -68,12 +80,19 @@ class _Table:
     block_ids: list[int]  # with beams, those that all of them begin with
     reserved: int  # blocks this sequence may still take without asking
     num_published: int
+    rules: CacheRules
+    digests: list[bytes]  # of the full blocks known at admission; those not published yet are promised
     parent: bytes | None  # digest of the last published block; None: nothing is shared
     num_reused: int
+    num_missed: int
     num_taken: int = 0
     # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
     # beginning, so that a step costs what the beams differ in and not what they have in common.
     tails: list[list[int]] = field(default_factory=list)
+
+    @property
+    def promised(self) -> list[bytes]:
+        return self.digests[self.num_published :]
 
     def num_distinct(self) -> int:
         return len(self.block_ids) + len(set(chain.from_iterable(self.tails)))
@@ -84,7 +103,7 @@ class _Prompt:
     """Digests of a waiting sequence's full blocks, computed once and not at every look."""
 
     num_tokens: int
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes]
 
 
 class KvCacheManager:
@@ -94,10 +113,12 @@ class KvCacheManager:
         self.pool = BlockPool(num_blocks)
         self.tokens_per_block = tokens_per_block
         self.num_reserved = 0
+        self.num_taken_blocks = 0
         self.num_reused_blocks = 0
         self.num_missed_blocks = 0
         self._tables: dict[int, _Table] = {}
         self._prompts: dict[int, _Prompt] = {}
+        self._promises: dict[bytes, int] = {}  # how many running sequences are computing it; without zeros
 
     @property
     def num_unreserved(self) -> int:
@@ -112,32 +133,49 @@ class KvCacheManager:
         """The blocks of a running sequence, in order; with beams, those that all of them begin with."""
         return tuple(self._tables[key].block_ids)
 
-    def block_counts(self, key: int) -> tuple[int, int]:
-        """(blocks taken, blocks found in the cache) since the sequence was admitted."""
+    def block_counts(self, key: int) -> BlockCounts:
+        """What the blocks of a running sequence cost and saved, since it was admitted."""
         table = self._tables[key]
-        return table.num_taken, table.num_reused
+        return BlockCounts(table.num_taken, table.num_reused, table.num_missed)
+
+    def held(self, key: int) -> tuple[int, int]:
+        """(distinct blocks held, blocks reserved beyond them) of a running sequence."""
+        table = self._tables[key]
+        return table.num_distinct(), table.reserved
+
+    def expire(self, now_ns: int) -> None:
+        """Tell the time, in monotonic nanoseconds: what was worth keeping until now no longer is."""
+        self.pool.expire(now_ns)
 
     # ---------------------------------------------------------------- admission
 
-    def match_prefix(self, key: int, token_ids: Sequence[int], scope: bytes | None) -> PrefixMatch:
+    def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
         """The longest cached prefix of `token_ids` in full blocks, leaving at least one token to compute."""
-        if scope is None:
+        if rules.scope is None:
             return PrefixMatch()
+        digests = self._digests(key, token_ids, rules)
         block_ids: list[int] = []
-        for digest in self._digests(key, token_ids, scope):
+        is_promised = False
+        for digest in digests[: self._num_sought(len(token_ids))]:
             block_id = self.pool.find(digest)
             if block_id is None:
+                is_promised = digest in self._promises
                 break
             block_ids.append(block_id)
-        return PrefixMatch(tuple(block_ids), sum(map(self.pool.is_held, block_ids)))
+        return PrefixMatch(tuple(block_ids), sum(map(self.pool.is_held, block_ids)), is_promised)
 
-    def _digests(self, key: int, token_ids: Sequence[int], scope: bytes) -> list[bytes]:
+    def _num_sought(self, num_tokens: int) -> int:
+        """Full blocks that leave at least one token to compute."""
+        return (num_tokens - 1) // self.tokens_per_block
+
+    def _digests(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> list[bytes]:
+        """Of all full blocks, in order; the last may be one that is computed whether it is found or not."""
         known = self._prompts.get(key)
         if known is None or known.num_tokens != len(token_ids):
-            known = self._prompts[key] = _Prompt(len(token_ids))
-            parent, size = scope, self.tokens_per_block
-            for start in range(0, (len(token_ids) - 1) // size * size, size):
-                parent = block_digest(parent, token_ids[start : start + size])
+            known = self._prompts[key] = _Prompt(len(token_ids), [])
+            parent, size = rules.scope, self.tokens_per_block
+            for end in range(size, len(token_ids) + 1, size):
+                parent = rules.digest(parent, token_ids, end - size, end)
                 known.digests.append(parent)
         return known.digests
 
@@ -145,22 +183,29 @@ class KvCacheManager:
         """Free blocks it takes to set aside `num_blocks` blocks, of which the matched ones are there."""
         return num_blocks - match.num_held
 
-    def admit(self, key: int, match: PrefixMatch, num_blocks: int, scope: bytes | None = None) -> None:
+    def admit(self, key: int, match: PrefixMatch, num_blocks: int, rules: CacheRules) -> None:
         """Open a block table that begins with the matched blocks and reserves `num_blocks` blocks in all.
 
-        With a scope, full blocks become findable for others of that scope as they are published.
+        With a scope, full blocks become findable for others of that scope as they are published. Until then those
+        of the tokens that `match_prefix` saw are promised.
         """
         assert key not in self._tables, f"sequence {key} holds blocks already"
         known = self._prompts.pop(key, None)
+        digests = known.digests if known else []
         shared = len(match.block_ids)
-        self.pool.share(match.block_ids)
+        missed = self._num_sought(known.num_tokens) - shared if known else 0
+        parent = digests[shared - 1] if shared else rules.scope
         reserved = max(0, num_blocks - shared)
-        parent = known.digests[shared - 1] if known and shared else scope
-        self._tables[key] = _Table(list(match.block_ids), reserved, shared, parent, shared)
+        table = _Table(list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed)
+        self._tables[key] = table
+        self.pool.share(match.block_ids)
+        for index, block_id in enumerate(match.block_ids):
+            self.pool.retain(block_id, rules.retention_of(index * self.tokens_per_block))
+        for digest in table.promised:
+            self._promises[digest] = self._promises.get(digest, 0) + 1
         self.num_reserved += reserved
-        if known is not None:
-            self.num_reused_blocks += shared
-            self.num_missed_blocks += len(known.digests) - shared
+        self.num_reused_blocks += shared
+        self.num_missed_blocks += missed
 
     # ---------------------------------------------------------------- growth
 
@@ -194,8 +239,12 @@ class KvCacheManager:
         self.num_reserved -= from_reserved
         taken = self.pool.take(count)
         table.block_ids.extend(taken)
-        table.num_taken += count
+        self._count_taken(table, count)
         return taken
+
+    def _count_taken(self, table: _Table, count: int) -> None:
+        table.num_taken += count
+        self.num_taken_blocks += count
 
     # ---------------------------------------------------------------- beams
 
@@ -238,7 +287,7 @@ class KvCacheManager:
             if place < len(tail) and self.pool.is_held_once(tail[place]):
                 continue
             (block_id,) = self.pool.take(1)
-            table.num_taken += 1
+            self._count_taken(table, 1)
             if place == len(tail):
                 tail.append(block_id)
                 growth.appended.append((beam, block_id))
@@ -263,10 +312,31 @@ class KvCacheManager:
         if table.parent is None:
             return
         while (table.num_published + 1) * size <= num_computed_tokens:
-            start = table.num_published * size
-            table.parent = block_digest(table.parent, token_ids[start : start + size])
-            self.pool.publish(table.block_ids[table.num_published], table.parent)
+            index, start = table.num_published, table.num_published * size
+            if index < len(table.digests):
+                digest = table.digests[index]
+                self._end_promise(digest)
+            else:
+                digest = table.rules.digest(table.parent, token_ids, start, start + size)
+            retention = table.rules.retention_of(start)
+            self.pool.publish(table.block_ids[index], digest, table.parent, retention)
+            table.parent = digest
             table.num_published += 1
+
+    def _end_promise(self, digest: bytes) -> None:
+        """A sequence has published the block, or never will."""
+        self._promises[digest] -= 1
+        if self._promises[digest] == 0:
+            del self._promises[digest]
+
+    def distrust(self, *keys: int) -> None:
+        """Let nobody find the blocks that these sequences alone hold: what is in them may be what fails."""
+        tables = [self._tables[key] for key in keys if key in self._tables]
+        parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
+        held = Counter(chain.from_iterable(parts))
+        self.pool.unpublish(
+            block_id for block_id, count in held.items() if count == self.pool.num_references(block_id)
+        )
 
     def release(self, key: int) -> None:
         """Close a sequence's table, if it has one, and forget what was computed while it waited."""
@@ -274,15 +344,19 @@ class KvCacheManager:
         table = self._tables.pop(key, None)
         if table is not None:
             self.num_reserved -= table.reserved
+            for digest in table.promised:
+                self._end_promise(digest)
             for block_ids in (*table.tails, table.block_ids):
                 # Later blocks are of no use without the earlier ones: they are to be evicted first.
                 self.pool.release(reversed(block_ids))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every reference is some table's and the reservations add up."""
+        """Raise AssertionError unless every reference and promise is some table's and reservations add up."""
         self.pool.check_integrity()
         tables = [part for table in self._tables.values() for part in (table.block_ids, *table.tails)]
         self.pool.check_references(chain.from_iterable(tables))
         reserved = sum(table.reserved for table in self._tables.values())
         assert reserved == self.num_reserved, f"reservations add up to {reserved}, not {self.num_reserved}"
         assert self.num_unreserved >= 0, f"{-self.num_unreserved} blocks are reserved twice"
+        promises = Counter(chain.from_iterable(table.promised for table in self._tables.values()))
+        assert promises == self._promises, "the promises and what the sequences are computing disagree"

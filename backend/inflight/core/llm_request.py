@@ -17,6 +17,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from inflight.core.beam_search import BeamSearch
+from inflight.core.block_keys import CacheRules
 from inflight.core.prompt_lookup import PromptLookup
 from inflight.core.request import Request
 from inflight.core.response import TopLogProbs
@@ -67,32 +68,59 @@ class RequestGroup:
         context_log_probs: Of the prompt tokens from the second on, as far as they are known.
         context_logits: Of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
         num_context_rows: Prompt positions whose outputs are known.
+        context_index: The sequence that computes the prompt for all, and from whose rows they are taken.
+        has_context: Whether its siblings need not wait for it any more.
+        arrival_ns: When it arrived.
+        deadline_ns: When it times out; 0: never.
+        stop_requested_ns: When a front end asked for its end; 0: nobody did.
     """
 
     __slots__ = (
+        "arrival_ns",
+        "context_index",
         "context_log_probs",
         "context_logits",
+        "deadline_ns",
         "error",
+        "has_context",
         "num_context_rows",
         "num_unfinished",
         "request",
         "sequences",
+        "stop_requested_ns",
     )
 
-    def __init__(self, request: Request, first_key: int, scope: bytes | None) -> None:
+    def __init__(self, request: Request, first_key: int, rules: CacheRules, now_ns: int) -> None:
         count = request.sampling.num_sequences
         self.request = request
-        self.sequences = [LlmRequest(self, index, first_key + index, scope) for index in range(count)]
+        self.arrival_ns = request.arrival_time_ns or now_ns
+        allotted_ns = request.allotted_time_ms * 1_000_000
+        self.deadline_ns = self.arrival_ns + allotted_ns if allotted_ns else 0
+        self.stop_requested_ns = 0
+        self.sequences = [LlmRequest(self, index, first_key + index, rules) for index in range(count)]
         self.num_unfinished = count
         self.error: InflightError | None = None
         self.context_log_probs: list[float] = []
         self.context_logits: list[bytes] = []
         self.num_context_rows = 0
+        self.context_index = 0
+        self.has_context = False
 
     @property
     def lacks_context(self) -> bool:
         """Whether context outputs are wanted and not all there."""
         return self.request.output.wants_context and self.num_context_rows < self.request.prompt_length
+
+    def pass_context_on(self) -> LlmRequest | None:
+        """Who gives the context outputs that are wanted, now that the sequence that was to do so has ended.
+
+        One that never started, and the others wait for it in turn; None if nobody has to, or nobody is left.
+        """
+        waiting = (s for s in self.sequences if s.state is RequestState.WAITING)
+        heir = next(waiting, None) if self.lacks_context else None
+        if heir is not None:
+            self.context_index = heir.sequence_index
+        return heir
 
 
 class LlmRequest:
@@ -103,7 +131,7 @@ class LlmRequest:
         request: What was asked.
         sequence_index: Which of the request's sequences.
         key: Unique among all sequences there ever were.
-        scope: What the digests of its blocks start from: sequences share blocks within a scope. None: no sharing.
+        rules: How its KV blocks are shared and kept.
         state: Where it stands.
         prompt_length, max_length: Tokens at the start, and at the length limit.
         streams_tokens_only: Whether its responses are deltas of nothing but tokens.
@@ -113,6 +141,9 @@ class LlmRequest:
             what had been generated as well.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
         num_scheduled_tokens: Tokens in batches whose update has not come yet.
+        is_void: Whether what is in flight follows from a failed iteration and counts for nothing.
+        retry_until: So many computed tokens get it past the point where an iteration with it failed.
+        has_started: Whether it ever ran.
         next_block_end: So many computed tokens fill the next block.
         num_streamed_tokens: Generated tokens that responses have carried.
         has_draft: Whether the request's own draft is still to be verified.
@@ -124,7 +155,8 @@ class LlmRequest:
         log_probs, top_log_probs, logits: Of each generated token that no response has carried, if they are wanted.
         cum_log_prob: Sum of all log probabilities, carried or not.
         first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
-        num_new_blocks, num_reused_blocks: Of runs that are over.
+        num_iterations: Iterations that gave it tokens.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: Of runs that are over.
         num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted and kept.
     """
 
@@ -137,6 +169,8 @@ class LlmRequest:
         "first_token_ns",
         "group",
         "has_draft",
+        "has_started",
+        "is_void",
         "key",
         "last_token_ns",
         "log_probs",
@@ -148,13 +182,16 @@ class LlmRequest:
         "num_accepted_tokens",
         "num_computed_tokens",
         "num_draft_tokens",
+        "num_iterations",
+        "num_missed_blocks",
         "num_new_blocks",
         "num_reused_blocks",
         "num_scheduled_tokens",
         "num_streamed_tokens",
         "prompt_length",
         "request",
-        "scope",
+        "retry_until",
+        "rules",
         "sequence_index",
         "slots",
         "state",
@@ -164,19 +201,22 @@ class LlmRequest:
         "top_log_probs",
     )
 
-    def __init__(self, group: RequestGroup, sequence_index: int, key: int, scope: bytes | None) -> None:
+    def __init__(self, group: RequestGroup, sequence_index: int, key: int, rules: CacheRules) -> None:
         request = group.request
         self.group = group
         self.request = request
         self.sequence_index = sequence_index
         self.key = key
-        self.scope = scope
+        self.rules = rules
         self.state = RequestState.WAITING
         self.tokens = list(request.input_token_ids)
         self.slots: tuple[int, ...] = ()
         self.context_length = len(self.tokens)
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
+        self.is_void = False
+        self.retry_until = 0
+        self.has_started = False
         self.num_streamed_tokens = 0
         self.next_block_end = 0
         self.has_draft = request.draft is not None
@@ -203,8 +243,10 @@ class LlmRequest:
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0
+        self.num_iterations = 0
         self.num_new_blocks = 0
         self.num_reused_blocks = 0
+        self.num_missed_blocks = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -234,6 +276,16 @@ class LlmRequest:
         return self.num_computed_tokens + self.num_scheduled_tokens < self.context_length
 
     @property
+    def leads(self) -> bool:
+        """Whether it is the sequence that computes the prompt for all."""
+        return self.group.context_index == self.sequence_index
+
+    @property
+    def gives_context(self) -> bool:
+        """Whether context outputs are wanted that its rows give."""
+        return self.leads and self.group.lacks_context
+
+    @property
     def draft_length(self) -> int:
         """Draft tokens that its last context chunk has to carry."""
         return self.request.draft_length if self.has_draft else 0
@@ -249,6 +301,7 @@ class LlmRequest:
         """Take slots; the first `num_reused_tokens` tokens are in its block table already."""
         self.apply(RequestEvent.START)
         self.slots = slots
+        self.has_started = True
         self.context_length = len(self.tokens)
         self.num_computed_tokens = num_reused_tokens
 
@@ -257,6 +310,18 @@ class LlmRequest:
         self.apply(RequestEvent.PAUSE)
         self.slots = ()
         self.num_computed_tokens = 0
+        self.is_void = False
+
+    def restart(self) -> None:
+        """Give up slots and blocks after a failed iteration, to be computed again up to where it was.
+
+        The beams of a search cannot be computed from tokens alone: the search begins again, and what was streamed
+        of it is not streamed twice.
+        """
+        self.pause()
+        if self.beams is not None:
+            self.beams = BeamSearch(self.request)
+            del self.tokens[self.prompt_length :]
 
     def forget_details(self) -> None:
         """A response has carried them: a long stream's logits would fill the memory."""
@@ -267,4 +332,5 @@ class LlmRequest:
     def finish(self, reason: FinishReason) -> None:
         """End for `reason`. The slots stay until the batches in flight have come back."""
         self.apply(RequestEvent.FINISH)
+        self.is_void = False
         self.finish_reason = reason

@@ -1,20 +1,31 @@
 """Who runs in this iteration, and with how many tokens: fills `max_num_tokens` rows of one forward pass.
 
 Without chunked context, contexts go first, whole and first come, first served, then one token for every request
-in generation. With it, generation goes first, so that no long prompt delays a running stream, and contexts fill
-what is left in chunks that end on a block boundary. A resumed context longer than max_num_tokens is always
-chunked: its request was accepted, so it has to run. A beam search in generation takes a row for each beam. Draft
-tokens that a request brought stand behind its context, in the same chunk as its last token.
+in generation; if that left some of those without a row, generation goes first the next time, so that prompts
+that keep coming cannot stop a running stream. With chunked context, generation always goes first, and contexts
+fill what is left in chunks that end on a block boundary:
 
-Asks and returns; changes nothing. Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`.
+    FIRST_COME_FIRST_SERVED   the oldest as far as there are rows, then the next
+    EQUAL_PROGRESS            a block for each in turn, oldest first, so that short prompts do not wait for a long
+                              one's end; with room for one block only it is the same
+
+A resumed context longer than max_num_tokens is always chunked: its request was accepted, so it has to run. A
+beam search in generation takes a row for each beam. Draft tokens that a request brought stand behind its
+context, in the same chunk as its last token.
+
+Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`. Loop thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from inflight.core.config import ContextChunkingPolicy
 from inflight.core.llm_request import LlmRequest, RequestState
+
+Chunks = list[tuple[LlmRequest, int]]
+"""Sequences, and how many rows of context each gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +38,7 @@ class MicroBatch:
         num_free_rows: Rows that nobody was given.
     """
 
-    context: list[tuple[LlmRequest, int]]
+    context: Chunks
     generation: list[LlmRequest]
     num_free_rows: int
 
@@ -35,15 +46,25 @@ class MicroBatch:
 class MicroBatchScheduler:
     """Fills one iteration from the running requests."""
 
-    def __init__(self, max_num_tokens: int, tokens_per_block: int, enable_chunked_context: bool) -> None:
+    def __init__(
+        self,
+        max_num_tokens: int,
+        tokens_per_block: int,
+        enable_chunked_context: bool,
+        chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    ) -> None:
         self._max_num_tokens = max_num_tokens
         self._tokens_per_block = tokens_per_block
         self._chunked = enable_chunked_context
+        self._equal_progress = (
+            enable_chunked_context and chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        )
+        self._generation_was_left_out = False
 
-    def select(self, running: Sequence[LlmRequest]) -> MicroBatch:
+    def select(self, running: Iterable[LlmRequest]) -> MicroBatch:
         """Choose from `running`, oldest first."""
         in_context: list[LlmRequest] = []
-        generating: list[LlmRequest] = []
+        ready: list[LlmRequest] = []
         for request in running:
             if request.state is RequestState.FINISHED:  # it only waits for its batches in flight
                 continue
@@ -53,31 +74,32 @@ class MicroBatchScheduler:
             elif request.needs_host and request.num_scheduled_tokens:
                 continue
             elif position < request.request.max_kv_tokens:
-                generating.append(request)
+                ready.append(request)
         budget = self._max_num_tokens
-        if self._chunked:
-            generating, budget = self._select_generation(generating, budget)
+        if self._chunked or self._generation_was_left_out:
+            generation, budget = self._select_generation(ready, budget)
             context, budget = self._select_context(in_context, budget)
         else:
             context, budget = self._select_context(in_context, budget)
-            generating, budget = self._select_generation(generating, budget)
-        return MicroBatch(context, generating, budget)
+            generation, budget = self._select_generation(ready, budget)
+        self._generation_was_left_out = bool(context) and len(generation) < len(ready)
+        return MicroBatch(context, generation, budget)
 
     @staticmethod
-    def _select_generation(waiting: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
+    def _select_generation(ready: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
         """Oldest first, as many as there are rows for; and the rows that are left."""
-        for index, request in enumerate(waiting):
+        for index, request in enumerate(ready):
             rows = 1 if request.beams is None else request.num_slots
             if rows > budget:
-                return waiting[:index], budget
+                return ready[:index], budget
             budget -= rows
-        return waiting, budget
+        return ready, budget
 
-    def _select_context(
-        self, waiting: Sequence[LlmRequest], budget: int
-    ) -> tuple[list[tuple[LlmRequest, int]], int]:
-        """Oldest first, until one gets no rows; and the rows that are left."""
-        selected: list[tuple[LlmRequest, int]] = []
+    def _select_context(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
+        """Who gets rows of context; and the rows that are left."""
+        if self._equal_progress and len(waiting) > 1:
+            return self._share_equally(waiting, budget)
+        selected: Chunks = []
         for request in waiting:
             num_tokens = self._chunk(request, budget)
             if num_tokens == 0:
@@ -85,6 +107,30 @@ class MicroBatchScheduler:
             selected.append((request, num_tokens))
             budget -= num_tokens
         return selected, budget
+
+    def _share_equally(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
+        """A block for each in turn, oldest first; the end of a context, with its drafts, cannot be divided."""
+        rows = dict.fromkeys(range(len(waiting)), 0)
+        unfinished = list(rows)
+        while unfinished:
+            still_open = []
+            for index in unfinished:
+                grant, is_end = self._next_piece(waiting[index], rows[index])
+                if grant <= budget:
+                    rows[index] += grant
+                    budget -= grant
+                    if not is_end:
+                        still_open.append(index)
+            unfinished = still_open
+        return [(waiting[index], count) for index, count in rows.items() if count], budget
+
+    def _next_piece(self, request: LlmRequest, num_granted: int) -> tuple[int, bool]:
+        """Rows from `num_granted` on to the next place where a chunk may end; and whether that is the end."""
+        position = request.next_position + num_granted
+        end = (position // self._tokens_per_block + 1) * self._tokens_per_block
+        if end < request.context_length:
+            return end - position, False
+        return request.context_length + request.draft_length - position, True
 
     def _chunk(self, request: LlmRequest, budget: int) -> int:
         start, size = request.next_position, self._tokens_per_block

@@ -7,9 +7,12 @@ from typing import Any, Protocol
 
 from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.description import EngineDescription
-from inflight.core.request import Request
+from inflight.core.metrics import MetricsSnapshot
+from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
+from inflight.core.stats import IterationStats
 from inflight.core.stop import StopReason, StopSignal
+from inflight.errors import InflightError
 
 GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
 """Takes the most requests that fit now (negative: any number), returns new ones. Never blocks."""
@@ -22,6 +25,23 @@ PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
 
 ReturnBatchManagerStatsCallback = Callable[[str], None]
 """Takes the statistics of an iteration as a JSON string. Not called without active requests."""
+
+ReturnMetricsCallback = Callable[[IterationStats, MetricsSnapshot], None]
+"""Takes the same statistics as values, and what was observed since the start. Called as often as the statistics,
+and once more when the last active request has ended. Never blocks."""
+
+
+class Recorder(Protocol):
+    """Is told everything it takes to run the same schedule again. Called on the loop thread."""
+
+    def begin(self, inputs: IterationInput, batch: ScheduledBatch | None) -> None:
+        """What entered an iteration and what was made of it, before it runs."""
+
+    def end(self, output: ModelOutput | None, error: InflightError | None, now_ns: int) -> None:
+        """What the device answered, or how it failed, and when; not called for an iteration without a batch."""
+
+    def close(self) -> None:
+        """Nothing more follows. Idempotent."""
 
 
 class Engine(Protocol):
@@ -60,6 +80,12 @@ class EngineClient(Protocol):
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request, or one of its sequences, early. Goes by the id that `submit` returned; ignores others."""
+
+    def state(self, timeout_s: float) -> str:
+        """JSON of what the batcher is doing (`core/state.py`); blocks for up to `timeout_s`.
+
+        Raises Unavailable without an engine, Unsupported from an engine that does not tell.
+        """
 
     def close(self) -> None:
         """Release threads and connections. Requests in flight are answered first. Idempotent."""

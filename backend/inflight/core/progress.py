@@ -87,3 +87,4 @@ def _note_time(llm_request: LlmRequest, now_ns: int) -> None:
     if not llm_request.first_token_ns:
         llm_request.first_token_ns = now_ns
     llm_request.last_token_ns = now_ns
+    llm_request.num_iterations += 1

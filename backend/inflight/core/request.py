@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inflight.core.output_config import OutputConfig
+from inflight.core.prefix_identity import PrefixIdentity
+from inflight.core.retention import RetentionConfig
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import StopSignal
 from inflight.core.tensor import FloatTensor
@@ -76,7 +78,12 @@ class Request:
         draft: A guess from outside at the first tokens.
         prompt_lookup_num_tokens: Most tokens to guess in an iteration from what followed the last few tokens
             earlier in this sequence; 0: none. Tensor `prompt_lookup_num_tokens`.
-        arrival_time_ns: When the engine's client took it; monotonic, for PerfMetrics only.
+        identity: What its KV blocks depend on besides its tokens.
+        retention: How long its KV blocks are worth keeping afterwards.
+        priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
+        client_id: Whose request it is; clients of one priority get equal shares. Tensor `client_id`.
+        allotted_time_ms: From arrival; then it ends with TIMED_OUT. 0: no deadline. Tensor `allotted_time_ms`.
+        arrival_time_ns: When the engine's client took it; the clock of `IterationInput.now_ns`; 0: unknown.
     """
 
     request_id: int
@@ -92,6 +99,11 @@ class Request:
     embedding_bias: FloatTensor | None = None
     draft: ExternalDraft | None = None
     prompt_lookup_num_tokens: int = 0
+    identity: PrefixIdentity = field(default_factory=PrefixIdentity)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    priority: float = 0.5
+    client_id: int = 0
+    allotted_time_ms: int = 0
     arrival_time_ns: int = 0
 
     @property
@@ -138,10 +150,23 @@ class Request:
             raise InvalidArgument("input_ids is empty: a request needs at least one prompt token")
         if self.max_new_tokens < 1:
             raise InvalidArgument(f"request_output_len must be at least 1, got {self.max_new_tokens}")
+        self.identity.validate(self.prompt_length)
+        self.retention.validate()
+        self._validate_queueing()
         self._validate_ids(limits.vocab_size)
         self._validate_lengths(limits)
         self._validate_beams(limits)
         self._validate_drafts(limits)
+
+    def _validate_queueing(self) -> None:
+        if not 0.0 <= self.priority <= 1.0:
+            raise InvalidArgument(f"priority must be in [0, 1], got {self.priority}")
+        if not 0 <= self.client_id < 1 << 64:
+            raise InvalidArgument(f"client_id must be in [0, 2**64), got {self.client_id}")
+        if self.allotted_time_ms < 0:
+            raise InvalidArgument(
+                f"allotted_time_ms must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
+            )
 
     def _validate_ids(self, vocab_size: int) -> None:
         _check_ids("input_ids", self.input_token_ids, vocab_size)

@@ -22,6 +22,7 @@ class PerfMetrics:
         last_token_time_ns: The last token was there; 0 until then. Output `last_token_time_ns`.
         num_new_blocks: KV blocks it took. Output `kv_cache_alloc_new_blocks`.
         num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
+        num_missed_blocks: Full blocks of known tokens that it did not find there. Output `kv_cache_missed_blocks`.
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
         num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output
             `total_accepted_draft_tokens`.
@@ -33,6 +34,7 @@ class PerfMetrics:
     last_token_time_ns: int = 0
     num_new_blocks: int = 0
     num_reused_blocks: int = 0
+    num_missed_blocks: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
 

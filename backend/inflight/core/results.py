@@ -9,18 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.beam_search import BeamSearch
+from inflight.core.kv_cache_manager import BlockCounts
 from inflight.core.llm_request import LlmRequest, RequestGroup
 from inflight.core.response import PerfMetrics, Result, ended_without_tokens
 from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.core.tensor import FloatTensor
 
 
-def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], tuple[int, int]]) -> Result:
+def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], BlockCounts]) -> Result:
     """What is new since the last call, or everything, as the request wants it.
 
     Args:
         llm_request: The sequence; its count of streamed tokens moves on, and details that are carried are gone.
-        block_counts: Tells how many KV blocks it took and found in the cache, in all its runs.
+        block_counts: Tells how many KV blocks it took, found in the cache and missed there, in all its runs.
     """
     request, reason = llm_request.request, llm_request.finish_reason
     if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
@@ -34,7 +35,7 @@ def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], tu
     else:
         result = _of_sequence(llm_request)
     if request.output.return_perf_metrics:
-        result = replace(result, perf_metrics=_metrics(llm_request, *block_counts(llm_request)))
+        result = replace(result, perf_metrics=_metrics(llm_request, block_counts(llm_request)))
     return result
 
 
@@ -126,15 +127,16 @@ def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int = 0) -> Floa
     return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)
 
 
-def _metrics(llm_request: LlmRequest, num_new_blocks: int, num_reused_blocks: int) -> PerfMetrics:
+def _metrics(llm_request: LlmRequest, blocks: BlockCounts) -> PerfMetrics:
     ended = llm_request.finish_reason is not FinishReason.NOT_FINISHED
     return PerfMetrics(
         arrival_time_ns=llm_request.request.arrival_time_ns,
         first_scheduled_time_ns=llm_request.first_scheduled_ns,
         first_token_time_ns=llm_request.first_token_ns,
         last_token_time_ns=llm_request.last_token_ns if ended else 0,
-        num_new_blocks=num_new_blocks,
-        num_reused_blocks=num_reused_blocks,
+        num_new_blocks=blocks.taken,
+        num_reused_blocks=blocks.reused,
+        num_missed_blocks=blocks.missed,
         num_draft_tokens=llm_request.num_draft_tokens,
         num_accepted_draft_tokens=llm_request.num_accepted_tokens,
     )

@@ -43,6 +43,11 @@ class Slots:
             heapq.heappush(self._free, slot)
             self._released.append(slot)
 
+    def tell_again(self, slots: Iterable[int]) -> None:
+        """Slots given back earlier, of which the device may not have heard; not those that are taken again."""
+        known = {*self._released, *self.owners}
+        self._released += [slot for slot in slots if slot not in known]
+
     def collect_released(self) -> tuple[int, ...]:
         """Slots given back since the last call."""
         released, self._released = tuple(self._released), []

@@ -31,11 +31,15 @@ CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishRe
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
-    """End request `request_id`, or one of its sequences, in the next iteration; unknown ids are ignored."""
+    """End request `request_id`, or one of its sequences, in the next iteration; unknown ids are ignored.
+
+    `requested_ns` is when the front end asked for it, by the clock of `IterationInput.now_ns`; 0: unknown.
+    """
 
     request_id: int
     reason: StopReason = StopReason.CANCELLED
     sequence_index: int | None = None
+    requested_ns: int = 0
 
 
 FINISH_REASON_OF_STOP: dict[StopReason, FinishReason] = {

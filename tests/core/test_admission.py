@@ -1,0 +1,331 @@
+"""Who may start, when the queue is full, who waits for another one's prompt, and what people are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.core.config import CapacitySchedulerPolicy
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+from inflight.errors import StepFailed, Unavailable
+
+from .factories import Driver, make_request, make_scheduler
+
+STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+THREE_BEAMS = SamplingConfig(beam_width=3)
+THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
+
+
+def starts(batch: ScheduledBatch | None) -> list[int]:
+    return [start.request.request_id for start in batch.starts] if batch else []
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def refused(responses: list[Response]) -> list[int]:
+    """Ids of those that the queue had no room for; there are no other responses."""
+    for response in responses:
+        assert response.is_final and isinstance(response.error, Unavailable)
+    return [response.request_id for response in responses]
+
+
+def test_the_message_is_the_specifications():
+    driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
+    (response,) = driver.accept(*(make_request(number) for number in range(4)))
+    assert type(response.error) is Unavailable and response.is_final
+    assert str(response.error) == "Maximum queue size of 2 has been reached, please try again later"
+
+
+def test_free_slots_are_no_queue():
+    """4 slots and 2 places behind them, at once or when the slots are taken."""
+    driver = Driver(make_scheduler(max_queue_size=2))
+    assert refused(driver.accept(*(make_request(number) for number in range(8)))) == [6, 7]
+    driver = Driver(make_scheduler(max_queue_size=2))
+    driver.accept(*(make_request(number) for number in range(4)))
+    driver.step()
+    assert refused(driver.accept(*(make_request(number) for number in range(4, 8)))) == [6, 7]
+
+
+def test_zero_is_no_bound():
+    driver = Driver(make_scheduler(max_num_sequences=1))
+    assert driver.accept(*(make_request(number) for number in range(500))) == []
+
+
+def test_a_place_that_is_free_again_can_be_taken():
+    driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=1))
+    assert refused(driver.accept(make_request(1, new=2), make_request(2), make_request(3))) == [3]
+    driver.step()
+    assert refused(driver.accept(make_request(4))) == [4]
+    driver.accept(stop=(2,))
+    assert refused(driver.accept(make_request(5), make_request(6))) == [6]
+
+
+def test_a_higher_priority_does_not_see_the_lower_ones():
+    driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
+    driver.accept(*(make_request(number, priority=0.5) for number in range(3)))
+    assert refused(driver.accept(make_request(3, priority=0.4), make_request(4, priority=0.5))) == [3, 4]
+    urgent = [make_request(number, priority=0.6) for number in range(5, 9)]
+    assert refused(driver.accept(*urgent)) == [8]
+    assert refused(driver.accept(make_request(9, priority=0.5))) == [9]
+
+
+def test_every_sequence_of_a_request_takes_a_place():
+    driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=3))
+    three = [make_request(number, sampling=THREE_SEQUENCES) for number in (1, 2)]
+    assert refused(driver.accept(*three, make_request(3), make_request(4))) == [2, 4]
+
+
+def test_who_ran_before_takes_no_place():
+    driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4, max_num_sequences=2, max_queue_size=1))
+    driver.accept(make_request(1, prompt=4, new=8), make_request(2, prompt=4, new=8))
+    for _ in range(6):
+        driver.step()
+    assert [(one.request_id, one.state) for one in driver.scheduler.state().waiting] == [(2, "PAUSED")]
+    # A slot is free, and there is a place behind it.
+    assert refused(driver.accept(make_request(3), make_request(4), make_request(5))) == [5]
+
+
+def test_a_request_at_fault_is_told_so_and_not_that_the_queue_is_full():
+    driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=1))
+    driver.accept(make_request(1), make_request(2))
+    wrong, again = driver.accept(make_request(3, new=0), make_request(1))
+    assert (wrong.error.code, again.error.code) == ("INVALID_ARG", "ALREADY_EXISTS")
+
+
+# ---------------------------------------------------------------- slots and blocks
+
+
+def test_nobody_overtakes_the_first_that_does_not_fit():
+    driver = Driver(make_scheduler(num_blocks=4))
+    driver.accept(
+        make_request(1, prompt=4, new=5), make_request(2, prompt=12), make_request(3, prompt=1, new=1)
+    )
+    batch, _ = driver.step()
+    assert starts(batch) == [1]
+
+
+def test_blocks_that_running_requests_are_about_to_take_are_not_given_away():
+    """Under MAX_UTILIZATION: two of three blocks are free when the running request needs its second one."""
+    driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=3))
+    driver.accept(make_request(1, prompt=3, new=3))
+    driver.step()
+    driver.step()
+    driver.accept(make_request(2, prompt=5, new=2))
+    batch, _ = driver.step()
+    assert starts(batch) == [] and batch.new_blocks == ((0, (1,)),)
+    assert starts(driver.step()[0]) == [2]
+
+
+def test_a_static_batch_takes_nobody_before_its_end_however_much_is_free():
+    driver = Driver(make_scheduler(STATIC_BATCH))
+    driver.accept(make_request(1, new=3))
+    driver.step()
+    driver.accept(make_request(2))
+    assert [starts(driver.step()[0]) for _ in range(3)] == [[], [], [2]]
+
+
+# ---------------------------------------------------------------- promised prefixes
+
+PROMPT = tuple(range(10, 20))  # 10 tokens: two full blocks of 4, and a rest
+COUNTED = OutputConfig(return_perf_metrics=True)
+
+
+def alike(*request_ids: int, **fields) -> list[Request]:
+    return [make_request(request_id, PROMPT, output=COUNTED, **fields) for request_id in request_ids]
+
+
+def contexts(batch: ScheduledBatch | None) -> list[tuple[int, int]]:
+    """(first position, tokens) of every chunk."""
+    return [(chunk.start, len(chunk.token_ids)) for chunk in batch.context] if batch else []
+
+
+def blocks_of(response: Response) -> tuple[int, int, int]:
+    """Taken, reused, missed."""
+    metrics = response.result.perf_metrics
+    return metrics.num_new_blocks, metrics.num_reused_blocks, metrics.num_missed_blocks
+
+
+def test_equal_prompts_that_come_together_are_computed_once():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64))
+    driver.accept(*alike(1, 2, 3, new=3))
+    batch, _ = driver.step()
+    assert (starts(batch), contexts(batch)) == ([1], [(0, 10)])
+    batch, _ = driver.step()
+    assert (starts(batch), contexts(batch)) == ([2, 3], [(8, 2), (8, 2)])
+    assert batch.new_blocks == ((1, (0, 1)), (2, (0, 1)), (1, (3,)), (2, (4,)))
+    assert driver.scheduler.kv_cache.pool.num_held == 5
+    _, (first,) = driver.step()
+    _, others = driver.step()
+    assert blocks_of(first) == (3, 0, 2)
+    assert list(map(blocks_of, others)) == [(1, 2, 0), (1, 2, 0)]
+
+
+def test_of_a_prompt_in_chunks_all_blocks_are_waited_for():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_tokens=8, chunked=True))
+    driver.accept(*(make_request(number, prompt=21, new=9) for number in (1, 2)))
+    assert [(starts(batch), contexts(batch)) for batch, _ in (driver.step() for _ in range(4))] == [
+        ([1], [(0, 8)]),
+        ([], [(8, 8)]),
+        ([], [(16, 5)]),
+        ([2], [(20, 1)]),
+    ]
+
+
+def test_without_reuse_nobody_waits_for_anybody():
+    driver = Driver(make_scheduler(reuse=False, num_blocks=64))
+    driver.accept(*alike(1, 2))
+    assert starts(driver.step()[0]) == [1, 2]
+
+
+def test_the_beginning_that_two_prompts_share_is_waited_for_and_no_more():
+    """The second shares one block with the first; the third shares none of its full blocks."""
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64))
+    driver.accept(
+        make_request(1, (1, 2, 3, 4, 5, 6, 7, 8, 9)),
+        make_request(2, (1, 2, 3, 4, 0, 6, 7, 8, 9)),
+        make_request(3, (1, 2, 3, 0, 5, 6, 7, 8, 9)),
+    )
+    batch, _ = driver.step()
+    assert (starts(batch), contexts(batch)) == ([1, 3], [(0, 9), (0, 9)])
+    batch, _ = driver.step()
+    assert (starts(batch), contexts(batch)) == ([2], [(4, 5)])
+
+
+def test_who_waits_for_a_prompt_holds_up_nobody_and_keeps_its_place():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_sequences=2))
+    driver.accept(*alike(1, 2), make_request(3, prompt=2, new=1), make_request(4, prompt=2))
+    assert starts(driver.step()[0]) == [1, 3]
+    assert starts(driver.step()[0]) == [2]
+
+
+def test_a_burst_of_equal_prompts_is_computed_once_and_keeps_its_order():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_sequences=3))
+    driver.accept(*alike(*range(20), new=2))
+    order = []
+    while (batch := driver.step()[0]) is not None:
+        order.append((starts(batch), contexts(batch)))
+    assert order[0] == ([0], [(0, 10)])
+    assert [request_id for ids, _ in order for request_id in ids] == list(range(20))
+    assert {context for _, chunks in order[1:] for context in chunks} == {(8, 2)}
+
+
+@pytest.mark.parametrize("ended_by", ["cancel", "failure"])
+def test_if_the_producer_ends_before_it_has_computed_the_next_one_computes(ended_by):
+    scheduler = make_scheduler(reuse=True, num_blocks=64)
+    driver = Driver(scheduler)
+    driver.accept(*alike(1, 2, 3, new=3))
+    batch = scheduler.schedule()
+    assert starts(batch) == [1]
+    if ended_by == "cancel":
+        assert driver.accept(stop=(1,)) == []
+        (final,) = scheduler.update(batch, ModelOutput(0, [(7,)]))
+    else:
+        (final,) = scheduler.fail(batch, StepFailed("boom"))
+    assert final.request_id == 1 and final.is_final
+    batch, _ = driver.step()
+    assert (starts(batch), contexts(batch)) == ([2], [(0, 10)])
+    batch, _ = driver.step()
+    assert (starts(batch), contexts(batch)) == ([3], [(8, 2)])
+
+
+def test_what_a_cancelled_producer_has_computed_is_used():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_tokens=8, chunked=True))
+    driver.accept(*(make_request(number, prompt=21, new=9) for number in (1, 2, 3)))
+    driver.step()
+    driver.accept(stop=(1,))
+    assert [(starts(batch), contexts(batch)) for batch, _ in (driver.step() for _ in range(3))] == [
+        ([2], [(8, 8)]),
+        ([], [(16, 5)]),
+        ([3], [(20, 1)]),
+    ]
+
+
+def test_a_prompt_whose_every_row_is_wanted_waits_for_nobody():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64))
+    wants_context = make_request(2, PROMPT, output=OutputConfig(return_prompt_log_probs=True))
+    driver.accept(*alike(1), wants_context)
+    batch = driver.scheduler.schedule()
+    assert (starts(batch), contexts(batch)) == ([1, 2], [(0, 10), (0, 10)])
+
+
+def test_equal_prompts_share_a_static_batch():
+    """The batch is not filled a second time: who waited for the prompt would wait for all of the batch."""
+    driver = Driver(make_scheduler(STATIC_BATCH, reuse=True, num_blocks=64))
+    driver.accept(*alike(1, 2, 3))
+    assert starts(driver.step()[0]) == [1, 2, 3]
+
+
+# ---------------------------------------------------------------- what people are told
+
+
+def why(scheduler: Scheduler) -> dict[int, str]:
+    return {one.request_id: one.why for one in scheduler.state().waiting}
+
+
+def test_what_they_wait_for():
+    scheduler = make_scheduler(num_blocks=5, max_num_sequences=3)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, prompt=4, new=9), make_request(2, prompt=4, new=9))
+    assert why(scheduler) == {1: "starts with the next iteration", 2: "is behind request 1"}
+    driver.step()
+    driver.accept(make_request(3, prompt=4, new=1), make_request(4, prompt=4, new=1, sampling=THREE_BEAMS))
+    assert why(scheduler) == {
+        2: "needs 3 blocks, 2 free",
+        3: "is behind request 2",
+        4: "needs 3 slots, 2 free",
+    }
+    driver.accept(make_request(5, priority=1.0, prompt=4, new=1))
+    driver.step()
+    assert why(scheduler)[2] == "needs 3 blocks, 2 free"
+    driver.accept(
+        make_request(6, priority=1.0, prompt=4, new=2), make_request(7, priority=1.0, prompt=4, new=1)
+    )
+    scheduler.schedule()
+    assert why(scheduler)[7] == "needs 1 block, 0 free"
+
+
+def test_a_promised_prefix_is_told():
+    scheduler = make_scheduler(reuse=True, num_blocks=64)
+    Driver(scheduler).accept(*alike(1, 2))
+    scheduler.schedule()
+    assert why(scheduler) == {2: "a running request is computing the next block of its prompt"}
+
+
+def test_a_static_batch_is_told():
+    scheduler = make_scheduler(STATIC_BATCH)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1))
+    driver.step()
+    driver.accept(make_request(2))
+    assert why(scheduler) == {2: "static batching: waits for the end of the batch that runs"}
+
+
+def test_a_trial_is_told():
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_request(1), make_request(2))
+    scheduler.fail(scheduler.schedule(), StepFailed("boom"))
+    assert scheduler.state().suspects == (1, 2)
+    assert why(scheduler) == {
+        1: "starts with the next iteration",
+        2: "an iteration failed: the requests that were in it are tried again apart",
+    }
+
+
+def test_a_retry_looks_at_nobody_who_never_ran():
+    """However many wait: those on trial ran before."""
+    driver = Driver(make_scheduler(num_blocks=64, max_num_sequences=2))
+    driver.accept(*(make_request(number, (number,) * 4) for number in range(1, 1001)))
+    waiting = driver.scheduler._waiting
+    batch = driver.scheduler.schedule()
+    driver.scheduler.fail(batch, StepFailed("boom"))
+    removed = []
+    remove = waiting.remove
+    waiting.remove = lambda llm_request: removed.append(llm_request.request_id) or remove(llm_request)
+    assert starts(driver.scheduler.schedule()) == [1]
+    assert removed == [1]

@@ -1,0 +1,228 @@
+"""Who may hold KV blocks: what is reserved, who is paused for whom, and when a static batch is filled."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.core.capacity_scheduler import (
+    Growth,
+    GuaranteedNoEvict,
+    MaxUtilization,
+    make_capacity_scheduler,
+)
+from inflight.core.config import CapacitySchedulerPolicy
+from inflight.core.kv_cache_manager import CacheRules, KvCacheManager, PrefixMatch
+from inflight.core.llm_request import LlmRequest
+from inflight.core.request import ExternalDraft
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason
+
+from .factories import Driver, make_request, make_scheduler, make_sequence
+
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+TWO_BEAMS = SamplingConfig(beam_width=2)
+BLOCK = 4
+
+
+# ---------------------------------------------------------------- reservations
+
+
+@pytest.mark.parametrize(
+    ("fields", "to_the_end", "now"),
+    [
+        ({"prompt": 4, "new": 1}, 1, 1),  # 4 tokens of KV cache: the fifth is never fed back
+        ({"prompt": 4, "new": 2}, 2, 2),
+        ({"prompt": 3, "new": 20}, 6, 1),
+        ({"prompt": 8, "new": 20}, 7, 3),
+        ({"prompt": 6, "new": 20, "draft": ExternalDraft((1, 2, 3))}, 7, 3),
+        ({"prompt": 6, "new": 8, "sampling": TWO_BEAMS}, 7, 7),  # a shared one, and 3 for each beam
+    ],
+)
+def test_what_is_set_aside_at_admission(fields, to_the_end, now):
+    sequence = make_sequence(**fields)
+    assert GuaranteedNoEvict().blocks_to_reserve(sequence, BLOCK) == to_the_end
+    assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == now
+
+
+def test_a_resumed_sequence_gets_further_than_it_was():
+    sequence = make_sequence(prompt=4, new=8)
+    sequence.tokens += [1, 2, 3]
+    assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == 2
+    sequence.tokens.append(4)
+    assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == 3
+
+
+# ---------------------------------------------------------------- growth
+
+
+class Blocks:
+    """A KV cache and running sequences in it, each of which computes the token after `tokens` next."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.cache = KvCacheManager(num_blocks, BLOCK)
+        self.running: list[LlmRequest] = []
+
+    def run(self, priority: float = 0.5, tokens: int = 4, in_flight: int = 0, **fields) -> LlmRequest:
+        sequence = make_sequence(len(self.running), prompt=tokens, new=40, priority=priority, **fields)
+        self.cache.admit(sequence.key, PrefixMatch(), -(-tokens // BLOCK), CacheRules(None))
+        self.cache.extend(sequence.key, tokens)
+        sequence.start((len(self.running),), num_reused_tokens=tokens - in_flight)
+        sequence.num_scheduled_tokens = in_flight
+        sequence.tokens.append(7)
+        self.running.append(sequence)
+        return sequence
+
+    def plan(self) -> Growth:
+        return MaxUtilization().plan_growth(self.running, self.cache)
+
+
+def test_as_long_as_there_are_blocks_nobody_is_paused_and_the_blocks_are_claimed():
+    blocks = Blocks(6)
+    for _ in range(3):
+        blocks.run()
+    assert blocks.plan() == Growth((), 3)
+
+
+@pytest.mark.parametrize(
+    ("num_free", "paused", "claimed"), [(0, [3, 2], 2), (1, [3, 2], 2), (2, [3], 3), (3, [3], 3), (4, [], 4)]
+)
+def test_the_last_started_are_paused_for_the_older_ones(num_free, paused, claimed):
+    """Each of four needs a block and holds one. With an odd free one, the third has nobody behind but itself."""
+    blocks = Blocks(4 + num_free)
+    for _ in range(4):
+        blocks.run()
+    growth = blocks.plan()
+    assert ([sequence.key for sequence in growth.paused], growth.num_blocks) == (paused, claimed)
+
+
+def test_no_more_are_paused_than_it_takes():
+    """The last one gives up three blocks at once, which is enough for everybody else."""
+    blocks = Blocks(6)
+    *_, last = (blocks.run(tokens=tokens) for tokens in (4, 4, 4, 12))
+    assert blocks.plan() == Growth((last,), 3)
+
+
+def test_blocks_that_others_hold_too_are_no_gain():
+    """The last one holds nothing alone: it is paused, and the one before it as well."""
+    blocks = Blocks(3)
+    _, second, last = blocks.run(), blocks.run(), blocks.run()
+    blocks.cache.pool.share(blocks.cache.block_table(last.key))
+    assert blocks.plan() == Growth((last, second), 1)
+
+
+def test_who_has_nobody_behind_is_paused_itself():
+    blocks = Blocks(1)
+    alone = blocks.run()
+    assert blocks.plan() == Growth((alone,), 0)
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_lower_priorities_are_paused_first_whenever_they_started(num_free):
+    """With an odd free block, the last one has nobody below but itself."""
+    blocks = Blocks(4 + num_free)
+    low, _, _, late = (blocks.run(priority) for priority in (0.2, 0.9, 0.5, 0.5))
+    assert blocks.plan() == Growth((low, late), 2)
+
+
+def test_within_a_priority_the_last_started_goes_first():
+    blocks = Blocks(3)
+    early, late, _ = (blocks.run(priority) for priority in (0.2, 0.2, 0.9))
+    assert blocks.plan() == Growth((late, early), 1)
+
+
+@pytest.mark.parametrize("priority", [0.1, 0.5, 0.9])
+def test_only_a_higher_priority_takes_from_an_older_one(priority):
+    """The older one is in the middle of its second block and needs none."""
+    blocks = Blocks(3)
+    older, younger = blocks.run(0.5, tokens=6), blocks.run(priority)
+    assert blocks.plan() == (Growth((older,), 1) if priority > 0.5 else Growth((younger,), 0))
+
+
+def test_who_has_tokens_in_flight_is_not_paused():
+    blocks = Blocks(2)
+    first, _ = blocks.run(), blocks.run(in_flight=1)
+    assert blocks.plan() == Growth((first,), 0)
+
+
+def test_a_search_is_never_paused():
+    blocks = Blocks(2)
+    _, last = blocks.run(sampling=TWO_BEAMS), blocks.run()
+    assert blocks.plan() == Growth((last,), 0)
+
+
+def test_who_has_ended_or_computes_its_context_needs_nothing():
+    blocks = Blocks(3)
+    ended, context, growing = blocks.run(in_flight=1), blocks.run(), blocks.run()
+    ended.finish(FinishReason.CANCELLED)
+    context.num_computed_tokens = 0
+    assert blocks.plan() == Growth((growing,), 0)
+
+
+def test_reservations_to_the_end_leave_nothing_to_plan():
+    blocks = Blocks(1)
+    blocks.run()
+    assert GuaranteedNoEvict().plan_growth(blocks.running, blocks.cache) == Growth()
+
+
+# ---------------------------------------------------------------- in a scheduler
+
+
+def test_the_policy_of_a_name():
+    assert isinstance(make_capacity_scheduler(MAX_UTILIZATION), MaxUtilization)
+    guaranteed = make_capacity_scheduler(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
+    static = make_capacity_scheduler(STATIC_BATCH)
+    assert [guaranteed.fills_batches_once, static.fills_batches_once] == [False, True]
+
+
+def run_to_the_end(driver: Driver) -> dict[int, list[int]]:
+    """By iteration, from 1 on, which requests started in it; only those in which some did."""
+    starts = {}
+    iteration = 0
+    while (batch := driver.step()[0]) is not None:
+        iteration += 1
+        if batch.starts:
+            starts[iteration] = [start.request.request_id for start in batch.starts]
+    return starts
+
+
+def test_a_paused_request_comes_back_before_new_ones_that_would_fit():
+    """Of 4 blocks each of two requests holds 2 when both need a third, for their ninth token; the third request
+    needs one block, which is free as long as the second is paused."""
+    driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
+    driver.accept(make_request(1, prompt=4, new=8), make_request(2, prompt=4, new=8))
+    for _ in range(6):
+        batch, _ = driver.step()
+    assert (batch.generation_slots, batch.released_slots) == ((0,), (1,))
+    state = driver.scheduler.state()
+    assert [(one.request_id, one.state, one.why) for one in state.waiting] == [
+        (2, "PAUSED", "needs 3 blocks, 1 free")
+    ]
+    driver.accept(make_request(3, prompt=1, new=1))
+    assert run_to_the_end(driver) == {3: [2, 3]}
+
+
+def test_growth_and_pauses_go_by_priority():
+    """The older request has the lower priority: it gives way, and comes back when the other one has ended."""
+    driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
+    driver.accept(make_request(1, prompt=4, new=8, priority=0.2))
+    driver.step()
+    driver.accept(make_request(2, prompt=4, new=8, priority=0.8))
+    assert run_to_the_end(driver) == {1: [2], 9: [1]}
+
+
+def test_a_static_batch_is_filled_once_and_runs_to_its_end():
+    driver = Driver(make_scheduler(STATIC_BATCH))
+    driver.accept(make_request(1, new=2), make_request(2, new=4))
+    driver.step()
+    driver.accept(make_request(3, new=1), make_request(4, new=1))
+    assert run_to_the_end(driver) == {4: [3, 4]}
+
+
+def test_siblings_belong_to_the_static_batch_of_their_first_sequence():
+    driver = Driver(make_scheduler(STATIC_BATCH))
+    sampling = SamplingConfig(top_k=2, num_return_sequences=3)
+    driver.accept(make_request(1, new=3, sampling=sampling))
+    driver.step()
+    driver.accept(make_request(2, new=1))
+    assert run_to_the_end(driver) == {1: [1, 1], 4: [2]}

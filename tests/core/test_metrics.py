@@ -1,0 +1,80 @@
+"""Histograms count what they are told, and a snapshot stays what it was."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.core.metrics import SECONDS, TOKENS, Histogram, MetricsSnapshot, ServiceMetrics, seconds
+from inflight.core.stop import FinishReason
+
+
+def test_a_value_belongs_to_the_bucket_whose_bound_it_is():
+    histogram = Histogram((1.0, 2.5))
+    for value in (0.5, 1.0, 1.0001, 2.5, 3.0):
+        histogram.observe(value)
+    snapshot = histogram.snapshot()
+    assert snapshot.counts == (2, 2, 1)
+    assert snapshot.num_observations == 5 and snapshot.total == pytest.approx(8.0001)
+
+
+@given(st.lists(st.tuples(st.floats(0, 200), st.integers(0, 50)), max_size=30))
+def test_many_at_once_are_as_many_one_by_one(observations):
+    at_once, one_by_one = Histogram(SECONDS), Histogram(SECONDS)
+    for value, count in observations:
+        at_once.observe(value, count)
+        for _ in range(count):
+            one_by_one.observe(value)
+    assert at_once.snapshot().counts == one_by_one.snapshot().counts
+    assert at_once.snapshot().total == pytest.approx(one_by_one.snapshot().total)
+
+
+@given(st.lists(st.floats(0, 200), min_size=1, max_size=50))
+def test_cumulative_buckets_are_what_prometheus_means(values):
+    histogram = Histogram(SECONDS)
+    for value in values:
+        histogram.observe(value)
+    snapshot = histogram.snapshot()
+    for index, bound in enumerate(snapshot.bounds):
+        assert sum(snapshot.counts[: index + 1]) == sum(value <= bound for value in values)
+    assert snapshot.total / snapshot.num_observations == pytest.approx(statistics.fmean(values))
+
+
+def test_bounds_ascend():
+    assert list(SECONDS) == sorted(set(SECONDS)) and list(TOKENS) == sorted(set(TOKENS))
+
+
+def test_a_snapshot_does_not_change_with_what_it_was_taken_from():
+    metrics = ServiceMetrics()
+    metrics.time_to_first_token.observe(0.1)
+    metrics.finished[FinishReason.LENGTH] = 1
+    before = metrics.snapshot()
+    metrics.time_to_first_token.observe(0.1)
+    metrics.finished[FinishReason.LENGTH] = 2
+    metrics.failed["INTERNAL"] = 1
+    metrics.num_preemptions += 1
+    assert before.time_to_first_token.num_observations == 1
+    assert (before.finished, before.failed, before.num_preemptions) == ({FinishReason.LENGTH: 1}, {}, 0)
+    with pytest.raises(FrozenInstanceError):
+        before.num_preemptions = 2  # type: ignore[misc]
+
+
+def test_a_snapshot_has_everything_there_is():
+    metrics = ServiceMetrics()
+    for number, name in enumerate(("num_preemptions", "num_hit_tokens", "num_missed_tokens"), start=1):
+        setattr(metrics, name, number)
+    histograms = [f.name for f in fields(metrics) if isinstance(getattr(metrics, f.name), Histogram)]
+    for number, name in enumerate(histograms, start=1):
+        getattr(metrics, name).observe(1.0, number)
+    snapshot = metrics.snapshot()
+    assert {f.name for f in fields(metrics)} == {f.name for f in fields(MetricsSnapshot)}
+    assert [getattr(snapshot, name).num_observations for name in histograms] == [1, 2, 3, 4, 5, 6, 7]
+    assert (snapshot.num_preemptions, snapshot.num_hit_tokens, snapshot.num_missed_tokens) == (1, 2, 3)
+
+
+def test_nanoseconds_become_seconds():
+    assert seconds(1_500_000_000) == pytest.approx(1.5)

@@ -1,0 +1,176 @@
+"""What goes wrong with one row of a batch is one request's end; everybody else has what they would have had."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.core import scheduler as scheduler_module
+from inflight.core.batch import BeamCandidates, ModelOutput, TokenDetails
+from inflight.core.llm_request import LlmRequest
+from inflight.core.output_config import OutputConfig
+from inflight.core.response import Response
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import FinishReason
+from inflight.errors import InvalidArgument, StepFailed
+
+from .factories import Driver, make_request, make_scheduler
+
+TWO_BEAMS = SamplingConfig(beam_width=2)
+MESSAGE = "the request could not be processed: ValueError: no such token"
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch):
+    """Makes a function of the scheduler's raise for some request's sequences."""
+
+    def apply(
+        function: str, request_id: int, error: Exception | None = None, sequences: tuple[int, ...] = ()
+    ):
+        original = getattr(scheduler_module, function)
+
+        def raising(llm_request: LlmRequest, *arguments):
+            if llm_request.request_id == request_id and (
+                not sequences or llm_request.sequence_index in sequences
+            ):
+                raise error or ValueError("no such token")
+            return original(llm_request, *arguments)
+
+        monkeypatch.setattr(scheduler_module, function, raising)
+
+    return apply
+
+
+def errors(responses: list[Response]) -> dict[int, str]:
+    return {response.request_id: str(response.error) for response in responses if response.error is not None}
+
+
+def run_to_the_end(driver: Driver) -> list[Response]:
+    responses = []
+    while driver.scheduler.num_active:
+        responses += driver.step()[1]
+    assert driver.scheduler.kv_cache.pool.num_held == driver.scheduler.kv_cache.num_reserved == 0
+    return responses
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_row_in_context_or_in_generation_whose_tokens_cannot_be_taken(poison, steps):
+    driver = Driver(make_scheduler())
+    driver.accept(*(make_request(number, new=4) for number in (1, 2, 3)))
+    for _ in range(steps):
+        driver.step()
+    poison("append_tokens", 2)
+    _, (failed,) = driver.step()
+    assert failed.is_final and type(failed.error) is StepFailed and errors([failed]) == {2: MESSAGE}
+    finals = run_to_the_end(driver)
+    assert [(final.request_id, final.result.num_output_tokens) for final in finals] == [(1, (4,)), (3, (4,))]
+
+
+def test_an_error_of_the_requests_own_keeps_its_kind(poison):
+    driver = Driver(make_scheduler())
+    driver.accept(make_request(1), make_request(2))
+    poison("append_tokens", 1, InvalidArgument("draft_input_ids is wrong"))
+    _, (failed,) = driver.step()
+    assert type(failed.error) is InvalidArgument and errors([failed]) == {1: "draft_input_ids is wrong"}
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+def test_a_context_output_that_cannot_be_taken(poison):
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, output=OutputConfig(return_prompt_log_probs=True)), make_request(2, new=1))
+    poison("keep_context", 1)
+    batch = scheduler.schedule()
+    responses = scheduler.update(batch, ModelOutput(0, [(7,), (7,)], context={0: None}))
+    assert errors(responses) == {1: MESSAGE} and [response.request_id for response in responses] == [1, 2]
+    scheduler.check_integrity()
+
+
+def test_a_search_whose_candidates_make_no_sense():
+    """Row 5 of a search whose context has one."""
+    scheduler = make_scheduler(max_num_sequences=8)
+    Driver(scheduler).accept(
+        make_request(1, sampling=TWO_BEAMS),
+        make_request(2, new=1),
+        make_request(3, sampling=TWO_BEAMS, new=1),
+    )
+    batch = scheduler.schedule()
+    wrong = BeamCandidates((5, 5), (), ())
+    right = BeamCandidates((0, 0), (7, 8), (-1.0, -2.0))
+    responses = scheduler.update(batch, ModelOutput(0, [(), (7,), ()], beams=[wrong, right]))
+    assert sorted(response.request_id for response in responses) == [1, 2, 3]
+    assert list(errors(responses)) == [1]
+    scheduler.check_integrity()
+    assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
+
+
+def test_one_of_several_sequences_ends_all_with_one_error(poison):
+    driver = Driver(make_scheduler(max_num_sequences=8))
+    driver.accept(
+        make_request(1, sampling=SamplingConfig(top_k=2, num_return_sequences=3)), make_request(2, new=6)
+    )
+    driver.step()
+    driver.step()
+    poison("append_tokens", 1, sequences=(1,))
+    _, (failed,) = driver.step()
+    assert failed.is_final and errors([failed]) == {1: MESSAGE}
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+def test_a_row_with_another_batch_in_flight_is_answered_when_that_is_back(poison):
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_request(1), make_request(2))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    poison("append_tokens", 1)
+    assert scheduler.update(first, ModelOutput(0, [(7,), (7,)])) == []
+    (failed,) = scheduler.update(second, ModelOutput(1, [(7,), (7,)]))
+    assert failed.is_final and errors([failed]) == {1: MESSAGE}
+    scheduler.check_integrity()
+    assert scheduler.num_active == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_response_that_cannot_be_made_is_an_error_and_not_silence(poison, streaming):
+    driver = Driver(make_scheduler())
+    driver.accept(make_request(1, new=2, streaming=streaming), make_request(2, new=2))
+    driver.step()
+    poison("make_result", 1)
+    _, responses = driver.step()
+    assert errors(responses) == {1: MESSAGE} and [response.is_final for response in responses] == [True, True]
+    assert driver.scheduler.num_active == driver.scheduler.kv_cache.pool.num_held == 0
+
+
+def test_a_stop_whose_response_cannot_be_made_is_an_error_too(poison):
+    driver = Driver(make_scheduler())
+    driver.accept(make_request(1), make_request(2))
+    poison("make_result", 1)
+    responses = driver.accept(stop=(1, 2))
+    assert errors(responses) == {1: MESSAGE} and [response.is_final for response in responses] == [True, True]
+
+
+def test_a_request_that_cannot_even_be_looked_at_is_refused_alone(monkeypatch):
+    driver = Driver(make_scheduler())
+    original = Scheduler._rules
+
+    def raising(self, request):
+        if request.request_id == 1:
+            raise ValueError("no such token")
+        return original(self, request)
+
+    monkeypatch.setattr(Scheduler, "_rules", raising)
+    (refused,) = driver.accept(make_request(1), make_request(2))
+    assert refused.is_final and errors([refused]) == {1: MESSAGE}
+    assert driver.scheduler.num_active == 1
+
+
+def test_details_that_are_missing_are_no_other_requests_business():
+    """The device forgot the details of one row, and gave too few of another: both get what there is."""
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(
+        *(make_request(number, new=1, output=OutputConfig(return_log_probs=True)) for number in (1, 2, 3))
+    )
+    batch = scheduler.schedule()
+    details = {0: TokenDetails(log_probs=(-1.0,)), 2: TokenDetails()}
+    responses = scheduler.update(batch, ModelOutput(0, [(7,)] * 3, details=details))
+    assert [response.result.log_probs for response in responses] == [((-1.0,),), ((),), ((),)]
+    assert [response.result.finish_reasons for response in responses] == [(FinishReason.LENGTH,)] * 3

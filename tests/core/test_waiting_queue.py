@@ -1,0 +1,428 @@
+"""Whose turn it is: exact orders, and any sequence of calls against a model that sorts everybody every time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.core import waiting_queue
+from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.waiting_queue import WaitingQueue
+
+from .factories import make_sequence
+
+TWO_BEAMS = SamplingConfig(beam_width=2)
+THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
+
+
+class Turns:
+    """A queue and who comes out of it, as text: one letter for each client that starts, A for client 1."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue()
+        self._next_key = 0
+
+    def add(self, client: int = 1, new: int = 9, prompt: int = 1, **fields) -> LlmRequest:
+        self._next_key += 1
+        sequence = make_sequence(self._next_key, prompt=prompt, new=new, client_id=client, **fields)
+        self.queue.add(sequence)
+        return sequence
+
+    def start(self) -> LlmRequest:
+        first = self.queue.first()
+        assert first is not None
+        assert self.queue.remove(first) is False
+        self.queue.charge(first)
+        first.start((0,), 0)
+        self.queue.check_integrity()
+        return first
+
+    def starts(self, count: int) -> str:
+        return "".join("-ABC"[self.start().request.client_id] for _ in range(count))
+
+    def end(self, sequence: LlmRequest, num_generated: int | None = None) -> None:
+        count = sequence.request.max_new_tokens if num_generated is None else num_generated
+        sequence.tokens += [1] * count
+        self.queue.leave(sequence)
+        self.queue.check_integrity()
+
+
+def drain(queue: WaitingQueue) -> list[LlmRequest]:
+    order = []
+    while (first := queue.first()) is not None:
+        queue.remove(first)
+        order.append(first)
+        queue.check_integrity()
+    return order
+
+
+def named(waiting: dict[str, LlmRequest], names: str) -> list[LlmRequest]:
+    return [waiting[name] for name in names]
+
+
+# ---------------------------------------------------------------- priorities and the front
+
+
+def test_higher_priorities_go_first_and_equal_ones_in_order_of_arrival():
+    turns = Turns()
+    priorities = (0.5, 1.0, 0.5, 0.0, 1.0)
+    waiting = {name: turns.add(priority=priority) for name, priority in zip("abcde", priorities)}
+    assert list(turns.queue.in_order()) == named(waiting, "beacd")
+    assert drain(turns.queue) == named(waiting, "beacd")
+    assert turns.queue.first() is None and len(turns.queue) == 0
+
+
+def test_the_front_of_a_priority_goes_before_its_others_and_after_higher_priorities():
+    turns = Turns()
+    waiting = {name: turns.add(priority=priority) for name, priority in zip("abcd", (0.5, 0.5, 1.0, 0.5))}
+    for name in "db":  # they ran and are put in front, the last of them first
+        turns.queue.remove(waiting[name])
+        turns.queue.add_in_front(waiting[name])
+    assert list(turns.queue.in_order()) == named(waiting, "cbda")
+    assert [turns.queue.remove(waiting[name]) for name in "cbda"] == [False, True, True, False]
+
+
+def test_who_is_not_there_cannot_be_removed():
+    turns = Turns()
+    stranger = make_sequence(99)
+    assert turns.queue.remove(stranger) is None
+    turns.add()
+    assert turns.queue.remove(stranger) is None and len(turns.queue) == 1
+
+
+def test_those_who_are_passed_over_come_back_where_they_were():
+    turns = Turns()
+    waiting = {name: turns.add(client) for name, client in zip("abcd", (1, 1, 2, 1))}
+    turns.queue.remove(waiting["d"])
+    turns.queue.add_in_front(waiting["d"])
+    passed = []
+    for _ in range(3):
+        first = turns.queue.first()
+        passed.append((first, turns.queue.remove(first)))
+    assert [sequence for sequence, _ in passed] == named(waiting, "dab")
+    for sequence, was_in_front in reversed(passed):
+        turns.queue.put_back(sequence, was_in_front)
+        turns.queue.check_integrity()
+    assert drain(turns.queue) == named(waiting, "dabc")
+
+
+def test_num_new_counts_siblings_to_come_and_not_the_front():
+    turns = Turns()
+    turns.add(priority=0.5, sampling=THREE_SEQUENCES)
+    turns.add(priority=0.7, sampling=TWO_BEAMS)
+    paused = turns.add(priority=0.9)
+    assert [turns.queue.num_new(priority) for priority in (0.0, 0.5, 0.6, 0.7, 0.8, 1.0)] == [
+        5,
+        5,
+        2,
+        2,
+        1,
+        0,
+    ]
+    turns.queue.remove(paused)
+    turns.queue.add_in_front(paused)
+    assert [turns.queue.num_new(priority) for priority in (0.0, 0.8)] == [4, 0]
+    assert len(turns.queue) == 3
+
+
+# ---------------------------------------------------------------- clients
+
+
+def test_clients_take_turns_and_their_own_requests_go_in_order():
+    turns = Turns()
+    for client in (1, 1, 1, 2, 2, 3):
+        turns.add(client)
+    assert [(s.request.client_id, s.key) for s in (turns.start() for _ in range(6))] == [
+        (1, 1), (2, 4), (3, 6), (1, 2), (2, 5), (1, 3),
+    ]  # fmt: skip
+
+
+def test_shares_are_of_tokens_and_not_of_requests():
+    """A's requests cost 30 tokens, those of B 10 each."""
+    turns = Turns()
+    for _ in range(4):
+        turns.add(1, prompt=10, new=20)
+    for _ in range(12):
+        turns.add(2, prompt=4, new=6)
+    assert turns.starts(16) == "ABBBABBBABBBABBB"
+
+
+def test_beams_cost_what_all_of_them_may_generate():
+    """A's search costs 4 + 2 * 8 tokens, as much as two requests of B."""
+    turns = Turns()
+    turns.add(1, prompt=4, new=8, sampling=TWO_BEAMS)
+    turns.add(1)
+    for _ in range(3):
+        turns.add(2)
+    assert turns.starts(5) == "ABBAB"
+
+
+def test_a_sibling_costs_as_much_as_the_first_sequence():
+    turns = Turns()
+    turns.add(1, prompt=2, new=8, sampling=THREE_SEQUENCES)
+    turns.add(1)
+    for _ in range(4):
+        turns.add(2)
+    _, second, third = turns.start().group.sequences
+    for sibling in (second, third):
+        turns.queue.charge(sibling)
+        sibling.start((1,), 0)
+    assert turns.starts(5) == "BBBAB"
+
+
+def test_a_sibling_that_never_started_was_never_counted():
+    turns = Turns()
+    first, second, third = turns.add(1, sampling=THREE_SEQUENCES).group.sequences
+    turns.start()
+    turns.queue.leave(third)
+    turns.queue.leave(second)
+    turns.queue.check_integrity()
+    turns.end(first)
+
+
+def test_what_was_not_generated_is_given_back():
+    turns = Turns()
+    turns.add(1, new=29)
+    for client in (1, 1, 2, 2, 2):
+        turns.add(client)
+    first = turns.start()
+    assert turns.starts(1) == "B"
+    turns.end(first, num_generated=2)  # A has 3 tokens instead of 30, B 10
+    assert turns.starts(4) == "ABAB"
+
+
+def test_a_client_that_was_away_saves_up_nothing():
+    turns = Turns()
+    for _ in range(8):
+        turns.add(1)
+    assert turns.starts(4) == "AAAA"
+    for _ in range(8):
+        turns.add(2)
+    assert turns.starts(12) == "BBBBABABABAB"  # B has as much running as A, and then they take turns
+
+
+def test_a_client_with_little_to_do_saves_up_nothing():
+    """A has a stream running all the time and nobody waiting, while B's requests come and go."""
+    turns = Turns()
+    for _ in range(20):
+        turns.add(2)
+    stream = turns.add(1)
+    while stream.state is RequestState.WAITING:
+        started = turns.start()
+        if started is not stream:
+            turns.end(started)
+    for _ in range(12):
+        turns.end(turns.start())
+    for _ in range(6):
+        turns.add(1)
+    assert turns.starts(8) == "BABABABA"
+
+
+def test_a_newcomer_does_not_wait_for_what_others_may_generate_and_will_not():
+    """Everybody may generate 999 tokens and generates 3. Each slot that becomes free is B's, until it has half."""
+    turns = Turns()
+    for _ in range(40):
+        turns.add(1, new=999)
+    running = [turns.start() for _ in range(8)]
+    for _ in range(20):
+        turns.end(running.pop(0), num_generated=3)
+        running.append(turns.start())
+    for _ in range(20):
+        turns.add(2, new=999)
+    for _ in range(8):
+        turns.end(running.pop(0), num_generated=3)
+        running.append(turns.start())
+    assert sorted(each.request.client_id for each in running) == [1] * 4 + [2] * 4
+
+
+def test_one_request_at_a_time_sheds_nothing():
+    """A sends its next request, of 30 tokens, when the one before has ended; B's wait all the time."""
+    turns = Turns()
+    turns.add(1, new=29)
+    for _ in range(12):
+        turns.add(2)
+    order = ""
+    while len(order) < 13:
+        first = turns.start()
+        order += "-AB"[first.request.client_id]
+        turns.end(first)
+        if first.request.client_id == 1:
+            turns.add(1, new=29)
+    assert order == "ABBBBABBBABBB"
+
+
+def test_when_nobody_is_left_all_begin_anew():
+    turns = Turns()
+    turns.add(1, new=99)
+    turns.end(turns.start())
+    for client in (1, 2, 1, 2):
+        turns.add(client)
+    assert turns.starts(4) == "ABAB"
+
+
+def test_of_those_who_left_only_the_latest_are_remembered():
+    turns = Turns()
+    resident = turns.add(0)
+    for client in range(1, 1102):
+        turns.add(client, new=19)
+        turns.queue.remove(resident)  # out of the way for a moment
+        turns.end(turns.start())
+        turns.queue.put_back(resident, was_in_front=False)
+    latest, first = turns.add(1101), turns.add(1)
+    assert list(turns.queue.in_order()) == [resident, first, latest]
+
+
+def test_a_start_costs_the_same_with_a_priority_for_every_request():
+    queue, num_pushed = WaitingQueue(), 0
+    push = queue._push_turn
+
+    def counted(*args) -> None:
+        nonlocal num_pushed
+        num_pushed += 1
+        push(*args)
+
+    for key in range(500):
+        queue.add(make_sequence(key, priority=key / 500))
+    queue._push_turn = counted  # type: ignore[method-assign]
+    for _ in range(100):
+        first = queue.first()
+        queue.remove(first)
+        queue.charge(first)
+    queue.check_integrity()
+    assert num_pushed <= 100 * waiting_queue._MOST_FOLLOWED
+
+
+# ---------------------------------------------------------------- any order of calls
+
+
+class Model:
+    """The same queue, slow and obvious."""
+
+    def __init__(self) -> None:
+        self.front: list[LlmRequest] = []
+        self.others: list[LlmRequest] = []  # of one client in order
+        self.settled: dict[int, int] = {}
+        self.promised: Counter[int] = Counter()
+        self.present: list[LlmRequest] = []
+        self.virtual_time = 0
+
+    def add(self, sequence: LlmRequest) -> None:
+        client = sequence.request.client_id
+        if not any(s.request.client_id == client for s in self.others):
+            self.settled[client] = max(self.virtual_time, self.settled.get(client, 0))
+        self.present.append(sequence)
+        self.others.append(sequence)
+
+    def in_order(self) -> list[LlmRequest]:
+        """Who would start next, then next, if nobody was charged for it."""
+        heads: dict[tuple[float, int], LlmRequest] = {}
+        for sequence in self.others:
+            heads.setdefault((sequence.request.priority, sequence.request.client_id), sequence)
+
+        def place(sequence: LlmRequest) -> tuple:
+            priority, client = sequence.request.priority, sequence.request.client_id
+            if sequence in self.front:
+                return -priority, 0, self.front.index(sequence)
+            served = self.settled[client] + self.promised[client]
+            return -priority, 1, served, heads[priority, client].key, self.others.index(sequence)
+
+        return sorted(self.front + self.others, key=place)
+
+    def remove(self, sequence: LlmRequest) -> None:
+        (self.front if sequence in self.front else self.others).remove(sequence)
+
+    def charge(self, sequence: LlmRequest) -> None:
+        client = sequence.request.client_id
+        self.virtual_time = max(self.virtual_time, self.settled[client])
+        self.promised[client] += sequence.max_length
+
+    def leave(self, sequence: LlmRequest) -> None:
+        if sequence.has_started:
+            self.promised[sequence.request.client_id] -= sequence.max_length
+            self.settled[sequence.request.client_id] += len(sequence.tokens)
+        self.present.remove(sequence)
+        if not self.present:
+            self.settled.clear()
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "start", "start", "pause", "end", "give up", "pass over"]),
+        st.integers(0, 3),
+        st.integers(1, 40),
+        st.sampled_from([0.0, 0.5, 0.5, 1.0]),
+    ),
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("most_followed", [1, 8])
+@settings(deadline=None, derandomize=True)
+@given(calls=CALLS)
+def test_any_calls_against_the_model(most_followed, calls):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting_queue, "_MOST_FOLLOWED", most_followed)
+        check_calls(calls)
+
+
+def check_calls(calls: list[tuple[str, int, int, float]]) -> None:
+    queue, model = WaitingQueue(), Model()
+    running: list[LlmRequest] = []
+    for key, (call, number, new, priority) in enumerate(calls):
+        if call == "add":
+            sequence = make_sequence(key, prompt=3, new=new, client_id=number, priority=priority)
+            queue.add(sequence)
+            model.add(sequence)
+        elif call == "start" and len(queue):
+            running.append(start_first(queue, model))
+        elif call == "pass over":
+            pass_over(queue, count=min(number, len(queue)))
+        elif call == "give up" and len(queue):
+            end(queue, model, model.in_order()[number % len(queue)])
+        elif call == "pause" and running:
+            sequence = running.pop(number % len(running))
+            sequence.pause()
+            queue.add_in_front(sequence)
+            model.front.insert(0, sequence)
+        elif call == "end" and running:
+            sequence = running.pop(number % len(running))
+            sequence.tokens += [1] * (new % (sequence.max_length - len(sequence.tokens) + 1))
+            end(queue, model, sequence)
+        queue.check_integrity()
+        assert [s.key for s in queue.in_order()] == [s.key for s in model.in_order()]
+        assert queue.first() is next(iter(model.in_order()), None)
+        assert queue.num_new(0.5) == sum(s.request.priority >= 0.5 for s in model.others)
+        assert queue.num_new_at_all == len(model.others)
+        assert set(queue.in_front()) == set(model.front)
+
+
+def start_first(queue: WaitingQueue, model: Model) -> LlmRequest:
+    first = queue.first()
+    queue.remove(first)
+    model.remove(first)
+    if not first.has_started:
+        queue.charge(first)
+        model.charge(first)
+    first.start((0,), 0)
+    return first
+
+
+def pass_over(queue: WaitingQueue, count: int) -> None:
+    """Changes nothing, so the model does not hear of it."""
+    passed = []
+    for _ in range(count):
+        first = queue.first()
+        passed.append((first, bool(queue.remove(first))))
+    for first, was_in_front in reversed(passed):
+        queue.put_back(first, was_in_front)
+
+
+def end(queue: WaitingQueue, model: Model, sequence: LlmRequest) -> None:
+    if queue.remove(sequence) is not None:
+        model.remove(sequence)
+    queue.leave(sequence)
+    model.leave(sequence)

@@ -1,0 +1,116 @@
+"""Whose fault a failed iteration is: decides what fails in a scenario, and watches who is made to answer for it.
+
+A request may end with a failed iteration's error only if it was alone in one, with nothing in flight before it
+that had failed; and then it has to. A device that says itself that it is no use ends everybody in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil, log2
+
+from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.errors import InflightError, StepFailed, Unavailable
+
+from .scenario import Scenario
+
+PLANNED_FAILURE = StepFailed("planned")
+NO_USE = Unavailable("the device is no use")
+
+
+@dataclass
+class Flight:
+    """A batch on its way through the device.
+
+    Attributes:
+        rows: The sequences that it computes something of.
+        started: Those that it starts, with rows or without.
+        planned_error: What it fails with because the scenario says so.
+        is_behind_failure: Whether a batch ahead of it has failed and has not come back.
+        is_spoiled: Whether it goes on from such a batch: it may fail too.
+        outcome: What comes back.
+        void: Keys of sequences with an earlier batch that came back as an error while this one was in flight.
+    """
+
+    batch: ScheduledBatch
+    rows: tuple[LlmRequest, ...]
+    started: tuple[LlmRequest, ...] = ()
+    planned_error: InflightError | None = None
+    is_behind_failure: bool = False
+    is_spoiled: bool = False
+    outcome: ModelOutput | InflightError | None = None
+    void: set[int] = field(default_factory=set)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it comes back as an error."""
+        return isinstance(self.outcome, InflightError)
+
+    def names(self, sequences: Iterable[LlmRequest]) -> bool:
+        """Whether one of these has a row or a start in it."""
+        return any(one in self.rows or one in self.started for one in sequences)
+
+    def live(self) -> list[LlmRequest]:
+        """The rows that count, before it comes back."""
+        return [r for r in self.rows if r.key not in self.void and r.state is not RequestState.FINISHED]
+
+
+class Blame:
+    """The failed iterations of one scenario.
+
+    Attributes:
+        convicted: Requests that have to end with an error.
+        num_failed: Iterations that came back as an error.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.convicted: set[int] = set()
+        self.num_failed = 0
+        self._scenario = scenario
+        self._num_by_chance = 0
+        self._culprits: set[int] = set()
+        self._most_suspects = 1
+
+    def take_off(self, flight: Flight, ahead: Iterable[Flight]) -> None:
+        """A batch is about to run, with others in flight ahead of it."""
+        breakdowns, batch = self._scenario.breakdowns, flight.batch
+        failed = [each for each in ahead if each.has_failed]
+        flight.is_behind_failure = bool(failed)
+        flight.is_spoiled = any(each.names(flight.rows) for each in failed)
+        culprits = {
+            row.request_id
+            for row in flight.rows
+            if row.next_position > breakdowns.guilty.get(row.request_id, row.next_position)
+        }
+        if batch.iteration in breakdowns.unusable:
+            flight.planned_error = NO_USE
+        elif culprits or batch.iteration in breakdowns.transient:
+            flight.planned_error = PLANNED_FAILURE
+            self._culprits |= culprits
+            self._num_by_chance += not culprits
+
+    def failed(self, flight: Flight, behind: Iterable[Flight]) -> set[int]:
+        """A batch is about to come back as an error, with others in flight behind it; who has to end for it."""
+        self.num_failed += 1
+        for other in behind:
+            other.void |= {row.key for row in (*flight.rows, *flight.started)}
+        live = flight.live()
+        requests = {row.request_id for row in live}
+        self._most_suspects = max(self._most_suspects, len(requests))
+        was_alone = len(live) == len(flight.rows) and len(requests) == 1
+        if not (was_alone or isinstance(flight.outcome, Unavailable)):
+            return set()
+        self.convicted |= requests
+        return requests
+
+    def check(self) -> None:
+        """At the end: the guilty ones did not take more than their share of iterations with them."""
+        halvings = ceil(log2(self._most_suspects))
+        planned = self._num_by_chance + len(self._scenario.breakdowns.unusable)
+        most = planned + len(self._culprits) * (2 * halvings + 2)
+        # Behind a batch that fails another one is in flight already, and perhaps one that goes on from that one.
+        assert self.num_failed <= most * (2 * self._scenario.depth - 1), (
+            f"{self.num_failed} iterations failed for {len(self._culprits)} guilty requests"
+        )

@@ -1,0 +1,144 @@
+"""What is to be found in the KV cache, as a plain set of prefixes that never forgets: watches one scheduler.
+
+A prefix is known once an update has confirmed that its last block is computed. While the pool has had an empty
+block for everybody who took one, nothing was evicted, and a sequence has to find exactly the blocks of its longest
+known prefix; later, no more than these. Knows no digests and no block ids.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable
+
+from inflight.core.batch import ScheduledBatch
+from inflight.core.config import SchedulerConfig
+from inflight.core.kv_cache_manager import PrefixMatch
+from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.scheduler import Scheduler
+
+
+class CacheOracle:
+    """Follows what is computed and what is found.
+
+    Attributes:
+        num_reused, num_missed: Blocks by (request id, sequence index), over all its starts.
+        is_complete: False once blocks were given up for other reasons than a lack of them.
+        num_exact: Starts of which it is certain what they had to find.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
+        self.num_reused: Counter[tuple[int, int]] = Counter()
+        self.num_missed: Counter[tuple[int, int]] = Counter()
+        self.num_exact = 0
+        self.is_complete = True
+        self._kv_cache = scheduler.kv_cache
+        self._scheduler = scheduler
+        self._shares_all = config.enable_kv_cache_reuse
+        self._size = scheduler.kv_cache.tokens_per_block
+        self._numbers: dict[Hashable, int] = {}  # of all prefixes that ever came up
+        self._known: set[int] = set()
+        self._chains: dict[int, list[int]] = {}  # by sequence key, of all its full blocks
+        self._num_promised: dict[int, int] = {}  # by sequence key, blocks that it told it would compute
+        self._num_known: Counter[int] = Counter()  # by sequence key, since it started
+        self._num_taken = 0
+
+    # ---------------------------------------------------------------- what a prefix is
+
+    def _scope(self, llm_request: LlmRequest) -> Hashable:
+        """Who shares blocks with whom; None: with nobody."""
+        identity = llm_request.request.identity
+        if self._shares_all:
+            return (identity.cache_salt_id, identity.lora_task_id, identity.prompt_table_digest)
+        return (llm_request.request_id,) if llm_request.request.sampling.num_sequences > 1 else None
+
+    def _prefixes(self, llm_request: LlmRequest, num_tokens: int) -> list[int]:
+        """A number for each full block of its first `num_tokens` tokens: for all that the block depends on."""
+        chain = self._chains.setdefault(llm_request.key, [])
+        size, extra_ids = self._size, llm_request.request.identity.extra_ids
+        for end in range((len(chain) + 1) * size, num_tokens + 1, size):
+            block = range(end - size, end)
+            extra = tuple(extra_ids[i] if i < len(extra_ids) else 0 for i in block)
+            before = chain[-1] if chain else self._scope(llm_request)
+            prefix = (before, tuple(llm_request.tokens[i] for i in block), extra)
+            chain.append(self._numbers.setdefault(prefix, len(self._numbers)))
+        return chain[: num_tokens // size]
+
+    def _looks(self, llm_request: LlmRequest) -> bool:
+        """Whether it looks for its prefix at all: rows that are not computed have no logits."""
+        return self._scope(llm_request) is not None and not llm_request.gives_context
+
+    def _num_found(self, llm_request: LlmRequest) -> tuple[int, int]:
+        """Known blocks at the beginning, and all that are looked for: the last token is computed anyway."""
+        prefixes = self._prefixes(llm_request, len(llm_request.tokens) - 1)
+        return next((i for i, p in enumerate(prefixes) if p not in self._known), len(prefixes)), len(prefixes)
+
+    # ---------------------------------------------------------------- what happens
+
+    def is_promised(self, llm_request: LlmRequest) -> bool:
+        """Whether somebody who runs has told that it computes the first block that is not found."""
+        return self._looks(llm_request) and self._is_promised(llm_request, self._match(llm_request))
+
+    def _match(self, llm_request: LlmRequest) -> PrefixMatch:
+        return self._kv_cache.match_prefix(llm_request.key, llm_request.tokens, llm_request.rules)
+
+    def _is_promised(self, llm_request: LlmRequest, match: PrefixMatch) -> bool:
+        prefixes = self._prefixes(llm_request, len(llm_request.tokens) - 1)
+        place = len(match.block_ids)
+        return place < len(prefixes) and any(
+            self._num_known[runner.key] <= place < self._num_promised[runner.key]
+            and self._chains[runner.key][place] == prefixes[place]
+            for runner in self._scheduler.running_sequences
+        )
+
+    def check_promises(self, waiting: Iterable[LlmRequest]) -> None:
+        """When nobody is half admitted: those are promised something who have reason to wait, and no others."""
+        for llm_request in waiting:
+            if self._looks(llm_request):
+                match = self._match(llm_request)
+                assert match.is_promised == self._is_promised(llm_request, match), (
+                    f"request {llm_request.request_id} waits for nobody, or computes what somebody does already"
+                )
+
+    def admitted(self, llm_request: LlmRequest) -> None:
+        """A sequence has its first blocks: as many as there are to be found."""
+        counts = self._kv_cache.block_counts(llm_request.key)
+        self._num_known[llm_request.key] = counts.reused
+        self._num_promised[llm_request.key] = 0
+        if not self._looks(llm_request):
+            assert counts.reused == counts.missed == 0
+            return
+        found, sought = self._num_found(llm_request)
+        self._num_promised[llm_request.key] = len(self._prefixes(llm_request, len(llm_request.tokens)))
+        assert counts.reused <= found, f"request {llm_request.request_id} found what nobody computed"
+        assert counts.missed == sought - counts.reused
+        if self.is_complete and self._num_taken <= self._kv_cache.pool.num_blocks:
+            self.num_exact += 1
+            assert counts.reused == found, f"request {llm_request.request_id} did not find what there is"
+        name = llm_request.request_id, llm_request.sequence_index
+        self.num_reused[name] += counts.reused
+        self.num_missed[name] += counts.missed
+
+    def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
+        """Blocks were taken."""
+        shared = sum(self._kv_cache.block_counts(llm_request.key).reused for llm_request in starts)
+        named = sum(len(block_ids) for _, block_ids in batch.new_blocks)
+        self._num_taken += named - shared + len(batch.replaced_blocks)
+        assert self._num_taken == self._kv_cache.num_taken_blocks
+
+    def updated(self, rows: Collection[LlmRequest]) -> None:
+        """An update has confirmed rows of these sequences, which had not ended before."""
+        for llm_request in rows:
+            if self._scope(llm_request) is None or llm_request.state is RequestState.PAUSED:
+                continue
+            known = llm_request.tokens
+            if llm_request.request.sampling.uses_beams:
+                known = known[: llm_request.prompt_length]
+            num_tokens = min(llm_request.num_computed_tokens, len(known))
+            prefixes = self._prefixes(llm_request, num_tokens)
+            self._known.update(prefixes[self._num_known[llm_request.key] :])
+            self._num_known[llm_request.key] = max(self._num_known[llm_request.key], len(prefixes))
+
+    def check(self) -> None:
+        """At the end: the manager's totals are the sums over all starts."""
+        assert self._kv_cache.num_reused_blocks == sum(self.num_reused.values())
+        assert self._kv_cache.num_missed_blocks == sum(self.num_missed.values())

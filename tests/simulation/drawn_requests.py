@@ -1,0 +1,180 @@
+"""Requests of every kind, drawn at random: prompts with common beginnings, identities, beams, drafts, outputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from inflight.core.output_config import OutputConfig
+from inflight.core.prefix_identity import PrefixIdentity
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.sampling_config import SamplingConfig
+from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import PLAIN
+
+_TABLES = (b"", b"one table", b"another table")
+_EXTRA_IDS = (0, 7, 8)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What the requests of one scenario have in common.
+
+    Attributes:
+        vocab_size: Small ones make a fake model that repeats itself, so that n-grams are found again and guesses
+            come true.
+        num_slots: No search has more beams.
+        identities, priorities, client_ids: One of each is a request's.
+        retains: How many of the requests say something about their blocks.
+        searches: How many are beam searches.
+        expires: How many have a deadline.
+    """
+
+    vocab_size: int
+    num_slots: int
+    identities: tuple[PrefixIdentity, ...]
+    priorities: tuple[float, ...]
+    client_ids: tuple[int, ...]
+    retains: float
+    searches: float
+    expires: float
+
+
+def draw_habits(rng: random.Random) -> Habits:
+    """Each kind of variety in some scenarios only, so that all mixtures come up."""
+
+    def sometimes(values: tuple) -> tuple:
+        return values if rng.random() < 0.4 else values[:1]
+
+    return Habits(
+        vocab_size=rng.choice([3, 7, 23]),
+        num_slots=rng.choice([1, 2, 4, 6, 8, 12]),
+        identities=sometimes((PLAIN, *(_draw_identity(rng) for _ in range(2)))),
+        priorities=sometimes((0.5, 0.5, 0.0, 1.0)),
+        client_ids=sometimes((0, 1, 2)),
+        retains=rng.choice([0.0, 0.0, 0.6]),
+        searches=rng.choice([0.0, 0.2, 0.4]),
+        expires=rng.choice([0.0, 0.0, 0.4]),
+    )
+
+
+def _draw_identity(rng: random.Random) -> PrefixIdentity:
+    return PrefixIdentity(
+        cache_salt_id=rng.choice([0, 0, 1, 2]),
+        lora_task_id=rng.choice([None, None, 0, 1]),
+        prompt_table_digest=rng.choice(_TABLES),
+    )
+
+
+def draw_requests(rng: random.Random, habits: Habits) -> list[Request]:
+    """Two to eight requests, with ids from 1 on."""
+    prefixes = [draw_tokens(rng, habits.vocab_size, rng.randint(0, 24)) for _ in range(2)]
+    extra_ids = [tuple(rng.choices(_EXTRA_IDS, (20, 1, 1), k=30)) for _ in range(2)]
+    return [
+        _draw_request(rng, habits, request_id, rng.choice(prefixes), rng.choice(extra_ids))
+        for request_id in range(1, rng.randint(3, 9))
+    ]
+
+
+def _draw_request(
+    rng: random.Random, habits: Habits, request_id: int, prefix: tuple[int, ...], extra_ids: tuple[int, ...]
+) -> Request:
+    vocab_size = habits.vocab_size
+    prompt = prefix + draw_tokens(rng, vocab_size, rng.randint(1, 6))
+    identity = rng.choice(habits.identities)
+    if len(habits.identities) > 1 and rng.random() < 0.4:
+        identity = replace(identity, extra_ids=extra_ids[: len(prompt)])
+    end_ids = draw_tokens(rng, vocab_size, rng.choice([0, 0, 0, 1, 2]))
+    sampling = _draw_sampling(
+        rng, habits.searches, min(habits.num_slots, vocab_size // max(2, 1 + len(end_ids)))
+    )
+    new, alone = rng.randint(1, 20), sampling.beam_width == 1
+    request = Request(
+        request_id,
+        prompt,
+        new,
+        streaming=rng.random() < 0.6,
+        end_ids=end_ids,
+        sampling=sampling,
+        output=_draw_output(rng, vocab_size),
+        stop_words=_draw_words(rng, vocab_size) if rng.random() < 0.2 else (),
+        prompt_lookup_num_tokens=rng.choice([0, 0, 1, 4]) if alone else 0,
+        identity=identity,
+        retention=_draw_retention(rng, len(prompt)) if rng.random() < habits.retains else RetentionConfig(),
+        priority=rng.choice(habits.priorities),
+        client_id=rng.choice(habits.client_ids),
+        allotted_time_ms=rng.randint(1, 200) if rng.random() < habits.expires else 0,
+    )
+    if alone and new > 1 and rng.random() < 0.2:
+        request = replace(request, draft=_draw_draft(rng, vocab_size, request))
+    return request
+
+
+def draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
+    """Any tokens."""
+    return tuple(rng.randrange(vocab_size) for _ in range(count))
+
+
+def _draw_words(rng: random.Random, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Mostly long enough not to come true at once."""
+    return tuple(draw_tokens(rng, vocab_size, rng.choice([1, 2, 2, 3, 3])) for _ in range(rng.randint(1, 3)))
+
+
+def _draw_sampling(rng: random.Random, searches: float, most_beams: int) -> SamplingConfig:
+    penalty = rng.choice([1.0, 1.0, 1.0, 1.3])
+    if most_beams > 1 and rng.random() < searches:
+        beam_width = min(most_beams, rng.choice([2, 2, 3, 5]))
+        return SamplingConfig(
+            beam_width=beam_width,
+            num_return_sequences=rng.choice([None, 1, beam_width]),
+            repetition_penalty=penalty,
+            length_penalty=rng.choice([0.0, 1.0, 2.0]),
+            early_stopping=rng.randint(0, 2),
+            beam_search_diversity_rate=rng.choice([0.0, 0.0, 0.5]),
+        )
+    sampled = rng.random() < 0.4
+    return SamplingConfig(
+        num_return_sequences=rng.choice([None, None, None, 2, 4]),
+        top_k=3 if sampled else 0,
+        random_seed=rng.randrange(5) if sampled else 0,
+        repetition_penalty=penalty,
+    )
+
+
+def _draw_output(rng: random.Random, vocab_size: int) -> OutputConfig:
+    def some() -> bool:
+        return rng.random() < 0.15
+
+    return OutputConfig(
+        exclude_input_from_output=rng.random() < 0.5,
+        return_log_probs=some(),
+        num_top_log_probs=rng.randint(1, vocab_size) if some() else 0,
+        return_prompt_log_probs=some(),
+        return_context_logits=some(),
+        return_generation_logits=some(),
+        return_perf_metrics=rng.random() < 0.3,
+    )
+
+
+def _draw_retention(rng: random.Random, prompt_length: int) -> RetentionConfig:
+    """Up to two ranges of the prompt, and perhaps what is generated."""
+    places = sorted(rng.sample(range(prompt_length + 4), 4))
+    ends: tuple[int | None, ...] = (places[1], rng.choice([places[3], None]))
+    ranges = tuple(TokenRangeRetention(start, end, _draw_worth(rng)) for start, end in zip(places[::2], ends))
+    return RetentionConfig(ranges[: rng.randint(0, 2)], rng.choice([None, _draw_worth(rng)]))
+
+
+def _draw_worth(rng: random.Random) -> Retention:
+    return Retention(rng.choice([0, 20, 35, 50, 100]), rng.choice([None, 1, 20, 100]))
+
+
+def _draw_draft(rng: random.Random, vocab_size: int, request: Request) -> ExternalDraft:
+    """What will come, with a mistake somewhere or nowhere."""
+    count = rng.randint(1, min(6, request.max_new_tokens - 1))
+    tokens = expected_tokens(
+        request.input_token_ids, count, vocab_size, request.sampling, identity=request.identity
+    )
+    if rng.random() < 0.7:
+        tokens[rng.randrange(count)] = rng.randrange(vocab_size)
+    return ExternalDraft(tuple(tokens))

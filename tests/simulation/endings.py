@@ -1,0 +1,176 @@
+"""How requests ended: each once, for a reason that there was, and with the tokens that it has alone."""
+
+from __future__ import annotations
+
+from inflight.core.request import Request
+from inflight.core.response import Response, Result, merge_responses
+from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason
+from inflight.errors import InvalidArgument, Unavailable
+
+from .alone import compare_context, compare_outputs, search_alone, sequence_alone
+from .outcome import Outcome
+from .scenario import Scenario, time_of
+
+_MS = 1_000_000
+
+
+def check_endings(scenario: Scenario, outcome: Outcome) -> None:
+    """Every request's responses, and when they came."""
+    requests = scenario.requests
+    assert outcome.responses.keys() == requests.keys()
+    for request_id, request in requests.items():
+        responses = outcome.responses[request_id]
+        assert [r.is_final for r in responses] == [False] * (len(responses) - 1) + [True]
+        assert all(response.error is None for response in responses[:-1])
+        _check_error(scenario, outcome, responses[-1])
+        for index in range(request.sampling.num_sequences):
+            mine = [r for r in responses if r.result and r.sequence_index == index]
+            _check_results(scenario, outcome, request, index, mine)
+    _check_stops(scenario, outcome)
+    _check_deadlines(scenario, outcome)
+
+
+def _check_error(scenario: Scenario, outcome: Outcome, last: Response) -> None:
+    """Errors are for those who want what cannot be, find the queue full, or were alone in a failed iteration."""
+    if last.request_id in scenario.invalid:
+        assert isinstance(last.error, InvalidArgument)
+    elif last.request_id in outcome.refused:
+        assert isinstance(last.error, Unavailable)
+    else:
+        assert (last.error is not None) == (last.request_id in outcome.convicted), last.error
+
+
+def _check_results(
+    scenario: Scenario, outcome: Outcome, request: Request, index: int, responses: list[Response]
+) -> None:
+    results = [response.result for response in responses if response.result]
+    has_failed = outcome.responses[request.request_id][-1].error is not None
+    ends = [result.is_sequence_final for result in results]
+    assert ends == [False] * (len(ends) - 1) + [True] or (has_failed and not any(ends))
+    assert request.streaming or len(results) <= 1
+    assert all(
+        set(r.finish_reasons) == {FinishReason.NOT_FINISHED} for r in results if not r.is_sequence_final
+    )
+    if not results:
+        return
+    _check_metrics(outcome, request, results[-1])
+    if request.sampling.uses_beams:
+        _check_search(scenario, request, results)
+    else:
+        _check_sequence(scenario, request, index, results, merge_responses(responses).result)
+
+
+def _check_sequence(
+    scenario: Scenario, request: Request, index: int, results: list[Result], whole: Result | None
+) -> None:
+    vocab_size = scenario.limits.vocab_size
+    alone = sequence_alone(request, index, vocab_size)
+    final = results[-1]
+    reason = final.finish_reasons[0]
+    if not final.is_sequence_final or final.was_cut_short:
+        received = [token for result in results for token in result.output_token_ids[0]]
+        assert tuple(received) == alone.tokens[: len(received)]
+        assert not final.was_cut_short or final.output_token_ids == ((),)
+        assert not final.was_cut_short or _has_reason(scenario, request, index, reason)
+        return
+    assert whole is not None
+    num_tokens = whole.num_output_tokens[0]
+    if reason is not alone.reason or num_tokens < len(alone.tokens):
+        assert reason is FinishReason.STOP_WORDS and _has_reason(scenario, request, index, reason)
+        alone = alone.stopped_after(num_tokens, reason)
+    compare_outputs(request, whole, [alone], vocab_size)
+    assert whole.finish_reasons == (alone.reason,)
+    if num_tokens or not _has_reason(scenario, request, index, reason):
+        compare_context(request, whole, vocab_size)
+
+
+def _check_search(scenario: Scenario, request: Request, results: list[Result]) -> None:
+    """A streamed search says after every step what it would answer; its last response is its last step."""
+    vocab_size = scenario.limits.vocab_size
+    steps = search_alone(request, vocab_size)
+    final = results[-1]
+    whole = [result for result in results if not result.was_cut_short]
+    if final.was_cut_short:
+        assert _has_reason(scenario, request, 0, final.finish_reasons[0])
+    elif final.is_sequence_final:
+        assert final.finish_reasons == tuple(beam.reason for beam in steps[-1])
+        assert len(whole) == (len(steps) if request.streaming else 1)
+    for result, beams in zip(whole, steps if request.streaming else steps[-1:]):
+        compare_outputs(request, result, beams, vocab_size)
+    if whole:
+        compare_context(request, whole[0], vocab_size)
+
+
+def _check_metrics(outcome: Outcome, request: Request, final: Result) -> None:
+    metrics = final.perf_metrics
+    assert (metrics is not None) == request.output.return_perf_metrics
+    if metrics is None or not final.is_sequence_final:
+        return
+    name = request.request_id, final.sequence_index
+    assert metrics.num_reused_blocks == outcome.reused[name]
+    assert metrics.num_missed_blocks == outcome.missed[name]
+    assert metrics.arrival_time_ns == request.arrival_time_ns
+    assert 0 <= metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens
+    if any(final.num_output_tokens) and not final.was_cut_short:
+        times = metrics.first_scheduled_time_ns, metrics.first_token_time_ns, metrics.last_token_time_ns
+        assert 0 < times[0] < times[1] <= times[2]
+
+
+# ---------------------------------------------------------------------- when, and why
+
+
+def _deadline_of(scenario: Scenario, request: Request) -> int | None:
+    """The iteration in which it has to end at the latest."""
+    if not request.allotted_time_ms:
+        return None
+    arrival = next(i for i, each in scenario.arrivals.items() if request in each)
+    deadline_ns = (request.arrival_time_ns or time_of(arrival)) + request.allotted_time_ms * _MS
+    iteration = arrival
+    while time_of(iteration) < deadline_ns:
+        iteration += 1
+    return iteration
+
+
+def _has_reason(scenario: Scenario, request: Request, index: int, reason: FinishReason) -> bool:
+    """Whether something from outside can have ended a sequence for this reason."""
+    signals = [signal for each in scenario.stops.values() for signal in each]
+    if any(
+        signal.request_id == request.request_id
+        and signal.sequence_index in (None, index)
+        and FINISH_REASON_OF_STOP[signal.reason] is reason
+        for signal in signals
+    ):
+        return True
+    return reason is FinishReason.TIMED_OUT and request.allotted_time_ms > 0
+
+
+def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
+    """Nobody who is stopped is there after that iteration."""
+    for iteration, signals in scenario.stops.items():
+        for signal in signals:
+            ended = outcome.final_iterations[signal.request_id]
+            if signal.sequence_index is not None:
+                # A sequence of a request that failed has no last word of its own.
+                key = signal.request_id, signal.sequence_index
+                ended = outcome.sequence_ends.get(key, iteration)
+            assert ended <= iteration, "a stop was not heeded at once"
+
+
+def _check_deadlines(scenario: Scenario, outcome: Outcome) -> None:
+    """Nobody stays beyond its deadline, and nobody is sent away before."""
+    for request in scenario.requests.values():
+        latest = _deadline_of(scenario, request)
+        if latest is None:
+            continue
+        assert outcome.final_iterations[request.request_id] <= latest, "a deadline was not heeded"
+        for index in range(request.sampling.num_sequences):
+            ended = outcome.sequence_ends.get((request.request_id, index))
+            signals = [s for each in scenario.stops.values() for s in each]
+            if ended is None or ended >= latest or any(s.request_id == request.request_id for s in signals):
+                continue
+            reasons = [
+                response.result.finish_reasons[0]
+                for response in outcome.responses[request.request_id]
+                if response.result and response.sequence_index == index
+            ]
+            assert reasons[-1] is not FinishReason.TIMED_OUT, "a request timed out before its time"

@@ -1,0 +1,85 @@
+"""What a run did: its responses, and how far it got into everything that is meant to be reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.core.response import Response
+from inflight.core.stop import FinishReason
+
+
+@dataclass
+class Outcome:
+    """Filled in while a scenario runs.
+
+    Attributes:
+        responses: By request id, in order.
+        errors: Of requests, by Triton's code.
+        reasons: Of outputs, each beam's.
+        final_iterations: When a request had its final response.
+        sequence_ends: When a sequence had its last result.
+        refused: Requests that found the queue full.
+        convicted: Requests that were alone in an iteration that failed.
+        started: (request id, sequence index), in order of their first start.
+        reused, missed: Blocks that a (request id, sequence index) found in the cache, or did not.
+        num_exact_reuses: Starts of which it was certain what they had to find.
+        num_divided_contexts: Iterations in which the policy for chunks made a difference.
+        num_mixed_batches: With beams of several widths, or beams beside other rows in generation.
+    """
+
+    responses: dict[int, list[Response]] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[FinishReason] = field(default_factory=Counter)
+    final_iterations: dict[int, int] = field(default_factory=dict)
+    sequence_ends: dict[tuple[int, int], int] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    convicted: set[int] = field(default_factory=set)
+    started: list[tuple[int, int]] = field(default_factory=list)
+    reused: Counter[tuple[int, int]] = field(default_factory=Counter)
+    missed: Counter[tuple[int, int]] = field(default_factory=Counter)
+    num_iterations: int = 0
+    num_failed_iterations: int = 0
+    num_pauses: int = 0
+    num_exact_reuses: int = 0
+    num_divided_contexts: int = 0
+    num_chunks: int = 0
+    num_copies: int = 0
+    num_lookups: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_mixed_batches: int = 0
+    max_rows: int = 0
+
+    def record(self, iteration: int, responses: list[Response]) -> None:
+        """Take the responses of an iteration."""
+        for response in responses:
+            earlier = self.responses.setdefault(response.request_id, [])
+            assert not (earlier and earlier[-1].is_final), "a response after the final one"
+            earlier.append(response)
+            if response.error is not None:
+                self.errors[response.error.code] += 1
+            if response.result is not None and response.result.is_sequence_final:
+                self.reasons.update(response.result.finish_reasons)
+                self.sequence_ends[response.request_id, response.sequence_index] = iteration
+            if response.is_final:
+                self.final_iterations[response.request_id] = iteration
+
+    def count(self, batch: ScheduledBatch) -> None:
+        """What kinds of rows a batch has."""
+        self.num_chunks += sum(not chunk.is_last for chunk in batch.context)
+        self.num_copies += len(batch.block_copies)
+        self.max_rows = max(self.max_rows, batch.num_rows)
+        widths = {len(group.slots) for group in batch.beam_groups if len(group.slots) > 1}
+        others = set(batch.generation_slots).difference(*(group.slots for group in batch.beam_groups))
+        self.num_mixed_batches += len(widths) > 1 or bool(widths and others)
+
+    def count_drafts(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """What became of its drafts."""
+        chunks = {chunk.slot: chunk for chunk in batch.context if chunk.num_draft_tokens}
+        for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
+            if (chunk := chunks.get(slot)) is not None:
+                self.num_lookups += chunk.is_generation
+                self.num_accepted += len(tokens) - 1
+                self.num_rejected += chunk.num_draft_tokens - len(tokens) + 1

@@ -1,0 +1,264 @@
+"""Who may start, by the words of `waiting_queue.py` and nothing else: watches a scheduler and objects.
+
+Keeps accounts of its own of what every client was served. At every admission nobody who comes before the one that
+is let in may be left waiting, but for those who are delayed for a reason; and when admission ends, some first one
+must lack slots or blocks. Quadratic in the number of requests, and made of plain lists.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.request import Request
+from inflight.core.scheduler import Scheduler
+
+from .cache_oracle import CacheOracle
+
+
+def sequences_of(scheduler: Scheduler) -> list[LlmRequest]:
+    """All sequences of requests without a final response."""
+    return [sequence for group in scheduler._groups.values() for sequence in group.sequences]
+
+
+class Shares:
+    """What clients were served, in tokens: start-time fair queueing, written down naively."""
+
+    def __init__(self) -> None:
+        self._settled: dict[int, int] = {}  # by sequences that have ended
+        self._promised: Counter[int] = Counter()  # by those that run
+        self._present: Counter[int] = Counter()
+        self._queued: Counter[int] = Counter()  # never ran
+        self._away: dict[int, int] = {}
+        self._virtual_time = 0
+
+    def served(self, client: int) -> int:
+        """What counts when it is about turns."""
+        return self._settled[client] + self._promised[client]
+
+    def arrive(self, client: int) -> None:
+        """One that nobody waited for begins where the one served last stands, or where it stood, if further."""
+        self._enter(client)
+        if not self._queued[client]:
+            self._settled[client] = max(self._settled[client], self._virtual_time)
+        self._queued[client] += 1
+
+    def _enter(self, client: int) -> None:
+        if not self._present[client]:
+            self._settled[client] = max(self._virtual_time, self._away.pop(client, 0))
+        self._present[client] += 1
+
+    def charge(self, llm_request: LlmRequest) -> None:
+        """A sequence starts for the first time."""
+        request = llm_request.request
+        if llm_request.sequence_index:
+            self._enter(request.client_id)
+        else:
+            self._queued[request.client_id] -= 1
+        self._virtual_time = max(self._virtual_time, self._settled[request.client_id])
+        self._promised[request.client_id] += cost_of(request)
+
+    def leave(self, llm_request: LlmRequest, has_started: bool) -> None:
+        """A sequence has ended."""
+        request = llm_request.request
+        client = request.client_id
+        if not has_started:
+            self.give_up(client)
+            return
+        unused = request.max_new_tokens - llm_request.num_generated
+        self._promised[client] -= cost_of(request)
+        self._settled[client] += cost_of(request) - unused * request.sampling.beam_width
+        self._depart(client)
+
+    def give_up(self, client: int) -> None:
+        """A request has ended that never ran."""
+        self._queued[client] -= 1
+        self._depart(client)
+
+    def _depart(self, client: int) -> None:
+        """A client has one sequence less; when nobody is left all begin anew."""
+        self._present[client] -= 1
+        if not self._present[client]:
+            self._away[client] = self._settled.pop(client)
+        if not self._present.total():
+            self._away.clear()
+
+
+def cost_of(request: Request) -> int:
+    """What one of its sequences is charged when it starts."""
+    return request.prompt_length + request.max_new_tokens * request.sampling.beam_width
+
+
+class QueueOracle:
+    """Watches the admissions of one scheduler, over the method that admits.
+
+    Args:
+        scheduler: Whose.
+        config: What it was told.
+        cache: Knows who has reason to wait for somebody else's prompt, and is told who starts.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: SchedulerConfig,
+        cache: CacheOracle,
+    ) -> None:
+        self.shares = Shares()
+        self.starts: list[LlmRequest] = []  # first starts, in order
+        self.ended: list[LlmRequest] = []
+        self._scheduler = scheduler
+        self._config = config
+        self._cache = cache
+        self._started: set[int] = set()  # keys
+        self._present: dict[int, LlmRequest] = {}
+        self._admit = scheduler._admission.admit
+        scheduler._admission.admit = self._watched_admit  # type: ignore[method-assign]
+
+    # ---------------------------------------------------------------- who comes and goes
+
+    def too_many(self, requests: Collection[Request]) -> set[int]:
+        """Which of the requests of this iteration find the queue full."""
+        bound = self._config.max_queue_size
+        waiting = [r.request for r in self._waiting() if _is_new(r)]
+        refused = set()
+        for request in requests:
+            ahead = [other for other in waiting if other.priority >= request.priority]
+            count = sum(other.sampling.num_sequences for other in (*ahead, request))
+            if bound and count > bound + self._free_slots():
+                refused.add(request.request_id)
+            else:
+                waiting.append(request)
+        return refused
+
+    def accepted(self, requests: Collection[Request]) -> None:
+        """These were queued; some may have ended already."""
+        first = {r.request_id: r for r in sequences_of(self._scheduler) if r.sequence_index == 0}
+        for request in requests:
+            self.shares.arrive(request.client_id)
+            if request.request_id in first:
+                self._present[first[request.request_id].key] = first[request.request_id]
+        for request in requests:
+            if request.request_id not in first:
+                self.shares.give_up(request.client_id)
+
+    def settle(self) -> None:
+        """After any call: who has ended gives back what it did not generate."""
+        for llm_request in list(self._present.values()):
+            if llm_request.state is RequestState.FINISHED and not llm_request.slots:
+                del self._present[llm_request.key]
+                self.ended.append(llm_request)
+                self.shares.leave(llm_request, llm_request.key in self._started)
+
+    # ---------------------------------------------------------------- who starts
+
+    def _watched_admit(
+        self, claimed_blocks: int, on_trial: Collection[int]
+    ) -> Iterator[tuple[LlmRequest, int]]:
+        policy = self._config.policy
+        is_closed = policy is CapacitySchedulerPolicy.STATIC_BATCH and bool(self._scheduler.running_sequences)
+        if policy is not CapacitySchedulerPolicy.MAX_UTILIZATION:
+            assert claimed_blocks == 0, "blocks were claimed that reservations cover"
+        for llm_request, num_reused in self._admit(claimed_blocks, on_trial):
+            assert not (is_closed and _is_new(llm_request)), "a static batch was joined"
+            self._check_turn(llm_request, on_trial)
+            if llm_request.key not in self._started:
+                self._started.add(llm_request.key)
+                self._present[llm_request.key] = llm_request
+                self.starts.append(llm_request)
+                self.shares.charge(llm_request)
+            self._cache.admitted(llm_request)
+            yield llm_request, num_reused
+        self._check_end(claimed_blocks, on_trial, is_closed)
+
+    def _check_turn(self, llm_request: LlmRequest, on_trial: Collection[int]) -> None:
+        assert not on_trial or llm_request.request_id in on_trial, "only those on trial may start"
+        for other in self._waiting():
+            if other is llm_request or not self._precedes(other, llm_request):
+                continue
+            excused = on_trial and other.request_id not in on_trial
+            assert excused or self._is_delayed(other), (
+                f"request {other.request_id} was overtaken by request {llm_request.request_id}"
+            )
+
+    def _check_end(self, claimed_blocks: int, on_trial: Collection[int], is_closed: bool) -> None:
+        waiting = self._waiting()
+        self._cache.check_promises(waiting)
+        allowed = [r for r in waiting if not on_trial or r.request_id in on_trial]
+        undelayed = [r for r in allowed if not self._is_delayed(r)]
+        first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
+        if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
+            return
+        # Who lacks slots is not asked whether it is delayed as well.
+        free_slots = self._free_slots()
+        lack_slots = [r for r in allowed if r.num_slots > free_slots]
+        in_the_way = [r for r in lack_slots if not any(self._precedes(one, r) for one in first)]
+        assert in_the_way, f"request {first[0].request_id} could have started"
+
+    def _precedes(self, one: LlmRequest, other: LlmRequest) -> bool:
+        """Whether one certainly comes before the other."""
+        if one.request.priority != other.request.priority:
+            return one.request.priority > other.request.priority
+        if _is_new(one) != _is_new(other):
+            return _is_new(other)
+        if not _is_new(one):
+            never_ran = one.state is other.state is RequestState.WAITING
+            return never_ran and one.group is other.group and one.key < other.key
+        clients = one.request.client_id, other.request.client_id
+        if clients[0] == clients[1]:
+            return one.key < other.key
+        served = [self.shares.served(client) for client in clients]
+        return (served[0], one.key) < (served[1], other.key)
+
+    def _fits(self, llm_request: LlmRequest, claimed_blocks: int, is_closed: bool) -> bool:
+        if is_closed and _is_new(llm_request):
+            return False
+        kv_cache = self._scheduler.kv_cache
+        matched: tuple[int, ...] = ()
+        if not llm_request.gives_context:
+            match = kv_cache.match_prefix(llm_request.key, llm_request.tokens, llm_request.rules)
+            matched = match.block_ids
+        num_held = sum(map(kv_cache.pool.is_held, matched))
+        needed = self._blocks_to_reserve(llm_request) - num_held
+        enough = needed <= kv_cache.num_unreserved - claimed_blocks
+        return enough and llm_request.num_slots <= self._free_slots()
+
+    def _blocks_to_reserve(self, llm_request: LlmRequest) -> int:
+        request, size = llm_request.request, self._scheduler.kv_cache.tokens_per_block
+        to_its_end = self._config.policy is not CapacitySchedulerPolicy.MAX_UTILIZATION
+        if to_its_end or request.sampling.uses_beams:
+            return request.max_kv_blocks(size)
+        soon = len(llm_request.tokens) + max(1, llm_request.draft_length)
+        return -(-min(soon, request.max_kv_tokens) // size)
+
+    # ---------------------------------------------------------------- who waits
+
+    def _is_delayed(self, llm_request: LlmRequest) -> bool:
+        """Whether it had better wait for somebody else's prompt; a static batch would be over by then."""
+        is_static = self._config.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
+
+    def _waiting(self) -> list[LlmRequest]:
+        """All that may start as soon as there is room; siblings wait for their prompt."""
+        return [
+            llm_request
+            for llm_request in sequences_of(self._scheduler)
+            if llm_request.state is RequestState.PAUSED
+            or (llm_request.state is RequestState.WAITING and _has_prompt(llm_request))
+        ]
+
+    def _free_slots(self) -> int:
+        taken = sum(r.num_slots for r in self._scheduler.running_sequences)
+        return self._scheduler._running.slots.count - taken
+
+
+def _is_new(llm_request: LlmRequest) -> bool:
+    return llm_request.state is RequestState.WAITING and llm_request.sequence_index == 0
+
+
+def _has_prompt(llm_request: LlmRequest) -> bool:
+    """Whether its request's prompt was computed, or nobody else is to do it."""
+    leader = llm_request.group.sequences[llm_request.group.context_index]
+    return leader is llm_request or leader.state is RequestState.FINISHED or leader.num_generated > 0

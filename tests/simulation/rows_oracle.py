@@ -1,0 +1,116 @@
+"""Who gets rows of an iteration, by the words of `micro_batch_scheduler.py`: watches one scheduler's choices.
+
+Nobody is left out for whom there were rows, and what comes first is served first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from inflight.core.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.micro_batch_scheduler import MicroBatch
+from inflight.core.scheduler import Scheduler
+
+
+class RowsOracle:
+    """Watches over the method that selects.
+
+    Attributes:
+        num_divided: Iterations in which several contexts shared what was not enough for all of them.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: SchedulerConfig, tokens_per_block: int) -> None:
+        self.num_divided = 0
+        self._config = config
+        self._size = tokens_per_block
+        self._equally = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        self._generation_was_left_out = False
+        self._select = scheduler._micro_batch.select
+        scheduler._micro_batch.select = self._watched_select  # type: ignore[method-assign]
+
+    def _watched_select(self, running: Iterable[LlmRequest]) -> MicroBatch:
+        running = list(running)
+        selected = self._select(running)
+        live = [r for r in running if r.state is not RequestState.FINISHED]
+        contexts = [r for r in live if r.next_position < r.context_length]
+        ready = [r for r in live if r not in contexts and _may_go_on(r)]
+        rows_of_generation = sum(map(_rows, selected.generation))
+        granted = {r.key: count for r, count in selected.context}
+        rows_of_context = sum(granted.values())
+
+        assert rows_of_generation + rows_of_context + selected.num_free_rows == self._config.max_num_tokens
+        assert selected.num_free_rows >= 0
+        assert selected.generation == ready[: len(selected.generation)], "the oldest go first"
+        chunked = self._config.enable_chunked_context
+        generation_first = chunked or self._generation_was_left_out
+        if len(selected.generation) < len(ready):
+            behind = 0 if generation_first else rows_of_context
+            left = self._config.max_num_tokens - rows_of_generation - behind
+            assert _rows(ready[len(selected.generation)]) > left, "generation was left out"
+        self._generation_was_left_out = bool(granted) and len(selected.generation) < len(ready)
+
+        budget = self._config.max_num_tokens - (rows_of_generation if generation_first else 0)
+        expected = self._one_after_another(contexts, budget)
+        if chunked and self._equally:
+            in_turn = self._in_turn(contexts, budget)
+            self.num_divided += expected != in_turn
+            expected = in_turn
+        assert granted == expected, "contexts did not get the rows that they were to get"
+        return selected
+
+    def _pieces(self, llm_request: LlmRequest) -> list[int]:
+        """Rows up to every place where a chunk may end; its drafts stand behind its last token."""
+        start, end = llm_request.next_position, llm_request.context_length
+        boundaries = [at for at in range(start + 1, end) if at % self._size == 0]
+        places = [start, *boundaries, end + llm_request.draft_length]
+        whole = places[-1] - start
+        if not self._config.enable_chunked_context and self._fits_whole(llm_request):
+            return [whole]
+        return [after - before for before, after in pairwise(places)]
+
+    def _fits_whole(self, llm_request: LlmRequest) -> bool:
+        return llm_request.context_length + llm_request.draft_length <= self._config.max_num_tokens
+
+    def _one_after_another(self, contexts: list[LlmRequest], budget: int) -> dict[int, int]:
+        granted = {}
+        for llm_request in contexts:
+            count = 0
+            for piece in self._pieces(llm_request):
+                if count + piece > budget:
+                    break
+                count += piece
+            if not count:
+                break
+            granted[llm_request.key] = count
+            budget -= count
+        return granted
+
+    def _in_turn(self, contexts: list[LlmRequest], budget: int) -> dict[int, int]:
+        granted: dict[int, int] = {}
+        open_pieces = {r.key: self._pieces(r) for r in contexts}
+        while open_pieces:
+            for key, pieces in list(open_pieces.items()):
+                if pieces[0] > budget:
+                    del open_pieces[key]
+                    continue
+                piece = pieces.pop(0)
+                granted[key] = granted.get(key, 0) + piece
+                budget -= piece
+                if not pieces:
+                    del open_pieces[key]
+        return granted
+
+
+def _may_go_on(llm_request: LlmRequest) -> bool:
+    """Whether a sequence past its context has a token to compute, and knows which."""
+    sampling = llm_request.request.sampling
+    waits = sampling.uses_beams or llm_request.has_draft or llm_request.request.prompt_lookup_num_tokens
+    if (waits or llm_request.request.draft) and llm_request.num_scheduled_tokens:
+        return False
+    return llm_request.next_position < llm_request.request.max_kv_tokens
+
+
+def _rows(llm_request: LlmRequest) -> int:
+    return llm_request.request.sampling.beam_width

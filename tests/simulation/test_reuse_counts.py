@@ -1,0 +1,167 @@
+"""How many blocks are reused and how many are not: reuse that does not happen is invisible in what comes back.
+
+In the families there is room for everything, so that the counts follow from the prompts alone: a prefix is
+computed by the first that needs it, whenever that is, and found by all others, at once or after a wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Hashable
+
+import pytest
+
+from inflight.core.batch import EngineLimits
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.core.output_config import OutputConfig
+from inflight.core.prefix_identity import PrefixIdentity
+from inflight.core.request import Request
+from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.sampling_config import SamplingConfig
+from inflight.testing.fake_model import PLAIN
+
+from .drawn_requests import draw_tokens
+from .outcome import Outcome
+from .scenario import Scenario
+from .simulated_server import SimulatedServer, run
+
+VOCAB_SIZE = 5000
+"""So many that nothing that is generated is somebody's prompt."""
+
+
+def draw_family(seed: int) -> Scenario:
+    """Prompts with common beginnings under several identities; none ends with a full block."""
+    rng = random.Random(seed)
+    size, slots = rng.choice([2, 3, 5]), rng.choice([2, 4, 8])
+    stems = [draw_tokens(rng, VOCAB_SIZE, size * rng.randint(1, 6)) for _ in range(2)]
+    identities = (PLAIN, PrefixIdentity(cache_salt_id=3), PrefixIdentity(lora_task_id=0))
+    arrivals: dict[int, tuple[Request, ...]] = {}
+    for request_id in range(rng.randint(4, 12)):
+        stem = rng.choice(stems)
+        branch = draw_tokens(rng, 3, rng.randint(0, 2 * size))
+        prompt = stem[: rng.randint(0, len(stem))] + branch
+        # One token more than full blocks: a last block that is full is computed, but nobody looks for it.
+        prompt = prompt[: len(prompt) // size * size] + (rng.randrange(3),)
+        at = rng.randint(0, 20)
+        request = Request(
+            request_id,
+            prompt,
+            rng.randint(1, 4),
+            sampling=SamplingConfig(num_return_sequences=rng.choice([1, 1, 3])),
+            output=OutputConfig(return_perf_metrics=True),
+            identity=_with_extra_ids(rng, rng.choice(identities), len(prompt)),
+        )
+        arrivals[at] = (*arrivals.get(at, ()), request)
+    config = SchedulerConfig(
+        rng.choice([CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION]),
+        max_num_tokens=slots + size + rng.choice([0, 60]),
+        enable_chunked_context=True,
+        context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
+    )
+    limits = EngineLimits(VOCAB_SIZE, 100, slots, 2000, size)
+    return Scenario(seed, limits, config, rng.choice([1, 2]), arrivals, {})
+
+
+def _with_extra_ids(rng: random.Random, identity: PrefixIdentity, prompt_length: int) -> PrefixIdentity:
+    extra_ids = rng.choice([(), (0,) * prompt_length, (9, *(0,) * (prompt_length - 1))])
+    return dataclasses.replace(identity, extra_ids=extra_ids)
+
+
+def prefixes_of(request: Request, tokens_per_block: int) -> list[Hashable]:
+    """All that each full block of a prompt depends on, but the last token's."""
+    identity, prompt = request.identity, request.input_token_ids
+    scope = identity.cache_salt_id, identity.lora_task_id, identity.prompt_table_digest
+    extra_ids = identity.extra_ids or (0,) * len(prompt)
+    ends = range(tokens_per_block, len(prompt), tokens_per_block)
+    return [(scope, prompt[:end], extra_ids[:end]) for end in ends]
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_every_prefix_is_computed_once(seed):
+    scenario = draw_family(seed)
+    size, requests = scenario.limits.tokens_per_block, scenario.requests.values()
+    sought = sum(len(prefixes_of(r, size)) * r.sampling.num_sequences for r in requests)
+    distinct = {prefix for request in requests for prefix in prefixes_of(request, size)}
+    server = SimulatedServer(scenario)
+    while not server.is_done:
+        server.step()
+    server.check_end()
+    outcome, metrics, stats = server.outcome, server.scheduler.metrics(), server.scheduler.stats(None)
+    assert outcome.missed.total() == stats.num_missed_blocks == len(distinct)
+    assert outcome.reused.total() == stats.num_reused_blocks == sought - len(distinct)
+    assert metrics.num_hit_tokens == (sought - len(distinct)) * size
+    assert metrics.num_missed_tokens == len(distinct) * size
+    told = [
+        response.result.perf_metrics
+        for responses in outcome.responses.values()
+        for response in responses
+        if response.result and response.result.is_sequence_final and response.result.perf_metrics
+    ]
+    assert len(told) == sum(request.sampling.num_sequences for request in requests)
+    assert sum(each.num_missed_blocks for each in told) == len(distinct)
+    assert sum(each.num_reused_blocks for each in told) == sought - len(distinct)
+
+
+def test_the_families_have_something_in_common():
+    outcomes = [run(draw_family(seed)) for seed in range(20)]
+    assert sum(outcome.reused.total() >= outcome.missed.total() for outcome in outcomes) > 5
+    assert sum(outcome.missed.total() > 10 for outcome in outcomes) > 5
+
+
+# ---------------------------------------------------------------------- what is evicted
+
+SIZE = 4
+PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks
+OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three
+
+
+def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> Outcome:
+    """Each arrives when the one before is long gone."""
+    config = SchedulerConfig(max_num_tokens=64)
+    arrivals = {gap * place: (request,) for place, request in enumerate(requests)}
+    return run(Scenario(0, EngineLimits(VOCAB_SIZE, 100, 2, num_blocks, SIZE), config, 1, arrivals, {}))
+
+
+def make_request(
+    request_id: int, prompt: tuple[int, ...], *worth: tuple[int, int | None, Retention]
+) -> Request:
+    ranges = tuple(TokenRangeRetention(start, end, retention) for start, end, retention in worth)
+    return Request(request_id, prompt, 1, retention=RetentionConfig(ranges))
+
+
+def pressed_by(num_blocks: int, first_token: int = 500) -> tuple[int, ...]:
+    """A prompt that has nothing in common with the others."""
+    return tuple(range(first_token, first_token + num_blocks * SIZE))
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
+    """Nine cached blocks and one empty one; four are needed, so the oldest prompt loses its last three."""
+    outcome = run_one_after_another(
+        10,
+        make_request(1, PROMPT),
+        make_request(2, OTHER),
+        make_request(3, pressed_by(4)),
+        make_request(4, PROMPT),
+    )
+    assert (outcome.reused[4, 0], outcome.missed[4, 0]) == (3, 3)
+
+
+def test_what_is_worth_little_is_kept_as_long_as_something_follows_from_it():
+    """The beginning has priority 0 and the rest 100: nothing of it goes before all of the other prompt has."""
+    low, high = Retention(0), Retention(100)
+    kept = make_request(1, PROMPT, (0, 2 * SIZE, low), (2 * SIZE, None, high))
+    outcome = run_one_after_another(
+        10, kept, make_request(2, OTHER), make_request(3, pressed_by(4)), make_request(4, PROMPT)
+    )
+    assert (outcome.reused[4, 0], outcome.missed[4, 0]) == (6, 0)
+
+
+@pytest.mark.parametrize(("duration_ms", "num_found"), [(None, 6), (10_000, 6), (40, 3)])
+def test_a_priority_for_a_time_holds_for_that_time(duration_ms, num_found):
+    """The iterations between are 50 ms: after 40 the prompt is worth no more than the younger one."""
+    kept = make_request(1, PROMPT, (0, None, Retention(100, duration_ms)))
+    outcome = run_one_after_another(
+        10, kept, make_request(2, OTHER), make_request(3, pressed_by(4)), make_request(4, PROMPT)
+    )
+    assert outcome.reused[4, 0] == num_found
