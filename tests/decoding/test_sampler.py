@@ -17,7 +17,7 @@ def _rows(*samplings: dict[str, float], position: int = 1) -> list[Row]:
     return [Row(make_request([0] * position, **sampling)) for sampling in samplings]
 
 
-def test_a_greedy_batch_costs_one_argmax() -> None:
+def test_a_greedy_batch_costs_an_argmax_and_a_look_at_the_maxima() -> None:
     calls = []
 
     class Noted(TorchDispatchMode):
@@ -32,7 +32,8 @@ def test_a_greedy_batch_costs_one_argmax() -> None:
     logits = torch.randn(4, 100)
     with Noted():
         output = decoding.decode(batch, logits, positions)
-    assert [call for call in calls if not call.startswith("resolve")] == ["argmax"]
+    to_host = ("resolve", "to", "detach")
+    assert [call for call in calls if not call.startswith(to_host)] == ["amax", "argmax"]
     assert output.token_ids == [(token,) for token in logits.argmax(-1).tolist()]
 
 
@@ -112,15 +113,6 @@ _EVERY_KIND = [
     {"min_p": 0.1},
     {"top_k": 4, "top_p": 0.7, "min_p": 0.2, "temperature": 0.3},
 ]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("size", [10, 5000])
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_logits_that_are_no_numbers_give_some_token(value: float, size: int, everywhere: bool) -> None:
-    logits = torch.randn(len(_EVERY_KIND), size)
-    logits[:, slice(None) if everywhere else slice(3, None, 7)] = value
-    assert all(0 <= token < size for token in choose_tokens(logits, _rows(*_EVERY_KIND)))
 
 
 @pytest.mark.parametrize("size", [10, 5000])

@@ -30,6 +30,7 @@ from inflight.decoding.pipeline import process
 from inflight.decoding.rows import RawLogits, Rows, take_rows
 from inflight.decoding.sampler import choose
 from inflight.decoding.slot_parameters import Needs, SlotParameters
+from inflight.decoding.usable import highest_logits, refuse_unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Decoding:
 
         Raises:
             ValueError: The numbers of rows, of logits or of positions, are not the batch's.
+            FloatingPointError: Logits of rows whose tokens are used are no numbers; nothing was remembered.
         """
         layout = _Layout.of(batch)
         num_rows = int(layout.counts.sum())
@@ -120,19 +122,24 @@ class Decoding:
             return ModelOutput(batch.iteration)
         numbers = self._slots.numbers[layout.slots]
         if not (numbers["needs"].any() or layout.drafted or batch.beam_groups):
-            return ModelOutput(batch.iteration, list(zip(logits.argmax(dim=-1).tolist())))
+            highest, tokens = highest_logits(logits), logits.argmax(dim=-1)
+            refuse_unusable(highest, layout.slots, positions)
+            return ModelOutput(batch.iteration, list(zip(tokens.tolist())))
         return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows) -> ModelOutput:
-        raw = RawLogits(rows)
+        raw, highest = RawLogits(rows), highest_logits(rows.logits)
         process(rows, self._slots, self._history)
-        emitted = ~np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
+        ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
+        emitted = ~ranked
         chosen = np.zeros(len(emitted), dtype=np.int64)
         wanted = np.flatnonzero(emitted)
         if len(wanted):
             chosen[wanted] = choose(rows, wanted).cpu().numpy()
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
+        used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
+        refuse_unusable(take_rows(highest, used), rows.slots[used], rows.positions[used])
         output = ModelOutput(
             batch.iteration,
             _tokens(layout, chosen, emitted),

@@ -16,7 +16,8 @@ For each row, in this order, which is TensorRT-LLM's:
     search take log_softmax instead (`beams.py`); draft tokens are then accepted or not (`drafts.py`).
 10. End ids, stop words and length are the scheduler's.
 
-Of equal logits the lower id comes first, everywhere. A row that has every token banned gets token 0.
+Of equal logits the lower id comes first, everywhere. A row that has every token banned gets token 0; one whose
+logits are no numbers fails its batch (`usable.py`).
 
 A batch pays for what its rows use: each step runs on the rows that ask for it, and touches the tokens seen or
 banned and not the vocabulary. To that end step 2 comes last: what is taken in steps 4 and 5 is multiplied by the

@@ -9,7 +9,8 @@ drafts without logits are. No model, no clock. Loop thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from inflight.core.batch import (
@@ -24,7 +25,9 @@ from inflight.core.batch import (
     SlotStart,
     TokenDetails,
 )
+from inflight.core.prefix_identity import PrefixIdentity
 from inflight.testing.fake_model import (
+    PLAIN,
     choose,
     describe_tokens,
     digest_after,
@@ -38,6 +41,7 @@ from inflight.testing.fake_model import (
     looks_back,
     rank_candidates,
     remember,
+    seen_as,
 )
 
 __all__ = [
@@ -59,6 +63,7 @@ class _Slot:
     start: SlotStart
     looks_back: bool
     wants_details: bool
+    identity: PrefixIdentity | None  # None: plain
     history: int = 0
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -109,6 +114,10 @@ class FakeEngine:
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Apply the deltas and compute every row."""
+        with self._forgotten_on_failure(batch):
+            return self._forward(batch)
+
+    def _forward(self, batch: ScheduledBatch) -> FakeLogits:
         self._apply(batch)
         if self._seconds_per_step:
             time.sleep(self._seconds_per_step)
@@ -127,6 +136,10 @@ class FakeEngine:
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
         """Turn digests into tokens and feed each back to its slot; beams wait for their next moves."""
+        with self._forgotten_on_failure(batch):
+            return self._decode(batch, logits)
+
+    def _decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
         output = ModelOutput(batch.iteration)
         digests_of_beams: dict[int, int] = {
             slot: _EMPTY for group in batch.beam_groups for slot in group.slots
@@ -157,6 +170,22 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- deltas
 
+    @contextmanager
+    def _forgotten_on_failure(self, batch: ScheduledBatch) -> Iterator[None]:
+        """Nobody carries on where a batch failed: its slots have to be started again."""
+        try:
+            yield
+        except BaseException:
+            named = (
+                *(start.slot for start in batch.starts),
+                *(slot for slot, _ in batch.new_blocks),
+                *(chunk.slot for chunk in batch.context),
+                *batch.generation_slots,
+            )
+            for slot in named:
+                self._slots.pop(slot, None)
+            raise
+
     def _apply(self, batch: ScheduledBatch) -> None:
         for slot in batch.released_slots:
             self._slots.pop(slot, None)
@@ -164,7 +193,9 @@ class FakeEngine:
             assert start.slot not in self._slots, f"slot {start.slot} is taken"
             remembers = looks_back(start.request.sampling)
             history = remember(0, start.token_ids) if remembers else 0
-            self._slots[start.slot] = _Slot(start, remembers, start.request.output.wants_details, history)
+            identity = None if start.request.identity == PLAIN else start.request.identity
+            wants_details = start.request.output.wants_details
+            self._slots[start.slot] = _Slot(start, remembers, wants_details, identity, history)
         for source, target in batch.block_copies:
             self._cache[target] = self._cache[source].copy()
         self._move(batch.moves)
@@ -199,7 +230,8 @@ class FakeEngine:
             prefix = (self._cache[row.block_table[(position - 1) // size]][(position - 1) % size],)
         else:
             prefix = ()
-        digest = digest_after(prefix, token_id)
+        seen = token_id if row.identity is None else seen_as(token_id, position, row.identity)
+        digest = digest_after(prefix, seen)
         self._cache[row.block_table[position // size]][position % size] = digest
         row.num_tokens += 1
         return digest

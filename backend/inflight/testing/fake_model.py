@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from inflight.core.batch import BeamCandidates, BeamGroup, TokenDetails
 from inflight.core.beam_search import BeamSearch, Hypothesis
 from inflight.core.output_config import OutputConfig
+from inflight.core.prefix_identity import PrefixIdentity
 from inflight.core.request import Request
 from inflight.core.response import TopLogProbs
 from inflight.core.sampling_config import SamplingConfig
@@ -24,11 +25,26 @@ _GREEDY_LOGIT = 8.5
 _LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # the others: 0 .. 8, exact in float32
 _NO_HISTORY = 0
 
+PLAIN = PrefixIdentity()
+"""Nothing but tokens."""
+
 
 def digest_after(prefix: Sequence[int], token_id: int) -> int:
     """The digest of a token that follows positions of these digests; never 0."""
     # hash() of a tuple of ints is the same in every process; a broken digest only weakens the fake.
     return hash((*prefix, token_id)) or 1
+
+
+def seen_as(token_id: int, position: int, identity: PrefixIdentity) -> int:
+    """What stands for a token in digests: its id, or a number of its own under an identity that is not plain.
+
+    An extra id changes the token that it belongs to, everything else of an identity changes every token.
+    """
+    extra = identity.extra_ids[position] if position < len(identity.extra_ids) else 0
+    lora, table = identity.lora_task_id, int.from_bytes(identity.prompt_table_digest, "big")
+    if not (extra or identity.cache_salt_id or table) and lora is None:
+        return token_id
+    return hash((token_id, extra, identity.cache_salt_id, 0 if lora is None else lora + 1, table))
 
 
 def looks_back(sampling: SamplingConfig) -> bool:
@@ -130,12 +146,21 @@ class LoneSequence:
         token_ids: Its first tokens, at least one.
         vocab_size: Number of token ids.
         attend_to_all: Whether a digest depends on all digests before it, or on the last one.
+        identity: What its digests depend on besides its tokens.
     """
 
-    def __init__(self, token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        vocab_size: int,
+        attend_to_all: bool = True,
+        identity: PrefixIdentity = PLAIN,
+    ) -> None:
         self.tokens: list[int] = []
         self._vocab_size = vocab_size
         self._attend_to_all = attend_to_all
+        self._identity = identity
+        self._is_plain = identity == PLAIN
         self._digests: list[int] = []
         for token_id in token_ids:
             self.append(token_id)
@@ -148,12 +173,13 @@ class LoneSequence:
     def append(self, token_id: int) -> None:
         """Feed one more token."""
         prefix = self._digests if self._attend_to_all else self._digests[-1:]
-        self._digests.append(digest_after(prefix, token_id))
+        seen = token_id if self._is_plain else seen_as(token_id, len(self.tokens), self._identity)
+        self._digests.append(digest_after(prefix, seen))
         self.tokens.append(token_id)
 
     def continued(self, token_id: int) -> LoneSequence:
         """A copy with one more token."""
-        copy = LoneSequence((), self._vocab_size, self._attend_to_all)
+        copy = LoneSequence((), self._vocab_size, self._attend_to_all, self._identity)
         copy.tokens, copy._digests = self.tokens.copy(), self._digests.copy()
         copy.append(token_id)
         return copy
@@ -174,10 +200,11 @@ def expected_tokens(
     sampling: SamplingConfig | None = None,
     attend_to_all: bool = True,
     sequence_index: int = 0,
+    identity: PrefixIdentity = PLAIN,
 ) -> list[int]:
     """The first `num_tokens` tokens of a sequence that has the device to itself."""
     sampling = sampling or SamplingConfig()
-    sequence = LoneSequence(prompt, vocab_size, attend_to_all)
+    sequence = LoneSequence(prompt, vocab_size, attend_to_all, identity)
     while len(sequence.tokens) < len(prompt) + num_tokens:
         history, position = sequence.history(sampling), len(sequence.tokens)
         sequence.append(choose(sequence.digest, history, sampling, sequence_index, position, vocab_size))
@@ -185,10 +212,14 @@ def expected_tokens(
 
 
 def expected_logits(
-    prompt: Sequence[int], token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    vocab_size: int,
+    attend_to_all: bool = True,
+    identity: PrefixIdentity = PLAIN,
 ) -> list[array[float]]:
     """The logits that each of `token_ids`, which follow `prompt`, is chosen from."""
-    sequence = LoneSequence(prompt, vocab_size, attend_to_all)
+    sequence = LoneSequence(prompt, vocab_size, attend_to_all, identity)
     logits = []
     for token_id in token_ids:
         logits.append(sequence.logits())
@@ -217,7 +248,7 @@ def expected_beam_steps(
 ) -> list[list[Hypothesis]]:
     """What such a search would answer after each of its steps; the last is what it finds."""
     search = BeamSearch(request)
-    beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all)]
+    beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all, request.identity)]
     steps = []
     while not search.done:
         group = BeamGroup(tuple(range(len(beams))), search.scores, search.num_candidates)

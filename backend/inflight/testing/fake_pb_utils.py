@@ -1,8 +1,9 @@
 """A stand-in for Triton's `triton_python_backend_utils` module, for tests of models without a server.
 
 Owns what the tests need of that module: tensors, requests, responses, response senders that remember what was
-sent, errors with codes and a logger that remembers its lines. It is stricter than the real one where the real
-one misbehaves: touching a response sender after the final flag fails here and is undefined there. Any thread.
+sent, errors with codes, custom metrics and a logger that remembers its lines. It is stricter than the real one
+where the real one misbehaves: touching a response sender after the final flag fails here and is undefined there.
+Any thread.
 
 A `FakePbUtils` object takes the module's place; put it into `sys.modules` for code that imports the module.
 """
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from inflight.testing.fake_metrics import FakeMetrics
 
 COMPLETE_FINAL = 1
 _WAIT_S = 30.0
@@ -134,6 +137,7 @@ class InferenceRequest:
         request_id: str = "",
         sender: ResponseSender | None = None,
         parameters: str = "{}",
+        timeout: int = 0,
     ) -> None:
         """Args:
         inputs: Arrays by name, in the shapes that a model sees.
@@ -141,12 +145,14 @@ class InferenceRequest:
         request_id: The client's.
         sender: Where responses go.
         parameters: What the client sent beside tensors, as JSON.
+        timeout: The client's, in microseconds; 0 without one.
         """
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._requested_output_names = list(requested_output_names)
         self._request_id = request_id
         self.sender = sender or ResponseSender()
         self._parameters = parameters
+        self._timeout = timeout
 
     def inputs(self) -> list[Tensor]:
         """The input tensors."""
@@ -163,6 +169,10 @@ class InferenceRequest:
     def parameters(self) -> str:
         """A JSON object; HTTP generate puts every key there that is no input."""
         return self._parameters
+
+    def timeout(self) -> int:
+        """Microseconds, 0 without one; a negative one is what it is modulo 2**64."""
+        return self._timeout
 
     def get_response_sender(self) -> ResponseSender:
         """The way to answer later."""
@@ -201,5 +211,8 @@ class FakePbUtils:
     InferenceRequest = InferenceRequest
     InferenceResponse = InferenceResponse
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: FakeMetrics | None = None) -> None:
+        """`metrics` says which kinds this server has; `self.metrics` is its page."""
         self.Logger = Logger()
+        self.metrics = metrics or FakeMetrics()
+        self.MetricFamily = self.metrics.family_class

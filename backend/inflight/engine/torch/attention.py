@@ -24,7 +24,7 @@ def attend(
         keys: [rows, kv_heads, head_dim], in the cache already.
         values: [rows, kv_heads, head_dim], in the cache already.
         layer: Which layer's cache to read.
-        plan: For this layer's sliding window.
+        plan: For this layer's window.
         cache: Where earlier tokens' keys and values are.
 
     Returns:

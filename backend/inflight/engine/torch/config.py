@@ -24,6 +24,11 @@ class TorchEngineConfig:
         kv_cache_free_gpu_mem_fraction: Share for the KV cache of the device memory that is free after the load.
         kv_cache_free_cpu_mem_fraction: The same on a CPU, of the memory this process may still use.
         num_threads: Threads of torch's operators on a CPU, in this whole process; None: torch's choice.
+        attention_windows: `max_attention_window_size`: how many tokens a token sees, itself included; layer i has
+            entry i % n. Empty: all before it. Where the checkpoint has a sliding window too, the smaller one
+            holds. What no token sees any more stays in the cache: memory is not saved.
+        sink_token_length: How many of a window's tokens are the first of the sequence instead of the last;
+            means nothing in layers without a window. `layer_windows` says how TensorRT-LLM's differs.
     """
 
     model_path: str
@@ -37,6 +42,8 @@ class TorchEngineConfig:
     kv_cache_free_gpu_mem_fraction: float = 0.9
     kv_cache_free_cpu_mem_fraction: float = 0.5
     num_threads: int | None = None
+    attention_windows: tuple[int, ...] = ()
+    sink_token_length: int = 0
 
     def validate(self) -> None:
         """Raise ConfigError naming parameter, value and what was expected."""
@@ -56,3 +63,8 @@ class TorchEngineConfig:
         for name in ("kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a number in (0, 1]")
+        if any(type(window) is not int or window < 1 for window in self.attention_windows):
+            windows = ",".join(map(str, self.attention_windows))
+            raise ConfigError(f"max_attention_window_size is {windows}, expected integers of at least 1")
+        if self.sink_token_length < 0:
+            raise ConfigError(f"sink_token_length is {self.sink_token_length}, expected at least 0")

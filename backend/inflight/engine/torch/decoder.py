@@ -17,6 +17,7 @@ from inflight.engine.torch.attention import attend
 from inflight.engine.torch.attention_plan import AttentionPlan
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.packing import PackedBatch
+from inflight.engine.torch.windows import AttentionWindow
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Norm
 from inflight.models.rope import rope_tables
 
@@ -27,16 +28,34 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-Plans = dict[int | None, AttentionPlan]
-"""An attention plan for each sliding window that the model's layers have."""
+Plans = dict[AttentionWindow | None, AttentionPlan]
+"""An attention plan for each window that the model's layers have."""
 
 
 class Decoder:
-    """A model's weights and the tables its positions need."""
+    """A model's weights and the tables its positions need.
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_sequence_length: int) -> None:
+    Args:
+        config: What the checkpoint says.
+        weights: Of that model.
+        layer_windows: Per layer what a token sees, instead of `config.sliding_windows`.
+        max_sequence_length: Longest sequence in tokens.
+
+    Attributes:
+        config: As given.
+        windows: The different ones among `layer_windows`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        layer_windows: tuple[AttentionWindow | None, ...],
+        max_sequence_length: int,
+    ) -> None:
         self.config = config
-        self.windows = tuple(dict.fromkeys(config.sliding_windows))
+        self.windows = tuple(dict.fromkeys(layer_windows))
+        self._layer_windows = layer_windows
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
         self._cos, self._sin = None, None
@@ -60,7 +79,7 @@ class Decoder:
         else:
             rotation = self._rotation(packed.positions)
         for index, layer in enumerate(weights.layers):
-            plan = plans[self.config.sliding_windows[index]]
+            plan = plans[self._layer_windows[index]]
             x = x + self._attention(
                 self._norm(x, layer.attention_norm), rotation, index, layer, packed, plan, cache
             )

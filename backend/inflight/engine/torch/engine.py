@@ -24,6 +24,8 @@ from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
 from inflight.engine.torch.memory_probe import free_memory
 from inflight.engine.torch.packing import pack
 from inflight.engine.torch.slot_table import SlotTable
+from inflight.engine.torch.void_slots import VoidSlots
+from inflight.engine.torch.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, load_weights, read_model_description
 
@@ -58,6 +60,7 @@ class TorchEngine:
         self._decoding = Decoding(
             limits.max_num_sequences, limits.max_sequence_length, limits.vocab_size, cache.device
         )
+        self._void_slots = VoidSlots()
         self._context_outputs = ContextOutputs(limits.vocab_size)
         self._context: dict[int, ContextDetails] = {}  # of the batch between forward and decode
 
@@ -74,10 +77,16 @@ class TorchEngine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         model = read_model_description(config.model_path)
+        max_sequence_length = _max_sequence_length(config, model.decoder)
+        windows = layer_windows(
+            model.decoder.sliding_windows,
+            config.attention_windows,
+            config.sink_token_length,
+            max_sequence_length,
+        )
         dtype = getattr(torch, config.dtype) if config.dtype else None
         weights = load_weights(model, dtype, device)
-        max_sequence_length = _max_sequence_length(config, model.decoder)
-        decoder = Decoder(model.decoder, weights, max_sequence_length)
+        decoder = Decoder(model.decoder, weights, windows, max_sequence_length)
         num_blocks = _num_blocks(config, model.decoder, max_sequence_length, decoder.dtype, device)
         cache = KvCache(model.decoder, num_blocks, config.tokens_per_block, decoder.dtype, device)
         limits = EngineLimits(
@@ -93,16 +102,22 @@ class TorchEngine:
     def forward(self, batch: ScheduledBatch) -> Tensor:
         """Take over the batch's slots and blocks, then run the packed forward pass.
 
-        What the slots remember is complete before anything can fail, so that a batch that raises takes no other
-        sequence with it.
+        If this or `decode` raises, whatever for, the sequences of the batch have to start again; nothing else is
+        affected.
 
         Returns:
             Logits [rows, vocab_size] float32, in the order of `ScheduledBatch.sampled_slots`, 1 + num_draft_tokens
             rows for a chunk and one for a generation slot.
 
         Raises:
-            ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
+            ValueError: The batch breaks the contract: more than max_num_tokens rows, a row without a block, or one
+                of a sequence whose last batch failed.
         """
+        with self._void_slots.watch(batch):
+            self._void_slots.refuse(batch)
+            return self._forward(batch)
+
+    def _forward(self, batch: ScheduledBatch) -> Tensor:
         fresh_blocks = self._slots.apply(batch)
         self._decoding.apply(batch)
         self._context_outputs.apply(batch)
@@ -133,10 +148,15 @@ class TorchEngine:
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
-        """Choose what follows every sampled row and remember it as the slot's last token; beams only rank."""
+        """Choose what follows every sampled row and remember it as the slot's last token; beams only rank.
+
+        Raises:
+            FloatingPointError: The model's logits are no numbers; names the slots.
+        """
         context, self._context = self._context, {}
-        output = self._decoding.decode(batch, logits, self._slots.positions(batch))
-        self._slots.remember(batch, output)
+        with self._void_slots.watch(batch):
+            output = self._decoding.decode(batch, logits, self._slots.positions(batch))
+            self._slots.remember(batch, output)
         return replace(output, context=context) if context else output
 
     def close(self) -> None:

@@ -1,0 +1,39 @@
+"""Whether a row of logits has a token to choose at all: its highest value is a number.
+
+A model whose arithmetic overflows makes rows of nan or inf. Any token taken from one would be an invention, so the
+batch is refused, by an error that names the slots at fault. Rows are computed apart, so no other row is affected:
+the rest of the batch, run again without those slots, gets the tokens that it always would have got. -inf beside a
+number is fine: that token is impossible.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def highest_logits(logits: Tensor) -> Tensor:
+    """[rows] of [rows, vocab_size], nan where any of a row is; of the logits as the model made them.
+
+    Asked for before the rows are worked on, and read back when their tokens are, so that nobody waits for it.
+    """
+    return logits.amax(dim=-1)
+
+
+def refuse_unusable(highest: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+    """Raise for rows from which no token can be chosen.
+
+    Args:
+        highest: [rows], what `highest_logits` returned, of rows whose tokens are used.
+        slots: [rows].
+        positions: [rows] absolute position of the token to be chosen.
+
+    Raises:
+        FloatingPointError: Names slot, position and value of each such row.
+    """
+    values = highest.cpu().numpy()
+    rows = np.flatnonzero(~np.isfinite(values))
+    if len(rows):
+        found = ", ".join(f"{values[row]} for position {positions[row]} of slot {slots[row]}" for row in rows)
+        raise FloatingPointError(f"the model's highest logit is {found}; expected a number")

@@ -1,0 +1,80 @@
+"""Which of the earlier tokens a layer lets a token see: the checkpoint's sliding windows, and those asked for.
+
+A window changes what is read, not what is kept: KV blocks that no token will look at again stay their sequence's,
+so no memory is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """A token at position p sees the positions above p - `recent`, itself included, and those below `sinks`.
+
+    Attributes:
+        recent: At least 1.
+        sinks: 0 for a plain sliding window.
+    """
+
+    recent: int
+    sinks: int = 0
+
+    @property
+    def size(self) -> int:
+        """The most tokens that a token sees."""
+        return self.recent + self.sinks
+
+
+def layer_windows(
+    of_checkpoint: Sequence[int | None], asked: Sequence[int], num_sinks: int, max_sequence_length: int
+) -> tuple[AttentionWindow | None, ...]:
+    """Per layer its window; None: a token sees all before it, as does a window of the longest sequence.
+
+    A layer has the smaller of its two windows. The sinks are a part of the window, not beside it: of a window of
+    n tokens with s sinks a token sees the first s of its sequence and the last n - s. Tokens keep their positions,
+    and a context has the same window as what follows it. TensorRT-LLM's StreamingLLM counts positions inside the
+    window instead and lets a context see all of itself; then tokens would depend on where a request's context
+    ended, and so on whether it was ever paused.
+
+    Args:
+        of_checkpoint: Per layer the checkpoint's own window, None for none.
+        asked: `max_attention_window_size`; layer i has entry i % n. Empty: none.
+        num_sinks: `sink_token_length`.
+        max_sequence_length: Longest sequence in tokens.
+
+    Raises:
+        ConfigError: A window consists of sinks alone.
+    """
+    if len(asked) > len(of_checkpoint):
+        _logger.warning(
+            "max_attention_window_size has %d entries, but the model has %d layers",
+            len(asked),
+            len(of_checkpoint),
+        )
+    return tuple(
+        _window(own, asked[layer % len(asked)] if asked else None, num_sinks, max_sequence_length)
+        for layer, own in enumerate(of_checkpoint)
+    )
+
+
+def _window(
+    own: int | None, asked: int | None, num_sinks: int, max_sequence_length: int
+) -> AttentionWindow | None:
+    size = min(window for window in (own, asked, max_sequence_length) if window is not None)
+    if size == max_sequence_length:
+        return None
+    if size <= num_sinks:
+        whose = "max_attention_window_size has" if size == asked else "the checkpoint has layers with"
+        raise ConfigError(
+            f"sink_token_length is {num_sinks}, expected less than {size}: {whose} a window of {size}, "
+            "which the sinks are a part of"
+        )
+    return AttentionWindow(size - num_sinks, num_sinks)

@@ -1,0 +1,132 @@
+"""Parts of an engine that raise on command, and a server that has to live with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from inflight.core.config import SchedulerConfig
+from inflight.core.ports import Engine
+from inflight.core.request import IterationInput, Request
+from inflight.core.response import Result, merge_responses
+from inflight.core.scheduler import Scheduler
+from inflight.errors import StepFailed
+
+
+class Fault(Exception):
+    """Raised by a `Saboteur`."""
+
+
+class Saboteur:
+    """Lets a function raise when it is called next after `arm`: before it does anything, or when it is done.
+
+    Args:
+        monkeypatch: Undoes it.
+        owner: An object or a module.
+        name: Which function of it.
+        after: Whether it does its work first.
+        skipped_calls: So many calls come first, counted from `arm`.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool, skipped_calls: int = 0
+    ) -> None:
+        self.num_faults = 0
+        self._skipped_calls = skipped_calls
+        self._calls_left: int | None = None
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_due = self._is_due()
+            if is_due and not after:
+                self._raise()
+            result = original(*args, **kwargs)
+            if is_due:
+                self._raise()
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    def arm(self) -> None:
+        """Be ready to raise."""
+        self._calls_left = self._skipped_calls
+
+    def disarm(self) -> None:
+        """Raise no more."""
+        self._calls_left = None
+
+    @property
+    def is_armed(self) -> bool:
+        return self._calls_left is not None
+
+    def _is_due(self) -> bool:
+        if self._calls_left is None:
+            return False
+        self._calls_left -= 1
+        return self._calls_left < 0
+
+    def _raise(self) -> None:
+        self.disarm()
+        self.num_faults += 1
+        raise Fault("on command")
+
+
+def serve_through_faults(
+    engine: Engine,
+    config: SchedulerConfig,
+    requests: Sequence[Request],
+    saboteur: Saboteur | None = None,
+    period: int = 7,
+    guilty_id: int | None = None,
+) -> dict[tuple[int, int], Result]:
+    """Every sequence's whole result, by request id and sequence index.
+
+    Args:
+        engine: Under test.
+        config: Of the scheduler.
+        requests: Two arrive in an iteration.
+        saboteur: If there is one, armed at the start and every `period` iterations, until a batch of several
+            requests has failed: one that fails alone is ended.
+        period: In iterations.
+        guilty_id: The one request that ends with an error, by its own fault.
+    """
+    scheduler = Scheduler(config, engine.limits)
+    responses: dict[tuple[int, int], list] = {}
+    errors: list[Exception] = []
+    wants_fault = False
+    of_slot: dict[int, int] = {}
+    for iteration in itertools.count():
+        arriving = tuple(requests[2 * iteration : 2 * iteration + 2])
+        new = scheduler.accept(IterationInput(iteration, 0, arriving))
+        batch = scheduler.schedule()
+        if batch is None:
+            break
+        wants_fault = wants_fault or iteration % period == 0
+        for slot in batch.released_slots:
+            of_slot.pop(slot, None)
+        of_slot.update({start.slot: start.request.request_id for start in batch.starts})
+        rows = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
+        if saboteur and wants_fault and len({of_slot[slot] for slot in rows if slot in of_slot}) > 1:
+            saboteur.arm()
+        try:
+            output = engine.decode(batch, engine.forward(batch))
+        except (Fault, FloatingPointError) as fault:
+            wants_fault = False
+            new += scheduler.fail(batch, StepFailed(str(fault)))
+        else:
+            new += scheduler.update(batch, output)
+        if saboteur:
+            saboteur.disarm()
+        scheduler.check_integrity()
+        for response in new:
+            if response.error is not None:
+                assert response.request_id == guilty_id, response.error
+                errors.append(response.error)
+                continue
+            responses.setdefault((response.request_id, response.sequence_index), []).append(response)
+    assert scheduler.num_active == 0
+    assert len(errors) == (guilty_id is not None)
+    return {key: merge_responses(found).result for key, found in responses.items()}

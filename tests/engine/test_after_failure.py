@@ -1,0 +1,315 @@
+"""An engine that raised somewhere goes on: what it is told to start again, and what was not in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.core.batch import BeamMove, ContextChunk, ScheduledBatch
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.response import Result
+from inflight.core.sampling_config import SamplingConfig
+from inflight.decoding import decoding as decoding_module
+from inflight.engine.torch import TorchEngine, decoder
+from inflight.engine.torch import engine as engine_module
+from tests.engine.driver import Driver, Row, alone, load_engine
+from tests.engine.failing import Fault, Saboteur, serve_through_faults
+from tests.engine.search import Search
+from tests.engine.serving import config_of, load, to_torch
+from tests.models.zoo import Zoo, ZooModel
+
+CASE = "mistral-window"
+PENALIZED = SamplingConfig(
+    temperature=1.1,
+    top_k=40,
+    repetition_penalty=1.2,
+    frequency_penalty=0.3,
+    no_repeat_ngram_size=3,
+    random_seed=5,
+)
+DECAYING = SamplingConfig(temperature=1.2, top_p=0.9, top_p_decay=0.9, top_p_min=0.3, random_seed=6)
+DETAILS = OutputConfig(
+    return_log_probs=True, num_top_log_probs=2, return_context_logits=True, return_generation_logits=True
+)
+
+Part = Callable[[TorchEngine], Any]
+# name: whose function, which, whether it has done its work by then, how many calls go well before
+STAGES: dict[str, tuple[Part, str, bool, int]] = {
+    "before anything": (lambda engine: engine, "_forward", False, 0),
+    "amid moves": (lambda engine: engine._slots, "_move", True, 0),
+    "amid block tables": (lambda engine: engine._slots, "_append", False, 0),
+    "after block tables": (lambda engine: engine._slots, "apply", True, 0),
+    "amid starts": (lambda engine: engine._decoding._slots, "start", True, 0),
+    "after the second start": (lambda engine: engine._decoding._slots, "start", True, 1),
+    "amid beams' parameters": (lambda engine: engine._decoding._slots, "move", True, 0),
+    "amid histories": (lambda engine: engine._decoding._history, "start", True, 0),
+    "amid beams' histories": (lambda engine: engine._decoding._history, "move", True, 0),
+    "after starts": (lambda engine: engine._decoding, "apply", True, 0),
+    "before context outputs": (lambda engine: engine._context_outputs, "apply", False, 0),
+    "before copies": (lambda engine: engine._cache, "copy", False, 0),
+    "after copies": (lambda engine: engine._cache, "copy", True, 0),
+    "before blocks are cleared": (lambda engine: engine._cache, "clear", False, 0),
+    "after blocks are cleared": (lambda engine: engine._cache, "clear", True, 0),
+    "packing": (lambda engine: engine_module, "pack", True, 0),
+    "before the cache's second layer": (lambda engine: engine._cache, "write", False, 1),
+    "in the second layer": (lambda engine: decoder, "attend", False, 1),
+    "after the last layer": (lambda engine: engine._decoder, "forward", True, 0),
+    "amid context outputs": (lambda engine: engine._context_outputs, "_details", True, 0),
+    "before logits": (lambda engine: engine._decoder, "logits", False, 0),
+    "after logits": (lambda engine: engine._decoder, "logits", True, 0),
+    "after the forward pass": (lambda engine: engine, "_forward", True, 0),
+    "before decoding": (lambda engine: engine._decoding, "decode", False, 0),
+    "after penalties": (lambda engine: decoding_module, "process", True, 0),
+    "in the sampler": (lambda engine: decoding_module, "choose", True, 0),
+    "amid drafts": (lambda engine: engine._decoding, "_accept", True, 0),
+    "amid candidates": (lambda engine: engine._decoding, "_candidates", True, 0),
+    "after histories": (lambda engine: engine._decoding, "_remember", True, 0),
+    "after decoding": (lambda engine: engine._decoding, "decode", True, 0),
+    "after everything": (lambda engine: engine._slots, "remember", True, 0),
+}
+
+
+def make_requests(model: ZooModel) -> list[Request]:
+    """Some of everything that an engine remembers something for."""
+    kinds: list[dict[str, Any]] = [
+        {"output": DETAILS, "streaming": True},
+        {"sampling": PENALIZED, "bad_words": ((11,), (12, 13))},
+        {"sampling": SamplingConfig(beam_width=3, repetition_penalty=1.3)},
+        {"sampling": DECAYING, "streaming": True},
+        {"prompt_lookup_num_tokens": 4, "sampling": SamplingConfig(repetition_penalty=0.5)},
+        {"draft": ExternalDraft(model.prompt(4, 99)), "sampling": replace(PENALIZED, random_seed=8)},
+        {"sampling": SamplingConfig(beam_width=2), "output": OutputConfig(return_log_probs=True)},
+        {"sampling": SamplingConfig(top_p=1.0, num_return_sequences=2), "output": DETAILS},
+    ]
+    shared = model.prompt(19)
+    return [
+        Request(number, (*(shared if number % 2 else ()), *model.prompt(6 + 3 * number, number)), 16, **kind)
+        for number, kind in enumerate(kinds)
+    ]
+
+
+CONFIG = config_of("chunked", max_beam_width=3)
+
+
+def assert_same(result: Result, expected: Result) -> None:
+    """Tokens exactly; a matrix kernel may round the logits of another batch's rows differently."""
+    assert result.output_token_ids == expected.output_token_ids
+    assert result.finish_reasons == expected.finish_reasons
+    assert result.cum_log_probs == pytest.approx(expected.cum_log_probs, abs=1e-3)
+    for found, wanted in zip(_logits(result), _logits(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+
+
+def _logits(result: Result) -> list[torch.Tensor]:
+    context = () if result.context_logits is None else (result.context_logits,)
+    return [to_torch(tensor) for tensor in (*context, *(result.generation_logits or ()))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zoo: Zoo) -> dict[tuple[int, int], Result]:
+    model = zoo[CASE]
+    return serve_through_faults(load(model.folder, 100, 7), CONFIG, make_requests(model))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tokens_are_those_of_an_undisturbed_run(
+    zoo: Zoo, undisturbed: dict[tuple[int, int], Result], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler tries halves of a failed batch apart; none of them is guilty of anything."""
+    model = zoo[CASE]
+    engine = load(model.folder, 100, 7)
+    part, name, after, skipped = STAGES[stage]
+    saboteur = Saboteur(monkeypatch, part(engine), name, after, skipped)
+    served = serve_through_faults(engine, CONFIG, make_requests(model), saboteur)
+    assert saboteur.num_faults > 0, "nothing failed"
+    assert served.keys() == undisturbed.keys()
+    for key, result in served.items():
+        assert_same(result, undisturbed[key])
+
+
+WIDTH = 2
+SEARCHED = SamplingConfig(beam_width=WIDTH, repetition_penalty=1.3)
+NUM_TOKENS = 12
+
+
+@dataclass
+class Company:
+    """Sequences in generation and a beam search, begun together."""
+
+    rows: list[Row]
+    search: Search
+
+    @classmethod
+    def start(cls, driver: Driver, model: ZooModel, seed: int) -> Company:
+        samplings = (PENALIZED, DECAYING)
+        rows = [driver.start(model.prompt(20 + i, seed + i), each) for i, each in enumerate(samplings)]
+        return cls(rows, driver.search(model.prompt(14, seed + 9), SEARCHED))
+
+    def chunks(self) -> dict[Row, int]:
+        return {row: len(row.tokens) for row in (*self.rows, self.search.row)}
+
+    def leave(self, driver: Driver) -> None:
+        """Give up slots and blocks, as after a failed batch."""
+        for row in self.rows:
+            driver.release(row)
+        for slot in self.search.slots:
+            driver.release(Row(slot, [], self.search.row.start, []))
+        driver.free_blocks[:0] = sorted({block for beam in self.search.beams for block in beam.blocks})
+
+    def start_again(self, driver: Driver) -> Company:
+        """Sequences from what is known of them, the search from its prompt."""
+        rows = [
+            driver.start(row.tokens, row.start.request.sampling, prompt_length=row.prompt_length)
+            for row in self.rows
+        ]
+        return Company(rows, driver.search(self.search.row.tokens, SEARCHED))
+
+
+def assert_undisturbed(company: Company, engine: TorchEngine, model: ZooModel, seed: int) -> None:
+    """Everybody has what they get in `engine` without any failure."""
+    driver = Driver(engine)
+    alone = Company.start(driver, model, seed)
+    driver.step(alone.chunks(), searches=[alone.search])
+    while len(alone.search.generated[0]) < len(company.search.generated[0]):
+        driver.step(generation=alone.rows, searches=[alone.search])
+    assert company.search.generated == alone.search.generated
+    for row, other in zip(company.rows, alone.rows, strict=True):
+        assert len(row.generated) >= len(other.generated)
+        assert row.generated[: len(other.generated)] == other.generated
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sequences_that_were_not_in_a_failed_batch_go_on(
+    zoo: Zoo, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of everything fails beside others, and what was in it starts again, in other slots."""
+    model = zoo[CASE]
+    engine = load_engine(model.folder, max_num_sequences=12)
+    part, name, after, skipped = STAGES[stage]
+    saboteur = Saboteur(monkeypatch, part(engine), name, after, skipped)
+    driver = Driver(engine)
+    bystanders, victims = Company.start(driver, model, 100), Company.start(driver, model, 200)
+    victims.search.copies_all = True
+    ended = driver.start(model.prompt(9, 1))
+    searches = [bystanders.search, victims.search]
+    driver.step({**bystanders.chunks(), **victims.chunks(), ended: 9}, searches=searches)
+    for _ in range(3):
+        driver.step(generation=[*bystanders.rows, ended, *victims.rows], searches=searches)
+
+    driver.release(ended)
+    newcomers = [
+        driver.start(model.prompt(18, 2), PENALIZED),
+        driver.start(model.prompt(19, 3), output=OutputConfig(return_context_logits=True)),
+    ]
+    saboteur.arm()
+    drafting, generating = victims.rows
+    with pytest.raises(Fault):
+        driver.step(
+            {newcomers[0]: 18, newcomers[1]: 19, drafting: 1},
+            [generating],
+            drafts={drafting: [7, 8]},
+            searches=[victims.search],
+        )
+    driver.step(generation=bystanders.rows, searches=[bystanders.search])
+    for newcomer in newcomers:
+        driver.release(newcomer)
+    victims.leave(driver)
+    driver.release(Row(ended.slot, [], ended.start, []))  # told again
+    driver.free_slots = sorted(set(driver.free_slots), reverse=True)
+
+    victims = victims.start_again(driver)
+    searches = [bystanders.search, victims.search]
+    driver.step(victims.chunks(), bystanders.rows, searches=searches)
+    for _ in range(NUM_TOKENS - 1):
+        driver.step(generation=[*victims.rows, *bystanders.rows], searches=searches)
+    monkeypatch.undo()
+    assert_undisturbed(bystanders, load_engine(model.folder), model, 100)
+    assert_undisturbed(victims, load_engine(model.folder), model, 200)
+
+
+def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot's block table may be that of an earlier sequence, and the blocks in it another's by now."""
+    model = zoo[CASE]
+    engine = load_engine(model.folder)
+    saboteur = Saboteur(monkeypatch, engine, "_forward", after=False)
+    driver = Driver(engine)
+    driver.free_slots = [3]
+    earlier = driver.start(model.prompt(20, 1))
+    driver.generate(earlier, 2)
+    driver.release(earlier)
+    driver.free_slots = [0]
+    owner = driver.start(model.prompt(20, 2), PENALIZED)  # of the blocks that were the earlier one's
+    driver.generate(owner, 2)
+    driver.free_slots = [3]
+    victim = driver.start(model.prompt(20, 3))
+    saboteur.arm()
+    with pytest.raises(Fault):
+        driver.step({victim: 20})
+    cache = engine._cache._blocks.clone()
+    for batch in (
+        ScheduledBatch(50, generation_slots=(3,)),
+        ScheduledBatch(51, context=(ContextChunk(3, 20, (5,), True),)),
+        ScheduledBatch(52, new_blocks=((3, (40,)),)),
+        ScheduledBatch(53, moves=(BeamMove(4, 3, 9),), generation_slots=(4,)),
+    ):
+        with pytest.raises(ValueError, match="the batch carries on in slot 3, whose last batch failed"):
+            engine.forward(batch)
+    assert torch.equal(cache, engine._cache._blocks)
+    driver.generate(owner, 12)
+    assert (
+        owner.generated
+        == alone(load_engine(model.folder), owner.tokens[:20], 12, sampling=PENALIZED).generated
+    )
+
+
+def test_slots_that_nobody_has_can_be_released(zoo: Zoo) -> None:
+    model = zoo[CASE]
+    engine = load_engine(model.folder)
+    driver = Driver(engine)
+    row = driver.start(model.prompt(20), PENALIZED)
+    driver.generate(row, 3)
+    driver._released = [1, 5, 5, 2, 1]
+    driver.generate(row, 5)
+    again = driver.start(model.prompt(20), PENALIZED)
+    driver._released = [again.slot, again.slot]
+    driver.generate(again, 5)
+    assert (
+        row.generated == again.generated == alone(engine, model.prompt(20), 5, sampling=PENALIZED).generated
+    )
+
+
+def test_a_request_without_numbers_is_the_only_one_that_ends(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four has nan for logits from some token on, whatever batch it is in."""
+    model = zoo[CASE]
+    requests = make_requests(model)[:4]
+    engine = load(model.folder, 100, 7)
+    expected = serve_through_faults(engine, CONFIG, requests)
+    guilty = requests[1]
+    original, slots = engine._forward, engine._decoding._slots
+
+    def forward(batch: ScheduledBatch) -> torch.Tensor:
+        logits = original(batch)
+        for row, slot in enumerate(batch.sampled_slots()):
+            found = slots.requests[slot]
+            if (
+                found
+                and found.request.request_id == guilty.request_id
+                and engine._slots.num_tokens[slot] > 25
+            ):
+                logits[row] = torch.nan
+        return logits
+
+    monkeypatch.setattr(engine, "_forward", forward)
+    served = serve_through_faults(engine, CONFIG, requests, guilty_id=guilty.request_id)
+    assert served.keys() == expected.keys() - {(guilty.request_id, 0)}
+    for key, result in served.items():
+        assert_same(result, expected[key])
