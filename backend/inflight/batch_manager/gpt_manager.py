@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from inflight.core.batch import ScheduledBatch
+from inflight.batch_manager.inspection import Inspections
+from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
+from inflight.core.batch import ModelOutput, ScheduledBatch
 from inflight.core.ports import (
     Engine,
     GetInferenceRequestsCallback,
@@ -46,6 +48,7 @@ class GptManager:
         stats_period_ns: Leave out statistics that come sooner than this after the last ones; 0 for none.
         on_death: Called once if the loop itself fails, after every active request was answered; whoever
             queues requests in front of this object answers those.
+        instruments: What else watches the loop; closed with this object.
         clock_ns: Monotonic time; injected by tests.
         start: Whether to start the worker thread; without it, call `step`.
     """
@@ -60,6 +63,7 @@ class GptManager:
         return_batch_manager_stats: ReturnBatchManagerStatsCallback | None = None,
         stats_period_ns: int = 0,
         on_death: Callable[[InflightError], None] | None = None,
+        instruments: Instruments = NO_INSTRUMENTS,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         start: bool = True,
     ) -> None:
@@ -72,6 +76,9 @@ class GptManager:
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
         self._on_death = on_death
+        self._instruments = instruments
+        self._inspections = Inspections(scheduler, instruments)
+        self._has_news = True  # since metrics were told last
         self._clock_ns = clock_ns
         self._iteration = 0
         self._stops: tuple[StopSignal, ...] = ()
@@ -85,16 +92,36 @@ class GptManager:
         """Say that there may be new requests or stop signals; wakes an idle loop. Any thread."""
         self._work.set()
 
-    def shutdown(self) -> None:
+    def state(self, timeout_s: float) -> str:
+        """JSON of what the batcher is doing, for people: `core/state.py`, recent statistics, and what is stuck.
+
+        Waits for the end of the iteration that runs, for at most `timeout_s`; if that does not come, the answer
+        says so and has the stuck iteration too, and the state as that left it. Any thread but the loop's.
+        """
+        return self._inspections.ask(timeout_s, self.notify)
+
+    def shutdown(self, timeout_s: float | None = None) -> bool:
         """Finish the active requests, end the worker thread, close the engine. Idempotent.
 
         Specification: the worker thread terminates when there are no more active requests.
+
+        Args:
+            timeout_s: How long to wait for that; None for as long as it takes.
+
+        Returns:
+            Whether the thread has ended. One that hangs in the device cannot be ended: it keeps the engine.
         """
         self._shutting_down = True
         self.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        self._inspections.close()
+        if self._thread.is_alive():
+            _log.error("the generation loop did not end in %g s: it hangs in the device", timeout_s)
+            return False
         self._engine.close()
+        self._instruments.close()
+        return True
 
     # ---------------------------------------------------------------- the loop
 
@@ -115,6 +142,7 @@ class GptManager:
         try:
             self._send(self._scheduler.fail_all(error))
         finally:
+            self._inspections.close()
             if self._on_death:
                 self._on_death(error)
 
@@ -124,16 +152,23 @@ class GptManager:
         Returns whether there was anything to do. Only when there was not can the loop rest: requests that had to
         wait for room are fetched by the iteration after the one that made it.
         """
+        was_active = self._scheduler.num_active > 0
         inputs = self._get()
+        is_idle = not (was_active or inputs.new_requests)
+        if not is_idle:
+            self._instruments.begin(inputs.iteration, self._scheduler)
         responses = self._scheduler.accept(inputs)
         batch = self._scheduler.schedule()
+        if not is_idle:
+            self._instruments.scheduled(inputs, batch)
         if batch is not None:
             responses += self._run(batch)
         had_work = batch is not None or self._scheduler.num_active > 0
         self._send(responses)
         self._stops = self._poll_stops()
-        if had_work:
-            self._report(batch)
+        self._report(inputs, batch, had_work)
+        self._instruments.end()
+        self._inspections.answer()
         return had_work or bool(inputs.new_requests) or bool(self._stops)
 
     def _get(self) -> IterationInput:
@@ -143,13 +178,20 @@ class GptManager:
         return inputs
 
     def _run(self, batch: ScheduledBatch) -> list[Response]:
+        outcome = self._compute(batch)
+        now_ns = self._clock_ns()
+        self._instruments.answered(outcome, now_ns)
+        if isinstance(outcome, InflightError):
+            return self._scheduler.fail(batch, outcome)
+        return self._scheduler.update(batch, outcome, now_ns)
+
+    def _compute(self, batch: ScheduledBatch) -> ModelOutput | InflightError:
         try:
             logits = self._engine.forward(batch)
-            output = self._engine.decode(batch, logits)
+            return self._engine.decode(batch, logits)
         except Exception as error:
-            _log.exception("iteration %d failed with %d requests in it", batch.iteration, batch.num_rows)
-            return self._scheduler.fail(batch, _as_step_failure(error))
-        return self._scheduler.update(batch, output, self._clock_ns())
+            _log.exception("iteration %d failed with %d rows in it", batch.iteration, batch.num_rows)
+            return _as_step_failure(error)
 
     def _poll_stops(self) -> tuple[StopSignal, ...]:
         signals = self._poll_stop_signal() if self._poll_stop_signal else ()
@@ -164,11 +206,26 @@ class GptManager:
                     "the send callback failed to take a response of request %d", response.request_id
                 )
 
-    def _report(self, batch: ScheduledBatch | None) -> None:
-        if self._return_stats is None or (now_ns := self._clock_ns()) < self._next_stats_ns:
+    def _report(self, inputs: IterationInput, batch: ScheduledBatch | None, had_work: bool) -> None:
+        """Statistics of an iteration with active requests; metrics once more when the last of them is gone."""
+        self._has_news |= bool(inputs.new_requests)
+        if not had_work:
+            if self._has_news:
+                self._has_news = False
+                self._instruments.tell(self._scheduler.stats(None), self._scheduler.metrics())
             return
-        self._next_stats_ns = now_ns + self._stats_period_ns
-        self._return_stats(self._scheduler.stats(batch).to_json(time.time()))
+        self._has_news = True
+        now_ns = self._clock_ns()
+        is_due = now_ns >= self._next_stats_ns
+        if not (is_due or self._instruments.wants_every_iteration):
+            return
+        stats = self._scheduler.stats(batch, now_ns - inputs.now_ns)
+        self._instruments.keep(stats, self._scheduler, batch)
+        if is_due:
+            self._next_stats_ns = now_ns + self._stats_period_ns
+            self._instruments.tell(stats, self._scheduler.metrics())
+            if self._return_stats is not None:
+                self._return_stats(stats.to_json(time.time()))
 
 
 def _as_step_failure(error: Exception) -> InflightError:

@@ -1,0 +1,338 @@
+"""Traces: everything it takes to run a schedule again, as JSON lines in a file.
+
+    header   once, first: format, version, SchedulerConfig, EngineLimits
+    begin    of every iteration, before it runs: its IterationInput and the batch that was made of it
+    end      of every batch, in the same order: the ModelOutput or the error, and when that was known
+
+Owns the format, both ways, and the file while it is written. A record is in the file when the call that makes it
+returns, so that a process that hangs or is killed leaves its last batch behind. Requests stand in the trace once,
+where they arrive; a batch's starts name them. NaN and infinities, which JSON lacks, are written as text.
+
+A trace contains prompts: only its owner may read it. Written on the loop thread; what goes wrong there ends the
+recording and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import msgspec
+
+from inflight.core.batch import (
+    BeamCandidates,
+    ContextDetails,
+    EngineLimits,
+    ModelOutput,
+    ScheduledBatch,
+    SlotStart,
+    TokenDetails,
+)
+from inflight.core.config import SchedulerConfig
+from inflight.core.request import IterationInput
+from inflight.errors import ConfigError, InflightError
+
+FORMAT = "inflight-trace"
+VERSION = 1
+"""Of the records and of the dataclasses in them; another one cannot be read."""
+
+_log = logging.getLogger(__name__)
+
+
+class BadTrace(InflightError):
+    """A file that is no trace, or one that this version cannot read."""
+
+
+class Start(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A `SlotStart` whose request is known from where it arrived."""
+
+    slot: int
+    request_id: int
+    sequence_index: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
+    """The first line.
+
+    Attributes:
+        config, limits: What the scheduler is built from.
+        has_logits: Whether outputs have their logits; else each is the number of its bytes.
+    """
+
+    config: SchedulerConfig
+    limits: EngineLimits
+    format: str = FORMAT
+    version: int = VERSION
+    has_logits: bool = False
+
+
+class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_defaults=True):
+    """One iteration: what entered it, and what was to run; `batch` has no starts, they stand beside it."""
+
+    inputs: IterationInput
+    batch: ScheduledBatch | None = None
+    starts: tuple[Start, ...] = ()
+
+
+class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defaults=True):
+    """What became of the batch of an earlier iteration.
+
+    Attributes:
+        iteration: The batch's.
+        now_ns: When that was known; the clock of `IterationInput.now_ns`.
+        output: What the device answered; None: it failed.
+        error_code, error: How it failed; the code decides what becomes of its requests.
+    """
+
+    iteration: int
+    now_ns: int
+    output: ModelOutput | None = None
+    error_code: str = ""
+    error: str = ""
+
+
+Record = Header | Begin | End
+
+
+class _Format(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+
+
+_ENCODER = msgspec.json.Encoder()
+# Lax, for numbers that are written as text.
+_DECODER = msgspec.json.Decoder(Header | Begin | End, strict=False)
+_FORMAT_DECODER = msgspec.json.Decoder(_Format)
+
+
+# ---------------------------------------------------------------------- records and lines
+
+
+def make_begin(inputs: IterationInput, batch: ScheduledBatch | None) -> Begin:
+    """The record of an iteration."""
+    if batch is None or not batch.starts:
+        return Begin(inputs, batch)
+    return Begin(inputs, replace(batch, starts=()), tuple(map(_make_start, batch.starts)))
+
+
+def _make_start(start: SlotStart) -> Start:
+    return Start(start.slot, start.request.request_id, start.sequence_index, start.token_ids)
+
+
+def make_end(iteration: int, now_ns: int, output: ModelOutput | None, error: InflightError | None) -> End:
+    """The record of what became of an iteration's batch."""
+    if error is None:
+        return End(iteration, now_ns, output)
+    # An exception's text may hold what no UTF-8 can.
+    return End(iteration, now_ns, None, error.code, str(error).encode(errors="replace").decode())
+
+
+def encode(record: Record) -> bytes:
+    """A line, newline included."""
+    line = _ENCODER.encode(record)
+    # msgspec writes null for None and for NaN and infinities alike; only the former may stay.
+    if b"null" in line and _has_odd_numbers(plain := msgspec.to_builtins(record)):
+        line = _ENCODER.encode(_spell(plain))
+    return line + b"\n"
+
+
+def _has_odd_numbers(plain: Any) -> bool:
+    """Whether there are floats that JSON lacks. No sequence in a record holds floats behind something else."""
+    if isinstance(plain, float):
+        return not math.isfinite(plain)
+    if isinstance(plain, dict):
+        return any(map(_has_odd_numbers, plain.values()))
+    if not isinstance(plain, list | tuple) or not plain or isinstance(plain[0], int):  # tokens are many
+        return False
+    return any(map(_has_odd_numbers, plain))
+
+
+def _spell(plain: Any) -> Any:
+    """Floats that JSON lacks become texts."""
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return repr(plain)
+    if isinstance(plain, dict):
+        return {key: _spell(value) for key, value in plain.items()}
+    return [_spell(value) for value in plain] if isinstance(plain, list | tuple) else plain
+
+
+def decode(line: bytes) -> Record:
+    """The record of a line; BadTrace if it is none."""
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadTrace(f"not a record of a trace: {error}") from error
+
+
+# ---------------------------------------------------------------------- writing
+
+
+class JsonRecorder:
+    """Implements `inflight.core.ports.Recorder`; a file that exists already is kept as `path`.previous.
+
+    An iteration that nothing was active before, during or after need not be recorded; every other one has to be,
+    also without a batch, because requests may have timed out in it.
+
+    Args:
+        path: Where to write, with mode 0600.
+        config, limits: What the recorded scheduler was built from.
+        keep_logits: Write the logits of outputs too. Nothing that is scheduled depends on them; without them
+            responses of a replay have zeros instead.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+
+    def __init__(
+        self, path: str, config: SchedulerConfig, limits: EngineLimits, keep_logits: bool = False
+    ) -> None:
+        self._path = path
+        self._keep_logits = keep_logits
+        self._in_flight: deque[int] = deque()  # iterations whose batches have no answer yet
+        self._file: int | None = None
+        try:
+            self._file = _create(path)
+            _write_all(self._file, encode(Header(config, limits, has_logits=keep_logits)))
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"record_path: cannot write {path!r}: {error.strerror or error}") from error
+
+    def begin(self, inputs: IterationInput, batch: ScheduledBatch | None) -> None:
+        """Write an iteration's inputs and batch."""
+        if batch is not None:
+            self._in_flight.append(batch.iteration)
+        self._write(lambda: make_begin(inputs, batch))
+
+    def end(self, output: ModelOutput | None, error: InflightError | None, now_ns: int) -> None:
+        """Write what became of the oldest batch without an answer."""
+        iteration = self._in_flight.popleft()
+        if output is not None and not self._keep_logits:
+            output = leave_out_logits(output)
+        self._write(lambda: make_end(iteration, now_ns, output, error))
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _write(self, make_record: Callable[[], Record]) -> None:
+        if self._file is None:
+            return
+        try:
+            _write_all(self._file, encode(make_record()))
+        except Exception:  # requests must not end for a full disk
+            _log.exception("recording to %s ends here: it cannot be written", self._path)
+            self.close()
+
+
+def _create(path: str) -> int:
+    """A new file for this user alone. In its place a file is kept under another name, anything else refused."""
+    if os.path.lexists(path):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise FileExistsError(0, "it exists and is no regular file")
+        os.replace(path, path + ".previous")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    written = os.write(file, data)
+    while written < len(data):
+        written += os.write(file, memoryview(data)[written:])
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class Trace:
+    """Reads a trace: `header`, then records by iteration.
+
+    Attributes:
+        header: The first record.
+        line_number: Of the record that was read last, from 1.
+        is_cut_short: After the last record: whether an unfinished line follows it, as a killed process leaves.
+
+    Raises:
+        BadTrace: it is none, or not of this version.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.line_number = 1
+        self.is_cut_short = False
+        line = file.readline()
+        if not line.endswith(b"\n"):
+            raise BadTrace("it has no complete first line")
+        _check_version(line)
+        record = decode(line)
+        if not isinstance(record, Header):
+            raise BadTrace("its first line is no header")
+        self.header = record
+
+    def __iter__(self) -> Iterator[Begin | End]:
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                self.is_cut_short = True
+                return
+            self.line_number += 1
+            try:
+                record = decode(line)
+            except BadTrace as error:
+                raise BadTrace(f"line {self.line_number}: {error}") from error
+            if isinstance(record, Header):
+                raise BadTrace(f"line {self.line_number}: a second header")
+            if isinstance(record, End) and record.output is not None and not self.header.has_logits:
+                record = msgspec.structs.replace(record, output=zero_logits(record.output))
+            yield record
+
+
+def _check_version(line: bytes) -> None:
+    try:
+        found = _FORMAT_DECODER.decode(line)
+    except (msgspec.MsgspecError, RecursionError):
+        found = _Format()
+    if found.format != FORMAT:
+        raise BadTrace("its first line is no header of a trace")
+    if found.version != VERSION:
+        raise BadTrace(f"it is a trace of version {found.version}, and this program reads version {VERSION}")
+
+
+# ---------------------------------------------------------------------- logits
+
+
+def leave_out_logits(output: ModelOutput) -> ModelOutput:
+    """Every piece of logits becomes its length in decimal digits."""
+    return _map_logits(output, lambda logits: b"%d" % len(logits))
+
+
+def zero_logits(output: ModelOutput) -> ModelOutput:
+    """Undoes `leave_out_logits`, but for the numbers: they are zeros."""
+    try:
+        return _map_logits(output, lambda logits: bytes(int(logits)))
+    except ValueError as error:
+        raise BadTrace(f"logits that were left out have no length: {error}") from None
+
+
+def _map_logits(output: ModelOutput, change: Callable[[bytes], bytes]) -> ModelOutput:
+    if not (output.beams or output.details or output.context):
+        return output
+
+    def of_tokens(each: TokenDetails | BeamCandidates) -> Any:
+        return replace(each, logits=tuple(map(change, each.logits))) if each.logits else each
+
+    def of_context(each: ContextDetails) -> ContextDetails:
+        return replace(each, logits=change(each.logits)) if each.logits else each
+
+    return replace(
+        output,
+        beams=[of_tokens(each) for each in output.beams],
+        details={slot: of_tokens(each) for slot, each in output.details.items()},
+        context={slot: of_context(each) for slot, each in output.context.items()},
+    )

@@ -1,0 +1,283 @@
+"""`scripts/replay`: runs a trace's schedule again, without the model, and compares every decision.
+
+Feeds a new scheduler with what a trace recorded: the inputs of every iteration and what the device answered. The
+core is deterministic, so a decision that differs means that the program, or the trace, is another than it was.
+Knows the scheduler and the trace's format; runs on the thread that calls it, reads one line at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from inflight.batch_manager.recording import BadTrace, Begin, End, Header, Trace, make_begin
+from inflight.core.batch import ScheduledBatch
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.errors import InflightError, error_from_code
+
+IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
+"""Exit codes."""
+
+_MOST_DIFFERENCES = 20
+
+
+@dataclass
+class Replay:
+    """A scheduler that goes through it again.
+
+    Attributes:
+        scheduler: As it is after the last record.
+        iteration: The last one that began; -1: none.
+        num_iterations: Iterations that began.
+        num_requests: Requests that came.
+        num_answered: Final responses.
+        responses: To the last record.
+    """
+
+    scheduler: Scheduler
+    iteration: int = -1
+    num_iterations: int = 0
+    num_requests: int = 0
+    num_answered: int = 0
+    responses: list[Response] = field(default_factory=list)
+    _in_flight: deque[ScheduledBatch] = field(default_factory=deque)
+    _request_of_slot: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, header: Header) -> Replay:
+        """From the start; ConfigError if no scheduler can be built like that."""
+        return cls(Scheduler(header.config, header.limits))
+
+    @property
+    def running(self) -> str:
+        """The oldest batch that the device has not answered, in words; empty if there is none."""
+        if not self._in_flight:
+            return ""
+        batch = self._in_flight[0]
+        return f"iteration {batch.iteration} was running: {describe_batch(batch, self._request_of_slot.get)}"
+
+    def take(self, record: Begin | End) -> list[str]:
+        """Go on by one record; returns how this scheduler's decision differs from the recorded one.
+
+        Raises:
+            BadTrace: an answer without a batch.
+            Exception: whatever the scheduler raises, as it did or would have done when it was recorded.
+        """
+        if isinstance(record, Begin):
+            return self._begin(record)
+        if not self._in_flight or self._in_flight[0].iteration != record.iteration:
+            raise BadTrace(f"an answer to iteration {record.iteration}, which is not the oldest one without")
+        batch = self._in_flight.popleft()
+        if record.output is None:
+            self.responses = self.scheduler.fail(batch, error_from_code(record.error_code, record.error))
+        else:
+            self.responses = self.scheduler.update(batch, record.output, record.now_ns)
+        self._count_answers()
+        return []
+
+    def _begin(self, recorded: Begin) -> list[str]:
+        self.iteration = recorded.inputs.iteration
+        self.num_iterations += 1
+        self.num_requests += len(recorded.inputs.new_requests)
+        self.responses = self.scheduler.accept(recorded.inputs)
+        self._count_answers()
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._in_flight.append(batch)
+            self._remember_slots(batch)
+        replayed = make_begin(recorded.inputs, batch)
+        if replayed == recorded:
+            return []
+        both = ((part, getattr(recorded, part), getattr(replayed, part)) for part in ("batch", "starts"))
+        return list(islice((line for each in both for line in differences(*each)), _MOST_DIFFERENCES))
+
+    def _count_answers(self) -> None:
+        self.num_answered += sum(response.is_final for response in self.responses)
+
+    def _remember_slots(self, batch: ScheduledBatch) -> None:
+        owners = self._request_of_slot
+        for slot in batch.released_slots:
+            owners.pop(slot, None)
+        owners.update((start.slot, start.request.request_id) for start in batch.starts)
+        # A search's beams are all the same request's, so the order of the moves does not matter.
+        owners.update((move.slot, owners[move.parent_slot]) for move in batch.moves)
+
+
+def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int | None]) -> str:
+    """What is in a batch, in one line: rows, tokens and the requests of its slots."""
+    slots = [*(chunk.slot for chunk in batch.context), *batch.generation_slots]
+    request_ids = dict.fromkeys(request_of_slot(slot) for slot in slots)
+    named = ", ".join("?" if request_id is None else str(request_id) for request_id in request_ids)
+    return (
+        f"{batch.num_rows} rows ({len(batch.context)} context chunks of {batch.num_context_tokens} tokens, "
+        f"{len(batch.generation_slots)} in generation), requests {named}"
+    )
+
+
+# ---------------------------------------------------------------------- what differs
+
+
+def differences(path: str, recorded: Any, replayed: Any) -> Iterator[str]:
+    """One line for each field that differs, by its path; NaN equals NaN."""
+    if type(recorded) is not type(replayed):
+        yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
+    elif is_dataclass(recorded) or isinstance(recorded, msgspec.Struct):
+        for name in _field_names(recorded):
+            yield from differences(f"{path}.{name}", getattr(recorded, name), getattr(replayed, name))
+    elif isinstance(recorded, tuple | list) and len(recorded) == len(replayed):
+        for index, (one, other) in enumerate(zip(recorded, replayed)):
+            yield from differences(f"{path}[{index}]", one, other)
+    elif recorded != replayed and (recorded == recorded or replayed == replayed):
+        yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    return (
+        value.__struct_fields__ if isinstance(value, msgspec.Struct) else tuple(f.name for f in fields(value))
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, ScheduledBatch):
+        return f"a batch of {value.num_rows} rows, {value.num_tokens} tokens"
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
+
+
+# ---------------------------------------------------------------------- the program
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to do with a trace.
+
+    Attributes:
+        until: The last iteration to replay; None: all.
+        wants_state: Whether to print the scheduler's state at the end, as JSON.
+        is_verbose: Whether to tell of every iteration.
+    """
+
+    until: int | None = None
+    wants_state: bool = False
+    is_verbose: bool = False
+
+
+def run(trace: Trace, options: Options, out: TextIO, report: TextIO) -> int:
+    """Replay; returns the exit code.
+
+    Args:
+        trace: What to replay.
+        options: How.
+        out: Takes the state.
+        report: Takes everything else.
+
+    Raises:
+        InflightError: the trace cannot be replayed.
+    """
+    replay = Replay.of(trace.header)
+    code = _replay(trace, replay, options, report)
+    if options.wants_state:
+        state = msgspec.json.encode(replay.scheduler.state())
+        out.write(msgspec.json.format(state, indent=2).decode() + "\n")
+    return code
+
+
+def _replay(trace: Trace, replay: Replay, options: Options, report: TextIO) -> int:
+    for record in trace:
+        if isinstance(record, Begin):
+            if options.until is not None and record.inputs.iteration > options.until:
+                break
+            if options.is_verbose:
+                report.write(_describe(record) + "\n")
+        try:
+            found = replay.take(record)
+        except BadTrace as error:
+            raise BadTrace(f"line {trace.line_number}: {error}") from error
+        except Exception:
+            report.write(
+                f"line {trace.line_number}: the scheduler failed after iteration {replay.iteration} began\n"
+            )
+            report.write(traceback.format_exc())
+            return DIFFERENT
+        if options.is_verbose:
+            report.writelines(f"  {_describe_end(each)}\n" for each in replay.responses if each.is_final)
+        if found:
+            report.write(
+                f"iteration {replay.iteration} (line {trace.line_number}) differs, "
+                f"after {replay.num_iterations - 1} identical ones:\n"
+            )
+            report.writelines(f"  {line}\n" for line in found)
+            return DIFFERENT
+    _summarize(trace, replay, report)
+    return IDENTICAL
+
+
+def _summarize(trace: Trace, replay: Replay, report: TextIO) -> None:
+    report.write(f"{replay.num_iterations} iterations replayed, identical\n")
+    report.write(f"{replay.num_requests} requests, {replay.num_answered} answered to the end\n")
+    if replay.running:
+        report.write(replay.running + "\n")
+    if trace.is_cut_short:
+        report.write("the last line is unfinished and was left out: the process ended while it wrote\n")
+
+
+def _describe(record: Begin) -> str:
+    inputs, batch = record.inputs, record.batch
+    parts = [
+        f"request {request.request_id} ({request.prompt_length} tokens)" for request in inputs.new_requests
+    ]
+    parts += [f"stop {stop.request_id} ({stop.reason.value})" for stop in inputs.stops]
+    parts += [f"slot {start.slot} to request {start.request_id}" for start in record.starts]
+    if batch is None:
+        parts.append("nothing to run")
+    else:
+        chunks, generating = len(batch.context), len(batch.generation_slots)
+        parts.append(
+            f"{chunks} context chunks ({batch.num_context_tokens} tokens), {generating} in generation"
+        )
+    return f"iteration {inputs.iteration}: " + "; ".join(parts)
+
+
+def _describe_end(response: Response) -> str:
+    said = response.error or ", ".join(dict.fromkeys(r.name for r in response.result.finish_reasons))
+    return f"request {response.request_id} has ended: {said}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`scripts/replay`."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/replay",
+        description="Run a recorded schedule again, without the model. "
+        "Exit code 0: identical, 1: it differs, 2: the trace cannot be read.",
+    )
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="what the parameter record_path made")
+    parser.add_argument("--until", type=int, metavar="ITERATION", help="the last iteration to replay")
+    parser.add_argument(
+        "--state",
+        action="store_true",
+        help="print the scheduler's state at the end, as JSON; the rest on stderr",
+    )
+    parser.add_argument("--verbose", action="store_true", help="one line for every iteration")
+    given = parser.parse_args(arguments)
+    report = sys.stderr if given.state else sys.stdout
+    try:
+        with given.trace.open("rb") as file:
+            options = Options(given.until, given.state, given.verbose)
+            return run(Trace(file), options, sys.stdout, report)
+    except (OSError, InflightError) as error:
+        sys.stderr.write(f"{given.trace}: {getattr(error, 'strerror', None) or error}\n")
+        return UNREADABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""A run of the simulation's kind, recorded: what the loop would do with a fake engine, without its thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+from inflight.batch_manager.recording import Begin, End, Header, JsonRecorder, Record, Trace, decode, encode
+from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.core.request import IterationInput, Request
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.errors import StepFailed, Unavailable
+from inflight.testing.fake_engine import FakeEngine
+from tests.simulation.scenario import Scenario
+
+ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")
+ROUNDS = 3  # of the scenario's requests, apart enough for the server to be idle in between
+GAP = 400
+
+
+def record_run(scenario: Scenario, path: Path, keep_logits: bool = False) -> list[Response]:
+    """Run `scenario` `ROUNDS` times on one server, record it, and return every response."""
+    recorder = JsonRecorder(str(path), scenario.config, scenario.limits, keep_logits)
+    scheduler, engine = Scheduler(scenario.config, scenario.limits), FakeEngine(scenario.limits)
+    in_flight: deque[tuple[ScheduledBatch, ModelOutput]] = deque()
+    all_responses: list[Response] = []
+    iteration = 0
+    while iteration < GAP * ROUNDS or scheduler.num_active:
+        was_active = scheduler.num_active > 0
+        inputs = _inputs(scenario, iteration)
+        responses = scheduler.accept(inputs)
+        batch = scheduler.schedule()
+        if was_active or inputs.new_requests:  # the loop's rule
+            recorder.begin(inputs, batch)
+        if batch is not None:
+            in_flight.append((batch, engine.decode(batch, engine.forward(batch))))
+        if in_flight and (batch is None or len(in_flight) == scenario.depth):
+            responses += _come_back(scenario, scheduler, recorder, *in_flight.popleft())
+        all_responses += responses
+        iteration += 1
+        assert iteration < 10_000, "the scheduler makes no progress"
+    recorder.close()
+    return all_responses
+
+
+def _inputs(scenario: Scenario, iteration: int) -> IterationInput:
+    round_, at = divmod(iteration, GAP)
+    now_ns = 3_000_003 * iteration + 1
+    if round_ >= ROUNDS:
+        return IterationInput(iteration, now_ns)
+    requests = tuple(_with_arrival(request, now_ns, round_) for request in scenario.arrivals.get(at, ()))
+    return IterationInput(iteration, now_ns, requests, tuple(scenario.stops.get(at, ())))
+
+
+def _with_arrival(request: Request, now_ns: int, round_: int) -> Request:
+    """In the later rounds every third one has little time."""
+    hurried = round_ > 0 and request.request_id % 3 == 0
+    return replace(request, arrival_time_ns=now_ns, allotted_time_ms=20 if hurried else 0)
+
+
+def _come_back(
+    scenario: Scenario,
+    scheduler: Scheduler,
+    recorder: JsonRecorder,
+    batch: ScheduledBatch,
+    output: ModelOutput,
+) -> list[Response]:
+    now_ns = 3_000_003 * batch.iteration + 2
+    if batch.iteration in scenario.breakdowns.transient:
+        error = ERRORS[batch.iteration % 2]
+        recorder.end(None, error, now_ns)
+        return scheduler.fail(batch, error)
+    recorder.end(output, None, now_ns)
+    return scheduler.update(batch, output, now_ns)
+
+
+def read(path: Path) -> tuple[Header, list[Begin | End]]:
+    """A trace's records."""
+    with path.open("rb") as file:
+        trace = Trace(file)
+        return trace.header, list(trace)
+
+
+def raw_records(path: Path) -> list[Record]:
+    """A trace's records as they stand there, header first, logits as they were written."""
+    return [decode(line) for line in path.read_bytes().splitlines()]
+
+
+def write(path: Path, records: list[Record]) -> None:
+    """A trace of `records`, as `raw_records` gives them."""
+    path.write_bytes(b"".join(map(encode, records)))

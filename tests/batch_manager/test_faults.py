@@ -1,0 +1,211 @@
+"""A request that makes iterations raise ends alone; a loop that hangs is told of; metrics after the last one."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from inflight.batch_manager import GptManager
+from inflight.batch_manager.inspection import Inspections
+from inflight.batch_manager.instruments import Instruments
+from inflight.batch_manager.statistics_rings import StatisticsRings
+from inflight.batch_manager.watchdog import Watchdog
+from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.request import Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+from inflight.core.stats import MemoryUsage
+from inflight.errors import Unavailable
+from inflight.testing.fake_engine import FakeEngine, expected_tokens
+
+from .test_gpt_manager import LIMITS, Harness
+
+
+class PickyEngine(FakeEngine):
+    """Raises whenever a batch has a row of request `guilty` that has at least `from_token` tokens in its cache."""
+
+    def __init__(self, guilty: int, from_token: int, in_decode: bool) -> None:
+        super().__init__(LIMITS)
+        self.guilty, self.from_token, self.in_decode = guilty, from_token, in_decode
+        self.num_failures = 0
+        self._ids: dict[int, int] = {}
+
+    def forward(self, batch):
+        self._ids.update({start.slot: start.request.request_id for start in batch.starts})
+        if not self.in_decode:
+            self._object(batch)
+        return super().forward(batch)
+
+    def decode(self, batch, logits):
+        output = super().decode(batch, logits)
+        if self.in_decode:
+            self._object(batch)
+        return output
+
+    def _object(self, batch) -> None:
+        ends = {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in batch.context}
+        for slot in (*ends, *batch.generation_slots):
+            end = ends.get(slot, self._slots[slot].num_tokens + 1 if slot in self._slots else 0)
+            if self._ids.get(slot) == self.guilty and end >= self.from_token:
+                self.num_failures += 1
+                raise ValueError("no such luck")
+
+
+@pytest.mark.parametrize("in_decode", [False, True], ids=["in forward", "in decode"])
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+@pytest.mark.parametrize("from_token", [1, 9], ids=["in its context", "in generation"])
+def test_the_guilty_request_ends_and_the_others_never_notice(in_decode, policy, from_token):
+    engine = PickyEngine(guilty=3, from_token=from_token, in_decode=in_decode)
+    harness = Harness(engine, SchedulerConfig(policy=policy))
+    prompts = {i: (i, i + 1, i + 2, 7, 7) for i in range(1, 7)}
+    harness.pending += [Request(i, prompt, 12, streaming=i % 2 == 0) for i, prompt in prompts.items()]
+    while harness.manager.step():
+        pass
+    finals = {response.request_id: response for response in harness.responses if response.is_final}
+    assert sorted(finals) == sorted(prompts)
+    assert finals[3].error is not None and "ValueError: no such luck" in str(finals[3].error)
+    for i in set(prompts) - {3}:
+        said = [r.result.output_token_ids[0] for r in harness.responses if r.request_id == i]
+        tokens = [token for part in said for token in part]
+        expected = expected_tokens(prompts[i], 12, LIMITS.vocab_size)
+        assert tokens == (expected if i % 2 == 0 else [*prompts[i], *expected])
+    assert 1 <= engine.num_failures <= 4  # of four rows: four, two, one
+
+
+def test_a_failure_that_does_not_come_again_ends_nobody():
+    engine = PickyEngine(guilty=1, from_token=1, in_decode=False)
+    harness = Harness(engine)
+    harness.pending += [
+        Request(1, (1, 2), 5),
+        Request(2, (3, 4), 5, sampling=SamplingConfig(beam_width=2)),
+    ]
+    harness.manager.step()
+    engine.guilty = 0
+    while harness.manager.step():
+        pass
+    assert engine.num_failures == 1
+    assert [response.error for response in harness.responses] == [None, None]
+
+
+def test_a_device_that_is_gone_is_not_tried_with_every_request():
+    engine = FakeEngine(LIMITS)
+    calls = []
+
+    def forward(batch):
+        calls.append(batch)
+        raise Unavailable("the device fell off")
+
+    engine.forward = forward
+    harness = Harness(engine)
+    harness.pending += [Request(i, (1, 2), 5) for i in range(4)]
+    while harness.manager.step():
+        pass
+    assert len(calls) == 1
+    assert {str(response.error) for response in harness.responses} == {"the device fell off"}
+
+
+class Loop:
+    """A manager with its thread, an engine that can be held up, and instruments."""
+
+    def __init__(self, **instruments) -> None:
+        self.engine = FakeEngine(LIMITS)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        forward = self.engine.forward
+
+        def held_up(batch):
+            self.entered.set()
+            self.go_on.wait()
+            return forward(batch)
+
+        self.engine.forward = held_up
+        self.pending: list[Request] = []
+        self.final = threading.Event()
+        self.manager = GptManager(
+            self.engine,
+            Scheduler(SchedulerConfig(), LIMITS),
+            self._get,
+            lambda response: self.final.set() if response.is_final else None,
+            instruments=Instruments(**instruments),
+        )
+
+    def _get(self, max_num: int) -> list[Request]:
+        taken, self.pending = self.pending, []
+        return taken
+
+    def submit(self, request: Request) -> None:
+        self.pending.append(request)
+        self.manager.notify()
+
+
+def test_the_state_says_who_runs_and_who_waits_for_what():
+    loop = Loop()
+    loop.go_on.set()
+    idle = json.loads(loop.manager.state(timeout_s=30))
+    assert idle["state"]["running"] == idle["state"]["waiting"] == []
+    assert idle["state"]["blocks"]["total"] == LIMITS.num_blocks
+    loop.go_on.clear()
+    loop.submit(Request(5, (1, 2, 3), 10))
+    loop.entered.wait()
+    asked: list[str] = []
+    asking = threading.Thread(target=lambda: asked.append(loop.manager.state(timeout_s=30)))
+    asking.start()
+    loop.go_on.set()
+    asking.join()
+    (running,) = json.loads(asked[0])["state"]["running"] or [None]
+    assert running is None or running["request_id"] == 5
+    loop.manager.shutdown()
+    with pytest.raises(Unavailable):
+        loop.manager.state(timeout_s=30)
+
+
+def test_a_loop_that_hangs_is_described_without_it():
+    watchdog = Watchdog(0.001, log=lambda text: None)
+    loop = Loop(watchdog=watchdog)
+    loop.submit(Request(5, (1, 2, 3), 2))
+    loop.entered.wait()
+    answer = json.loads(loop.manager.state(timeout_s=0.01))
+    assert "did not come round in 0.01 s" in answer["unanswered"]
+    assert answer["stuck"].startswith("iteration ")
+    assert any("held_up" in line for line in answer["threads"])
+    (running,) = answer["state"]["running"]
+    seen = [running[name] for name in ("request_id", "scheduled_tokens", "computed_tokens", "phase")]
+    assert seen == [5, 3, 0, "context"], "as the stuck iteration left it"
+    loop.go_on.set()
+    loop.final.wait()
+    loop.manager.shutdown()
+
+
+def test_the_state_has_the_statistics_of_the_last_iterations_and_requests():
+    harness = Harness()
+    harness.manager._instruments = Instruments(
+        rings=StatisticsRings(max_request_iterations=2), measure_memory=lambda: MemoryUsage(7, 8, 9)
+    )
+    harness.manager._inspections = Inspections(harness.manager._scheduler, harness.manager._instruments)
+    harness.pending.append(Request(1, (1, 2), 4))
+    while harness.manager.step():
+        pass
+    answer = json.loads(harness.manager.state(timeout_s=0))
+    assert [one["numActiveRequests"] for one in answer["recent_iterations"]] == [1, 1, 1, 0]
+    generated = [one["requestStats"][0]["numGeneratedTokens"] for one in answer["recent_requests"][:1]]
+    assert generated == [3] and len(answer["recent_requests"]) == 2
+    for statistics in answer["recent_iterations"]:
+        memory = [statistics[f"{kind}MemUsage"] for kind in ("cpu", "gpu", "pinned")]
+        assert memory == [7, 8, 9] and statistics["timestamp"]
+
+
+def test_metrics_are_told_once_more_when_nobody_is_left():
+    told = []
+    harness = Harness()
+    harness.manager._instruments = Instruments(return_metrics=lambda *both: told.append(both))
+    harness.pending.append(Request(1, (1, 2), 2))
+    while harness.manager.step():
+        pass
+    harness.manager.step()
+    assert [stats.num_active_requests for stats, _ in told] == [1, 0, 0]
+    assert len(told) == 3, "nothing new is not told"
+    assert told[-1][1].output_tokens.num_observations == 1
+    harness.pending.append(Request(2, (), 2))  # refused at once
+    harness.manager.step()
+    assert told[-1][1].failed == {"INVALID_ARG": 1}

@@ -1,0 +1,292 @@
+"""Traces: nothing is lost on the way to the file and back, and a full disk ends nothing but the recording."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import stat
+from dataclasses import replace
+
+import pytest
+
+from inflight.batch_manager.recording import (
+    VERSION,
+    BadTrace,
+    Begin,
+    End,
+    Header,
+    JsonRecorder,
+    Start,
+    Trace,
+    decode,
+    encode,
+    leave_out_logits,
+    make_begin,
+    zero_logits,
+)
+from inflight.core.batch import (
+    BeamCandidates,
+    BeamGroup,
+    BeamMove,
+    ContextChunk,
+    ContextDetails,
+    EngineLimits,
+    ModelOutput,
+    ScheduledBatch,
+    SlotStart,
+    TokenDetails,
+)
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.core.output_config import OutputConfig
+from inflight.core.prefix_identity import PrefixIdentity
+from inflight.core.request import ExternalDraft, IterationInput, Request
+from inflight.core.response import TopLogProbs
+from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import StopReason, StopSignal
+from inflight.core.tensor import FloatTensor
+from inflight.errors import ConfigError, StepFailed, Unavailable
+
+LIMITS = EngineLimits(
+    vocab_size=3, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4
+)
+CONFIG = SchedulerConfig(
+    CapacitySchedulerPolicy.MAX_UTILIZATION,
+    64,
+    enable_chunked_context=True,
+    context_chunking_policy=ContextChunkingPolicy.EQUAL_PROGRESS,
+)
+TENSOR = FloatTensor((3,), bytes(range(250, 256)) + bytes(6))
+FULL_REQUEST = Request(
+    2**64 - 1,
+    (0, 1, 2),
+    9,
+    streaming=True,
+    end_ids=(2,),
+    pad_id=-1,
+    sampling=SamplingConfig(num_return_sequences=2, temperature=0.1, random_seed=2**64 - 1),
+    output=OutputConfig(return_log_probs=True, num_top_log_probs=2),
+    stop_words=((1, 2), (0,)),
+    bad_words=((2,),),
+    embedding_bias=TENSOR,
+    draft=ExternalDraft((1,), FloatTensor((1, 3), TENSOR.data), 0.5),
+    prompt_lookup_num_tokens=4,
+    identity=PrefixIdentity(2**63, 7, b"\x00\xff", (0, 5, 2**63)),
+    retention=RetentionConfig((TokenRangeRetention(0, None, Retention(80, 1000)),), Retention(10)),
+    priority=1.0,
+    client_id=3,
+    allotted_time_ms=50,
+    arrival_time_ns=12345678901234567,
+)
+FULL_BATCH = ScheduledBatch(
+    7,
+    1,
+    released_slots=(3,),
+    block_copies=((1, 2),),
+    moves=(BeamMove(1, 0, 2),),
+    replaced_blocks=((0, 1, 2),),
+    new_blocks=((0, (5, 6)),),
+    context=(ContextChunk(0, 4, (1, 2), True, 1, True, True), ContextChunk(2, 0, (1,), False)),
+    generation_slots=(1, 3),
+    beam_groups=(BeamGroup((1, 3), (-0.5, -math.inf), 4),),
+)
+TOP = TopLogProbs((1, 0), (-0.1, -2.5))
+FULL_OUTPUT = ModelOutput(
+    7,
+    [(1, 2), (), ()],
+    [BeamCandidates((0, 1), (1, 2), (-0.7, -math.inf), (-0.1, -3.0), (TOP, TOP), (TENSOR.data, TENSOR.data))],
+    {0: TokenDetails((-0.1, 1e-300), (TOP, TOP), (TENSOR.data, TENSOR.data))},
+    {0: ContextDetails((0.1,), TENSOR.data)},
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Header(CONFIG, LIMITS, has_logits=True),
+        Header(SchedulerConfig(max_beam_width=2), LIMITS),
+        Begin(IterationInput(0, 0)),
+        Begin(IterationInput(1, 2, (Request(1, (0,), 1), FULL_REQUEST))),
+        Begin(IterationInput(1, 2, (), (StopSignal(1), StopSignal(2, StopReason.TIMED_OUT, 1, 99)))),
+        Begin(IterationInput(1, 2), FULL_BATCH, (Start(1, 5), Start(2, 2**64 - 1, 1, (4, 5)))),
+        End(7, 2**62, FULL_OUTPUT),
+        End(7, 1, None, "INTERNAL", 'a "message"\nof two lines, with null and ümlauts'),
+    ],
+)
+def test_a_record_comes_back_as_it_was(record):
+    line = encode(record)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert decode(line) == record
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 0.1, 5e-324])
+def test_every_float_comes_back(number):
+    sampling = SamplingConfig(temperature=number)
+    request = Request(1, (0,), 1, sampling=sampling, draft=ExternalDraft((1,), None, number))
+    batch = replace(FULL_BATCH, beam_groups=(BeamGroup((0,), (number,), 2),))
+    output = replace(
+        FULL_OUTPUT,
+        beams=[BeamCandidates((0,), (1,), (number,))],
+        details={3: TokenDetails((number, -1.0), (TopLogProbs((1,), (number,)),))},
+        context={2: ContextDetails((number,))},
+    )
+    begin, end = (
+        decode(encode(Begin(IterationInput(0, 0, (request,)), batch))),
+        decode(encode(End(0, 0, output))),
+    )
+    (back,) = begin.inputs.new_requests
+    assert repr(back) == repr(request)
+    assert repr(begin.batch) == repr(batch) and repr(end.output) == repr(output)
+
+
+def test_a_start_names_its_request_and_the_batch_keeps_everything_else():
+    starts = (SlotStart(0, FULL_REQUEST), SlotStart(2, FULL_REQUEST, 1, (4, 5)))
+    record = make_begin(IterationInput(7, 1), replace(FULL_BATCH, starts=starts))
+    assert record.batch == FULL_BATCH
+    assert record.starts == (Start(0, 2**64 - 1), Start(2, 2**64 - 1, 1, (4, 5)))
+
+
+def test_left_out_logits_come_back_as_zeros_of_the_same_length():
+    back = zero_logits(leave_out_logits(FULL_OUTPUT))
+    assert back.details[0].logits == (bytes(12), bytes(12)) and back.context[0].logits == bytes(12)
+    assert back.beams[0].logits == (bytes(12), bytes(12))
+    assert back.details[0].log_probs == FULL_OUTPUT.details[0].log_probs
+    plain = ModelOutput(1, [(1,)])
+    assert leave_out_logits(plain) is plain
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def trace_of(path) -> tuple[Trace, list[Begin | End]]:
+    trace = Trace(io.BytesIO(path.read_bytes()))
+    return trace, list(trace)
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_what_is_recorded_can_be_read_while_it_is_written(tmp_path, keep_logits):
+    path = tmp_path / "trace"
+    recorder = JsonRecorder(str(path), CONFIG, LIMITS, keep_logits)
+    trace, records = trace_of(path)
+    assert (trace.header.config, trace.header.limits, records) == (CONFIG, LIMITS, [])
+    inputs = IterationInput(7, 1, (FULL_REQUEST,))
+    recorder.begin(inputs, FULL_BATCH)
+    assert trace_of(path)[1] == [Begin(inputs, FULL_BATCH)]
+    recorder.end(FULL_OUTPUT, None, 5)
+    expected = FULL_OUTPUT if keep_logits else zero_logits(leave_out_logits(FULL_OUTPUT))
+    assert trace_of(path)[1][1:] == [End(7, 5, expected)]
+    recorder.close()
+    recorder.close()
+
+
+def test_answers_belong_to_batches_in_their_order(tmp_path):
+    recorder = JsonRecorder(str(tmp_path / "trace"), CONFIG, LIMITS)
+    for iteration in (3, 4, 6):
+        recorder.begin(IterationInput(iteration, 0), ScheduledBatch(iteration, generation_slots=(0,)))
+    recorder.begin(IterationInput(5, 0), None)
+    recorder.end(None, StepFailed("broken \udcff"), 1)
+    recorder.end(None, Unavailable("gone"), 2)
+    recorder.end(ModelOutput(6, [(1,)]), None, 3)
+    recorder.close()
+    _, records = trace_of(tmp_path / "trace")
+    assert records[4:] == [
+        End(3, 1, None, "INTERNAL", "broken ?"),
+        End(4, 2, None, "UNAVAILABLE", "gone"),
+        End(6, 3, ModelOutput(6, [(1,)])),
+    ]
+
+
+def test_only_its_owner_reads_it_and_the_last_one_is_kept(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text("of the run before")
+    path.chmod(0o644)
+    old = os.umask(0)
+    try:
+        JsonRecorder(str(path), CONFIG, LIMITS).close()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert (tmp_path / "trace.previous").read_text() == "of the run before"
+
+
+def test_a_place_that_cannot_be_written_is_a_configuration_error(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    for path, said in (
+        (tmp_path / "missing" / "trace", "No such file"),
+        (tmp_path, "no regular file"),
+        (link, "no regular file"),
+    ):
+        with pytest.raises(ConfigError, match=f"record_path: cannot write '{path}': .*{said}"):
+            JsonRecorder(str(path), CONFIG, LIMITS)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "trace"
+    recorder = JsonRecorder(str(path), CONFIG, LIMITS)
+    write = os.write
+
+    def write_half(file: int, data) -> int:
+        if len(data) < 30:
+            raise OSError(28, "No space left on device")
+        return write(file, bytes(data)[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", write_half)
+    with caplog.at_level(logging.ERROR):
+        recorder.begin(IterationInput(7, 1), FULL_BATCH)
+        recorder.end(FULL_OUTPUT, None, 5)
+        recorder.begin(IterationInput(8, 1), FULL_BATCH)
+    assert len(caplog.records) == 1 and str(path) in caplog.text
+    monkeypatch.undo()
+    trace, records = trace_of(path)
+    assert records == [] and trace.is_cut_short
+
+
+def test_a_record_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
+    recorder = JsonRecorder(str(tmp_path / "trace"), CONFIG, LIMITS)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data)[:7]))
+    recorder.begin(IterationInput(7, 1, (FULL_REQUEST,)), FULL_BATCH)
+    monkeypatch.undo()
+    assert trace_of(tmp_path / "trace")[1] == [Begin(IterationInput(7, 1, (FULL_REQUEST,)), FULL_BATCH)]
+
+
+# ---------------------------------------------------------------------- reading
+
+HEADER = encode(Header(CONFIG, LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no complete first line"),
+        (HEADER[:-1], "no complete first line"),
+        (b"hello\n", "no header of a trace"),
+        (b'{"format":"other","version":1}\n', "no header of a trace"),
+        (encode(Begin(IterationInput(0, 0))), "no header of a trace"),
+        (
+            HEADER.replace(b'"version":%d' % VERSION, b'"version":99'),
+            f"version 99, .* reads version {VERSION}",
+        ),
+        (HEADER.replace(b'"limits"', b'"limit"'), "missing required field `limits`"),
+        (HEADER + HEADER, "line 2: a second header"),
+        (HEADER + b"[1, 2\n", "line 2: not a record"),
+        (HEADER + encode(Begin(IterationInput(0, 0))) + b'{"record":"end"}\n', "line 3: not a record"),
+        (HEADER + encode(End(1, 1, FULL_OUTPUT)), "left out"),
+    ],
+)
+def test_what_is_no_trace_is_refused(content, said):
+    with pytest.raises(BadTrace, match=said):
+        list(Trace(io.BytesIO(content)))
+
+
+def test_an_unfinished_last_line_is_left_out():
+    begin = encode(Begin(IterationInput(3, 0)))
+    for length in range(1, len(begin)):
+        trace = Trace(io.BytesIO(HEADER + begin + begin[:length]))
+        assert list(trace) == [Begin(IterationInput(3, 0))] and trace.is_cut_short
+    trace = Trace(io.BytesIO(HEADER + begin))
+    assert len(list(trace)) == 1 and not trace.is_cut_short
