@@ -1,8 +1,9 @@
-"""`python -m inflight_client generate "a prompt"`: the client on the command line."""
+"""`python -m inflight_client generate "a prompt"` and `… state`: the client on the command line."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -28,6 +29,10 @@ _KEYWORDS = (
     "length_penalty",
     "num_return_sequences",
     "prompt_lookup_num_tokens",
+    "priority",
+    "client_id",
+    "allotted_time_ms",
+    "cache_salt_id",
     "return_log_probs",
     "stop_words",
     "min_length",
@@ -38,15 +43,8 @@ _KEYWORDS = (
 def main(arguments: Seq[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = _parse(arguments)
-    client = Client(options.url, options.model)
-    prompt = options.prompt if options.ids is None else options.ids
-    keywords = {name: getattr(options, name) for name in _KEYWORDS}
-    as_ids = options.ids is not None
     try:
-        if options.stream:
-            _print_stream(client.stream(prompt, options.max_tokens, **keywords), as_ids)
-        else:
-            _print_answers(client.generate(prompt, options.max_tokens, **keywords), as_ids)
+        options.run(Client(options.url, options.model), options)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
@@ -58,6 +56,20 @@ def main(arguments: Seq[str] | None = None) -> int:
         print(f"error: {status}{error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _generate(client: Client, options: argparse.Namespace) -> None:
+    prompt = options.prompt if options.ids is None else options.ids
+    keywords = {name: getattr(options, name) for name in _KEYWORDS}
+    as_ids = options.ids is not None
+    if options.stream:
+        _print_stream(client.stream(prompt, options.max_tokens, **keywords), as_ids)
+    else:
+        _print_answers(client.generate(prompt, options.max_tokens, **keywords), as_ids)
+
+
+def _state(client: Client, options: argparse.Namespace) -> None:
+    print(json.dumps(client.state(), indent=2))
 
 
 def _print_stream(deltas: Iterable[Delta], as_ids: bool) -> None:
@@ -95,11 +107,20 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m inflight_client", description="Ask the server for text.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt and print what comes")
+    generate.set_defaults(run=_generate)
     _add_request(generate)
     _add_choosing(generate)
     _add_ending(generate)
+    _add_queueing(generate)
+    state = commands.add_parser("state", help="print what the server is doing, as JSON")
+    state.set_defaults(run=_state)
+    _add_server(state, "whom to ask, tensorrt_llm by default")
     options = parser.parse_args(arguments)
-    if options.stream and (options.num_return_sequences or options.beam_width or 1) > 1:
+    if (
+        options.run is _generate
+        and options.stream
+        and (options.num_return_sequences or options.beam_width or 1) > 1
+    ):
         generate.error("--stream shows one answer as it comes: leave out --n and --beam-width")
     return options
 
@@ -114,8 +135,12 @@ def _add_request(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (128)"
     )
-    generate.add_argument("--url", default="localhost:8001", help="the server's gRPC port (localhost:8001)")
-    generate.add_argument("--model", help="by default ensemble for text and tensorrt_llm for ids")
+    _add_server(generate, "by default ensemble for text and tensorrt_llm for ids")
+
+
+def _add_server(command: argparse.ArgumentParser, model_help: str) -> None:
+    command.add_argument("--url", default="localhost:8001", help="the server's gRPC port (localhost:8001)")
+    command.add_argument("--model", help=model_help)
 
 
 def _add_choosing(generate: argparse.ArgumentParser) -> None:
@@ -156,6 +181,14 @@ def _add_ending(generate: argparse.ArgumentParser) -> None:
     add("--stop", action="append", dest="stop_words", metavar="TEXT", help="end before it; repeatable")
     add("--min-length", type=int, metavar="N", help="no end id before N tokens")
     add("--end-id", type=int, metavar="ID", help="token id that ends the answer; -1 for none")
+
+
+def _add_queueing(generate: argparse.ArgumentParser) -> None:
+    add = generate.add_argument_group("among other requests").add_argument
+    add("--priority", type=float, metavar="P", help="0 to 1, 0.5 by default; higher ones start first")
+    add("--client-id", type=int, metavar="N", help="clients of one priority take turns")
+    add("--allotted-time-ms", type=int, metavar="MS", help="end with TIMED_OUT after so long")
+    add("--cache-salt-id", type=int, metavar="N", help="share cached prompts under this number only")
 
 
 def _ids(text: str) -> list[int]:

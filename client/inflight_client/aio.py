@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import grpc
 import tritonclient.grpc.aio as grpc_aio
@@ -12,7 +12,20 @@ from tritonclient.utils import InferenceServerException
 from inflight_client.client import STREAM_HEADERS
 from inflight_client.errors import ServerError, server_error
 from inflight_client.results import Completion, Delta, completion
-from inflight_client.tensors import TEXT_MODEL, Call, Prompt, delta_of, generate_call, is_final, stop_call
+from inflight_client.tensors import (
+    IDS_MODEL,
+    TEXT_MODEL,
+    Call,
+    Prompt,
+    delta_of,
+    generate_call,
+    is_final,
+    state_call,
+    state_of,
+    stop_call,
+)
+
+_T = TypeVar("_T")
 
 
 class AsyncClient:
@@ -61,6 +74,12 @@ class AsyncClient:
         async for _ in self._deltas(stop_call(model, request_id)):
             pass
 
+    async def state(self, model: str | None = None) -> dict[str, Any]:
+        """As `Client.state`."""
+        call = state_call(model or self._model or IDS_MODEL)
+        (state,) = [state async for state in self._received(call, state_of)]
+        return state
+
     def _call(
         self,
         prompt: Prompt,
@@ -73,7 +92,12 @@ class AsyncClient:
             prompt, streaming, {"max_tokens": max_tokens, **options}, self._model, request_id
         )
 
-    async def _deltas(self, call: Call) -> AsyncIterator[Delta]:
+    def _deltas(self, call: Call) -> AsyncIterator[Delta]:
+        return self._received(call, lambda result: delta_of(result, call))
+
+    async def _received(
+        self, call: Call, read: Callable[[grpc_aio.InferResult], _T | None]
+    ) -> AsyncIterator[_T]:
         if self._connection is None:
             self._connection = grpc_aio.InferenceServerClient(self._url)
         self._in_flight.add(call)
@@ -84,9 +108,9 @@ class AsyncClient:
                 if error is not None:
                     raise server_error(error, self._url)
                 finished = is_final(result)
-                delta = delta_of(result, call)
-                if delta is not None:
-                    yield delta
+                said = read(result)
+                if said is not None:
+                    yield said
             if not finished:
                 raise ServerError("UNAVAILABLE", f"{self._url} closed the stream before its last response")
         except (InferenceServerException, grpc.RpcError) as error:

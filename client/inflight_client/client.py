@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from inflight_client.errors import ServerError, server_error
 from inflight_client.results import Completion, Delta, completion
-from inflight_client.tensors import TEXT_MODEL, Call, Prompt, delta_of, generate_call, is_final, stop_call
+from inflight_client.tensors import (
+    IDS_MODEL,
+    TEXT_MODEL,
+    Call,
+    Prompt,
+    delta_of,
+    generate_call,
+    is_final,
+    state_call,
+    state_of,
+    stop_call,
+)
 
 # Without it an error in a stream is a bare text; with it, it has a status and ends the stream. tritonserver 2.51
 # has crashed when such a stream had other requests in flight: here every request has a stream of its own.
 STREAM_HEADERS = {"triton_grpc_error": "true"}
 
+_T = TypeVar("_T")
 Responses = queue.SimpleQueue[tuple[grpc.InferResult | None, Exception | None]]
 
 
@@ -63,6 +75,11 @@ class Client:
                 Drafts: prompt_lookup_num_tokens; draft_input_ids, draft_logits [n, vocab_size] and
                 draft_acceptance_threshold.
 
+                Waiting for a turn: priority, client_id, allotted_time_ms.
+
+                KV cache: cache_salt_id; retention_token_ranges, [(start, end, priority)] or with a duration_ms,
+                where None is no end and for ever; retention_decode_priority and retention_decode_duration_ms.
+
                 What comes back beside the answer: return_log_probs, num_top_log_probs, return_prompt_log_probs,
                 return_context_logits, return_generation_logits, return_perf_metrics.
 
@@ -98,6 +115,18 @@ class Client:
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         completion(self._deltas(stop_call(model, request_id)))
 
+    def state(self, model: str | None = None) -> dict[str, Any]:
+        """What the server's batcher is doing, for people; the server must have been told to tell.
+
+        Args:
+            model: Whom to ask; `tensorrt_llm` by default.
+
+        Raises:
+            ServerError: UNIMPLEMENTED where parameter enable_state_requests is false.
+        """
+        (state,) = self._received(state_call(model or self._model or IDS_MODEL), state_of)
+        return state
+
     def _call(
         self,
         prompt: Prompt,
@@ -111,6 +140,10 @@ class Client:
         )
 
     def _deltas(self, call: Call) -> Iterator[Delta]:
+        return self._received(call, lambda result: delta_of(result, call))
+
+    def _received(self, call: Call, read: Callable[[grpc.InferResult], _T | None]) -> Iterator[_T]:
+        """What `read` makes of each response, as they come."""
         responses: Responses = queue.SimpleQueue()
         self._in_flight.add(call)
         connection = grpc.InferenceServerClient(self._url)
@@ -123,7 +156,7 @@ class Client:
                 request_id=call.request_id,
                 enable_empty_final_response=True,
             )
-            yield from self._until_final(call, responses)
+            yield from self._until_final(read, responses)
             connection.stop_stream()
         except InferenceServerException as error:
             connection.stop_stream(cancel_requests=True)
@@ -135,14 +168,16 @@ class Client:
             connection.stop_stream(cancel_requests=True)
             connection.close()
 
-    def _until_final(self, call: Call, responses: Responses) -> Iterator[Delta]:
+    def _until_final(
+        self, read: Callable[[grpc.InferResult], _T | None], responses: Responses
+    ) -> Iterator[_T]:
         while True:
             result, error = responses.get()
             if result is None:
                 raise server_error(error, self._url) if error else ServerError("UNKNOWN", "an empty response")
-            delta = delta_of(result, call)
-            if delta is not None:
-                yield delta
+            said = read(result)
+            if said is not None:
+                yield said
             if is_final(result):
                 return
 

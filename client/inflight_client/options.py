@@ -49,6 +49,7 @@ PERF_OUTPUTS = (
     "last_token_time_ns",
     "kv_cache_alloc_new_blocks",
     "kv_cache_reused_blocks",
+    "kv_cache_missed_blocks",
     "kv_cache_alloc_total_blocks",
     "total_draft_tokens",
     "total_accepted_draft_tokens",
@@ -83,6 +84,12 @@ _OPTIONS = {
     "draft_logits": _Option("", "draft_logits", _FLOAT, ndim=2),
     "draft_acceptance_threshold": _Option("", "draft_acceptance_threshold", _FLOAT),
     "embedding_bias": _Option("", "embedding_bias", _FLOAT, ndim=1),
+    "priority": _number("priority", _FLOAT),
+    "client_id": _number("client_id", np.uint64),
+    "allotted_time_ms": _number("allotted_time_ms", _INT),
+    "cache_salt_id": _number("cache_salt_id", np.uint64),
+    "retention_decode_priority": _number("retention_decode_priority", _INT),
+    "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),
     "return_log_probs": _wanted("return_log_probs", "output_log_probs", "cum_log_probs"),
     "num_top_log_probs": _wanted("num_top_log_probs", "top_log_prob_ids", "top_log_probs", dtype=_INT),
     "return_prompt_log_probs": _wanted("return_prompt_log_probs", "prompt_log_probs"),
@@ -92,7 +99,8 @@ _OPTIONS = {
 }
 _WORDS = ("stop_words", "bad_words")
 _OTHER_NAMES = {"len_penalty": "length_penalty", "min_tokens": "min_length"}
-NAMES = (*_OPTIONS, *_WORDS)
+_RETENTION = "retention_token_ranges"
+NAMES = (*_OPTIONS, *_WORDS, _RETENTION)
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,8 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
     """(name in a text model, name in an id model, tensor)."""
     if name in _WORDS:
         yield from _word_tensors(name, value)
+    elif name == _RETENTION:
+        yield from _retention_tensors(value)
     elif name == "embedding_bias" and isinstance(value, Mapping):
         words, weights = list(value), list(value.values())
         if not all(isinstance(word, str) for word in words):
@@ -181,6 +191,21 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         given = value if option.ndim else [value]
         array = as_tensor(name, given, option.dtype, max(option.ndim, 1))
         yield option.text_name, option.ids_name, array
+
+
+def _retention_tensors(ranges: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Ranges (start, end, priority) or (start, end, priority, duration_ms); None: no end, for ever."""
+    given = list(ranges) if isinstance(ranges, Iterable) else [ranges]
+    rows = [list(one) if isinstance(one, Iterable) else [] for one in given]
+    if not all(len(row) in (3, 4) for row in rows):
+        raise ValueError(
+            f"{_RETENTION} must be ranges (start, end, priority) or (start, end, priority, duration_ms), "
+            f"got {ranges!r}"
+        )
+    filled = [[-1 if value is None else value for value in (*row, None)[:4]] for row in rows]
+    for part, values in zip(("starts", "ends", "priorities", "durations_ms"), zip(*filled, strict=True)):
+        name = f"retention_token_range_{part}"
+        yield name, name, as_tensor(name, list(values), np.int32, 1)
 
 
 def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -29,7 +29,8 @@ class PerfMetrics:
         last_token_time_ns: The last token was there.
         kv_cache_alloc_new_blocks: KV blocks that it took.
         kv_cache_reused_blocks: KV blocks that it found in the cache.
-        kv_cache_alloc_total_blocks: The same.
+        kv_cache_missed_blocks: Full blocks of tokens it knew that it did not find there.
+        kv_cache_alloc_total_blocks: As kv_cache_alloc_new_blocks.
         total_draft_tokens: Draft tokens verified.
         total_accepted_draft_tokens: Of those, accepted.
         acceptance_rate: Accepted / verified.
@@ -41,6 +42,7 @@ class PerfMetrics:
     last_token_time_ns: int = 0
     kv_cache_alloc_new_blocks: int = 0
     kv_cache_reused_blocks: int = 0
+    kv_cache_missed_blocks: int = 0
     kv_cache_alloc_total_blocks: int = 0
     total_draft_tokens: int = 0
     total_accepted_draft_tokens: int = 0

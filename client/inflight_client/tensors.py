@@ -6,6 +6,7 @@ functions, any thread.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,18 @@ def stop_call(model: str, request_id: str) -> Call:
     """The request that ends another one, by its id."""
     stop = _input("stop", as_tensor("stop", [True], np.bool_, 1))
     return Call(model, request_id, [stop], [InferRequestedOutput("finish_reason")])
+
+
+def state_call(model: str) -> Call:
+    """The request that asks what the server's batcher is doing."""
+    state = _input("state", as_tensor("state", [True], np.bool_, 1))
+    return Call(model, str(uuid.uuid4()), [state], [InferRequestedOutput("state")])
+
+
+def state_of(result: InferResult) -> dict[str, Any] | None:
+    """What the answer to `state_call` says; None if it carries nothing but the final flag."""
+    array = result.as_numpy("state")
+    return None if array is None else json.loads(array.item())
 
 
 def delta_of(result: InferResult, call: Call) -> Delta | None:

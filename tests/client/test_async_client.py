@@ -7,7 +7,17 @@ import grpc
 import pytest
 
 from inflight_client import AsyncClient, Completion, Delta, Sequence, ServerError
-from tests.client.fake_server import PATIENCE_S, Asked, FakeServer, Refusal, Response, answer_with, response
+from tests.client.fake_server import (
+    PATIENCE_S,
+    Asked,
+    FakeServer,
+    Refusal,
+    Response,
+    answer_with,
+    as_texts,
+    response,
+    response_of,
+)
 from tests.client.test_client import delta, until_stopped
 
 
@@ -23,6 +33,21 @@ def test_generate_and_stream(server: FakeServer) -> None:
     text, ids = server.asked
     assert (text.model, text.inputs["top_k"], text.inputs["stream"]) == ("ensemble", [5], [False])
     assert (ids.model, ids.inputs["input_ids"], ids.inputs["streaming"]) == ("tensorrt_llm", [1, 2], [True])
+
+
+def test_state(server: FakeServer) -> None:
+    """The final flag may come alone."""
+    server.answer = lambda asked: [
+        response_of(asked, state=as_texts('{"queued_requests": 3}')),
+        response(asked, final=True),
+    ]
+
+    async def ask() -> dict:
+        async with AsyncClient(server.url) as client:
+            return await client.state()
+
+    assert asyncio.run(ask()) == {"queued_requests": 3}
+    assert (server.asked[0].model, server.asked[0].outputs) == ("tensorrt_llm", ["state"])
 
 
 def test_many_at_a_time(server: FakeServer) -> None:

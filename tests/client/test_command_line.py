@@ -3,7 +3,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from tests.client.fake_server import (
     PATIENCE_S,
     Asked,
     FakeServer,
+    Refusal,
     Response,
     answer_with,
     as_texts,
@@ -52,6 +55,10 @@ def test_every_option_reaches_the_server(server: FakeServer) -> None:
         "beam_width": 4,
         "length_penalty": 0.5,
         "min_length": 6,
+        "priority": 0.75,
+        "client_id": 8,
+        "allotted_time_ms": 900,
+        "cache_salt_id": 7,
     }
     options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     words = ["--stop", "end", "--stop=\n", "--bad-word", "no"]
@@ -96,6 +103,27 @@ def test_log_probs_stand_apart_from_the_answer(server: FakeServer, capsys, strea
     assert captured.out == "ab\n"
     assert captured.err == "log_probs -0.5000 -1.0000 sum -1.5000\n"
     assert server.asked[0].inputs["return_log_probs"] == [True]
+
+
+def test_the_state_is_printed_indented(server: FakeServer, capsys) -> None:
+    server.answer = lambda asked: iter(
+        [response_of(asked, final=True, state=as_texts('{"batcher": {"n": 1}}'))]
+    )
+    assert main(["state", "--url", server.url]) == 0
+    assert capsys.readouterr().out == '{\n  "batcher": {\n    "n": 1\n  }\n}\n'
+    (asked,) = server.asked
+    assert (asked.model, asked.inputs, asked.outputs) == ("tensorrt_llm", {"state": [True]}, ["state"])
+
+
+def test_a_server_that_does_not_tell_its_state(server: FakeServer, capsys) -> None:
+    def refuse(asked: Asked) -> Iterator[Response]:
+        raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "parameter enable_state_requests is false")
+        yield
+
+    server.answer = refuse
+    assert main(["state", "--url", server.url, "--model=ensemble"]) == 1
+    assert capsys.readouterr().err == "error: UNIMPLEMENTED: parameter enable_state_requests is false\n"
+    assert server.asked[0].model == "ensemble"
 
 
 @pytest.mark.parametrize(

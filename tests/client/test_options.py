@@ -30,6 +30,12 @@ NUMBERS = {
     "early_stopping": 2,
     "beam_search_diversity_rate": 0.25,
     "prompt_lookup_num_tokens": 5,
+    "priority": 0.75,
+    "client_id": 2**64 - 1,
+    "allotted_time_ms": 900,
+    "cache_salt_id": 2**63,
+    "retention_decode_priority": 60,
+    "retention_decode_duration_ms": 500,
 }
 IDS_NAMES = {
     "top_p_min": "runtime_top_p_min",
@@ -46,7 +52,9 @@ ARRAYS = {
     "draft_acceptance_threshold": 0.5,
     "stop_words": [[5, 7], "end"],
     "bad_words": np.array([[5], [1]]),
+    "retention_token_ranges": [(0, 2, 90)],
 }
+RANGE_PARTS = ("starts", "ends", "priorities", "durations_ms")
 FLAGS = {
     "return_log_probs": True,
     "num_top_log_probs": 2,
@@ -168,6 +176,14 @@ def test_words_that_make_no_sense_are_not_sent(server, client, words, message: s
         ({"embedding_bias": {5: 1.0}}, "embedding_bias must be texts with their weights"),
         ({"embedding_bias": {"yes": "much"}}, "embedding_bias_weights must be made of numbers"),
         (
+            {"retention_token_ranges": [(0, 2)]},
+            r"retention_token_ranges must be ranges \(start, end, priority\)",
+        ),
+        ({"retention_token_ranges": 5}, "retention_token_ranges must be ranges"),
+        ({"retention_token_ranges": [0, 2, 90]}, "retention_token_ranges must be ranges"),
+        ({"retention_token_ranges": [(0, 2, 0.5)]}, "retention_token_range_priorities must be an integer"),
+        ({"client_id": -1}, "client_id must be in"),
+        (
             {"draft_logits": [[0.0], [0.0, 1.0]]},
             "draft_logits must be made of numbers, in rows of one length",
         ),
@@ -193,6 +209,20 @@ def test_drafts_and_bias(server, client) -> None:
     assert asked.inputs["draft_logits"] == list(range(8))
     names = ("embedding_bias", "draft_input_ids", "draft_logits", "draft_acceptance_threshold")
     assert [asked.shapes[name] for name in names] == [[1, 4], [1, 2], [1, 2, 4], [1, 1]]
+
+
+@pytest.mark.parametrize("prompt", ["x", [5]])
+def test_retention_has_a_tensor_for_each_part_of_a_range(server, client, prompt) -> None:
+    client.generate(prompt, retention_token_ranges=[(0, 32, 90), (32, None, 10, 5000)])
+    (asked,) = server.asked
+    sent = {name: asked.inputs[f"retention_token_range_{name}"] for name in RANGE_PARTS}
+    assert sent == {"starts": [0, 32], "ends": [32, -1], "priorities": [90, 10], "durations_ms": [-1, 5000]}
+    assert asked.shapes["retention_token_range_starts"] == [1, 2]
+
+
+def test_no_ranges_are_no_tensors(server, client) -> None:
+    client.generate("x", retention_token_ranges=[])
+    assert not any(name.startswith("retention") for name in server.asked[0].inputs)
 
 
 def test_a_bias_by_words(server, client) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -112,7 +114,15 @@ class Stream:
     def cancel(self) -> None:
         self.client.stop_stream(cancel_requests=True)
 
-    def send(self, model: str, request_id: str = "", outputs: list[str] | None = None, **tensors) -> None:
+    def send(
+        self,
+        model: str,
+        request_id: str = "",
+        outputs: list[str] | None = None,
+        beside: dict | None = None,
+        **tensors,
+    ) -> None:
+        """`beside` has what tritonclient takes beside tensors: `timeout`, `priority`, `parameters`."""
         wanted = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
         self.client.async_stream_infer(
             model,
@@ -120,6 +130,7 @@ class Stream:
             outputs=wanted,
             request_id=request_id,
             enable_empty_final_response=True,
+            **(beside or {}),
         )
 
     def receive(self, timeout: float = TIMEOUT_S) -> tuple[str, Answer]:
@@ -141,10 +152,16 @@ class Stream:
             yield answer
 
 
-def ask(url: str, model: str = "tensorrt_llm", outputs: list[str] | None = None, **tensors) -> list[Answer]:
+def ask(
+    url: str,
+    model: str = "tensorrt_llm",
+    outputs: list[str] | None = None,
+    beside: dict | None = None,
+    **tensors,
+) -> list[Answer]:
     """All answers to one request on a stream of its own."""
     with Stream(url) as stream:
-        stream.send(model, outputs=outputs, **tensors)
+        stream.send(model, outputs=outputs, beside=beside, **tensors)
         return list(stream.until_final())
 
 
@@ -160,13 +177,16 @@ def infer(
     model: str = "tensorrt_llm_infer",
     request_id: str = "",
     outputs: list[str] | None = None,
+    beside: dict | None = None,
     **tensors,
 ) -> http.InferResult:
     """One HTTP /infer."""
     client = http.InferenceServerClient(url, network_timeout=TIMEOUT_S, connection_timeout=TIMEOUT_S)
     wanted = [http.InferRequestedOutput(name) for name in outputs] if outputs else None
     try:
-        result = client.infer(model, make_inputs(http, **tensors), request_id=request_id, outputs=wanted)
+        result = client.infer(
+            model, make_inputs(http, **tensors), request_id=request_id, outputs=wanted, **(beside or {})
+        )
     finally:
         client.close()
     TRAFFIC.names.update(output["name"] for output in result.get_response()["outputs"])
@@ -178,6 +198,7 @@ def unary(
     model: str = "tensorrt_llm_infer",
     request_id: str = "",
     outputs: list[str] | None = None,
+    beside: dict | None = None,
     **tensors,
 ) -> grpc.InferResult:
     """One unary gRPC call."""
@@ -190,11 +211,19 @@ def unary(
             request_id=request_id,
             outputs=wanted,
             client_timeout=TIMEOUT_S,
+            **(beside or {}),
         )
     finally:
         client.close()
     TRAFFIC.names.update(output.name for output in result.get_response().outputs)
     return result
+
+
+def generate(url: str, model: str = "ensemble", **body) -> dict:
+    """One HTTP /generate: keys that are no input of the model become request parameters."""
+    request = urllib.request.Request(f"http://{url}/v2/models/{model}/generate", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        return json.load(response)
 
 
 def wait_until(condition, timeout: float = 20.0) -> None:

@@ -19,6 +19,7 @@ from .clients import TRAFFIC
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 DEMO_MODEL = REPOSITORY / "tensorrt_llm" / "1" / "demo_model"
 FAKE_VOCABULARY = 1000
+NARROW_STEP_MS, NARROW_QUEUE = 5, 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +78,22 @@ def oracle() -> ZooModel:
 def tokenizer() -> Tokenizer:
     """The demo model's."""
     return Tokenizer.from_dir(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def narrow_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """A fake engine that runs one request at a time, 5 ms a step, lets four wait, and says what it is doing."""
+    settings = {
+        "fake_engine": f"vocab={FAKE_VOCABULARY},step_us={NARROW_STEP_MS * 1000}",
+        "max_batch_size": "1",
+        "max_queue_size": str(NARROW_QUEUE),
+        "enable_state_requests": "true",
+        "max_sequence_length": "2048",
+        "max_tokens_in_paged_kv_cache": "8192",
+        "tokenizer_dir": str(DEMO_MODEL),
+    }
+    with serve(settings=settings) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

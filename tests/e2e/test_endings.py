@@ -64,10 +64,16 @@ def test_a_stop_reaches_a_request_that_waits(fake_server):
         for _ in range(4):
             stream.receive()
         stream.send("tensorrt_llm", "waiting", stop=True)
+        ended = []
+        while len(ended) < 2:
+            name, answer = stream.receive()
+            ended += [(name, answer.outputs.get("finish_reason"))] if answer.final else []
+        assert {name for name, _ in ended} == {"waiting"}, "before anybody made room for it"
+        assert [reason.item() for _, reason in ended if reason is not None] == [b"CANCELLED"]
         for number in range(4):
             stream.send("tensorrt_llm", f"long {number}", stop=True)
         finals = 0
-        while finals < 10:
+        while finals < 8:
             finals += stream.receive()[1].final
 
 

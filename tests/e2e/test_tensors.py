@@ -263,7 +263,7 @@ def http_status(server, path: str, body: dict) -> int:
 
 
 def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
-    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "client_id": 2}
+    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "lora_task_id": 2}
     for tensors, status in ((bad, 400), (unsupported, 501)):
         body = {"input_ids": PROMPT, **tensors}
         assert http_status(fake_server, "tensorrt_llm/generate", body) == 400
@@ -271,7 +271,7 @@ def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
         inputs = [
             {
                 "name": name,
-                "datatype": "UINT64" if name == "client_id" else "INT32",
+                "datatype": "UINT64" if name == "lora_task_id" else "INT32",
                 "shape": shapes.get(name, [1, 1]),
                 "data": np.ravel(value).tolist(),
             }

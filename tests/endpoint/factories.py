@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 
 from inflight.core.description import EngineDescription
 from inflight.core.request import ModelLimits, Request
 from inflight.core.response import Response, Result
-from inflight.core.stop import FinishReason
+from inflight.core.stop import FinishReason, StopSignal
+from inflight.endpoint.local import LocalEngineClient
 
 PATIENCE_S = 10.0
 
@@ -69,3 +73,35 @@ class Inbox:
     def tokens(self) -> list[int]:
         """All tokens so far."""
         return [token for r in self.responses if r.result for token in r.result.output_token_ids[0]]
+
+
+class Batcher:
+    """A LocalEngineClient whose loop is the test itself.
+
+    Attributes:
+        read_state: What it says of itself, until a test says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._work = threading.Semaphore(0)
+        self.read_state: Callable[[float], str] = lambda timeout_s: json.dumps({"timeout_s": timeout_s})
+        self.client = LocalEngineClient(
+            DESCRIPTION, self._work.release, lambda timeout_s: self.read_state(timeout_s)
+        )
+
+    def take(self) -> Request:
+        """Wait for the next request."""
+        while not (requests := self.client.get_inference_requests(1)):
+            assert self._work.acquire(timeout=PATIENCE_S)
+        return requests[0]
+
+    def stops(self, count: int) -> set[StopSignal]:
+        """Wait for `count` stop signals; when they were asked for is left out."""
+        signals: set[StopSignal] = set()
+        while len(signals) < count:
+            signals.update(replace(signal, requested_ns=0) for signal in self.client.poll_stop_signals())
+            assert len(signals) >= count or self._work.acquire(timeout=PATIENCE_S)
+        return signals
+
+    def answer(self, request: Request, *tokens: int, final: bool = True) -> None:
+        self.client.send_response(delta(request.request_id, *tokens, final=final))

@@ -21,7 +21,11 @@ from inflight.endpoint import frames
 from inflight.endpoint.frames import (
     Answer,
     BadFrame,
+    FromEngine,
+    FromFrontEnd,
     Hello,
+    ReadState,
+    State,
     Stop,
     Submit,
     decode_from_engine,
@@ -85,9 +89,9 @@ def response_travelled(response: Response) -> Response:
     return back
 
 
-def travelled(frame: Hello | Submit | Stop) -> Any:
+def travelled(frame: FromEngine | FromFrontEnd) -> Any:
     (body,) = received(encode(frame))
-    decode = decode_from_engine if isinstance(frame, Hello) else decode_from_front_end
+    decode = decode_from_engine if isinstance(frame, FromEngine) else decode_from_front_end
     return decode(body)
 
 
@@ -106,6 +110,15 @@ def test_a_description_survives(description: EngineDescription) -> None:
 @given(IDS, st.sampled_from(StopReason))
 def test_a_stop_survives(request_id: int, reason: StopReason) -> None:
     assert travelled(Stop(request_id, reason)) == Stop(request_id, reason)
+
+
+@given(IDS, st.floats(0, 1e6), st.text(), st.text(), st.text())
+def test_a_question_and_its_answer_survive(
+    question: int, timeout_s: float, text: str, code: str, message: str
+) -> None:
+    assert travelled(ReadState(question, timeout_s)) == ReadState(question, timeout_s)
+    state = State(question, text, code, message)
+    assert travelled(state) == state
 
 
 @given(IDS, st.from_type(Result), st.booleans())

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +13,7 @@ from inflight.core.response import Response, ended_without_tokens
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
-from inflight.errors import StepFailed, Unavailable
+from inflight.errors import StepFailed, Unavailable, Unsupported
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
 
 
@@ -94,8 +97,19 @@ def test_stop_of_a_running_request_becomes_a_signal(client) -> None:
     request_id = client.submit(make_request(), Inbox())
     client.get_inference_requests(-1)
     client.stop(request_id, StopReason.STOP_WORDS)
-    assert client.poll_stop_signals() == [StopSignal(request_id, StopReason.STOP_WORDS)]
+    (signal,) = client.poll_stop_signals()
+    assert replace(signal, requested_ns=0) == StopSignal(request_id, StopReason.STOP_WORDS)
     assert client.poll_stop_signals() == []
+
+
+def test_a_signal_says_when_it_was_asked_for(client) -> None:
+    """By the clock of the request's arrival."""
+    request_id = client.submit(make_request(), Inbox())
+    (request,) = client.get_inference_requests(-1)
+    before = time.monotonic_ns()
+    client.stop(request_id, StopReason.CANCELLED)
+    (signal,) = client.poll_stop_signals()
+    assert request.arrival_time_ns <= before <= signal.requested_ns <= time.monotonic_ns()
 
 
 def test_stop_of_an_unknown_or_answered_request_is_ignored(client, notified) -> None:
@@ -246,3 +260,35 @@ def test_a_drain_ends_a_request_of_several_sequences_with_one_error(client) -> N
     draining.join(PATIENCE_S)
     assert isinstance(inbox.final().error, Unavailable)
     assert len(inbox.responses) == 1
+
+
+def test_state_adds_what_waits_in_front_of_the_batcher() -> None:
+    asked: list[float] = []
+
+    def read_state(timeout_s: float) -> str:
+        asked.append(timeout_s)
+        return '{"iteration": 7}'
+
+    client = LocalEngineClient(DESCRIPTION, lambda: None, read_state)
+    for _ in range(3):
+        client.submit(make_request(), Inbox())
+    client.get_inference_requests(1)
+    assert json.loads(client.state(2.5)) == {
+        "queued_requests": 2,
+        "unanswered_requests": 3,
+        "batcher": {"iteration": 7},
+    }
+    assert asked == [2.5]
+
+
+def test_a_batcher_that_does_not_answer_is_unavailable() -> None:
+    def read_state(timeout_s: float) -> str:
+        raise Unavailable(f"no iteration ended in {timeout_s} s")
+
+    with pytest.raises(Unavailable, match=r"no iteration ended in 0\.5 s"):
+        LocalEngineClient(DESCRIPTION, lambda: None, read_state).state(0.5)
+
+
+def test_a_batcher_may_have_nothing_to_say(client) -> None:
+    with pytest.raises(Unsupported, match="does not tell its state"):
+        client.state(1.0)

@@ -11,7 +11,6 @@ from inflight.endpoint.path import endpoint_path
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import ConfigError
 from tests.endpoint.test_socket import Batcher
-from tests.endpoint.test_socket import path as path  # the fixture
 
 MODEL = "tensorrt_llm"
 

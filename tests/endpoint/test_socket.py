@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,61 +21,9 @@ from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.core.tensor import FloatTensor
 from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient, drain_engine
-from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument, StepFailed, Unavailable
-from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request, make_result
-
-
-class Batcher:
-    """A LocalEngineClient whose loop is the test itself."""
-
-    def __init__(self) -> None:
-        self._work = threading.Semaphore(0)
-        self.client = LocalEngineClient(DESCRIPTION, self._work.release)
-
-    def take(self) -> Request:
-        """Wait for the next request."""
-        while not (requests := self.client.get_inference_requests(1)):
-            assert self._work.acquire(timeout=PATIENCE_S)
-        return requests[0]
-
-    def stops(self, count: int) -> set[StopSignal]:
-        """Wait for `count` stop signals."""
-        signals: set[StopSignal] = set()
-        while len(signals) < count:
-            signals.update(self.client.poll_stop_signals())
-            assert len(signals) >= count or self._work.acquire(timeout=PATIENCE_S)
-        return signals
-
-    def answer(self, request: Request, *tokens: int, final: bool = True) -> None:
-        self.client.send_response(delta(request.request_id, *tokens, final=final))
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="endpoint-")  # pytest's own folders can be too deep for a socket
-    yield str(Path(folder, "engine.sock"))
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def batcher() -> Batcher:
-    return Batcher()
-
-
-@pytest.fixture
-def server(batcher: Batcher, path: str) -> Iterator[EndpointServer]:
-    server = EndpointServer(batcher.client, path)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def front_end(server: EndpointServer, path: str) -> Iterator[SocketEngineClient]:
-    client = SocketEngineClient(path)
-    yield client
-    client.close()
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Batcher, Inbox, make_request, make_result
 
 
 @contextlib.contextmanager

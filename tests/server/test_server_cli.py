@@ -67,3 +67,8 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         cli.parse(["--model", str(tmp_path)])
     with pytest.raises(OptionError, match="not a folder"):
         cli.parse(["--model", str(tmp_path / "missing")])
+
+
+def test_models_can_be_unloaded_by_request_where_that_is_asked_for() -> None:
+    assert cli.parse([]).model_control == "none"
+    assert cli.parse(["--model-control", "explicit"]).model_control == "explicit"

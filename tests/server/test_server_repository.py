@@ -80,6 +80,21 @@ def test_another_model_brings_its_own_tokenizer(tmp_path: Path) -> None:
     assert values == {"gpt_model_path": "/other", "tokenizer_dir": "/other"}
 
 
+def test_a_record_is_written_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    present = PRESENT | {"record_path": "${record_path}"}
+    for given, expected in (("a/b", str(tmp_path / "a" / "b")), ("/a/b", "/a/b"), ("", "")):
+        values = fill(present, Wanted(settings={"record_path": given}), NO_DEMO)
+        assert values["record_path"] == expected
+
+
+def test_the_queues_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> None:
+    """Triton's dynamic batcher would come with the bound of its own queue, and half-second waits."""
+    runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_queue_size": "5"}))
+    assert parameters_of(runtime.path)["max_queue_size"] == "5"
+    assert "dynamic_batching" not in (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
+
+
 def test_an_unknown_key_is_refused_with_what_is_near() -> None:
     with pytest.raises(OptionError, match=r"'polcy'.*did you mean policy\?"):
         fill(PRESENT, Wanted(settings={"polcy": "b"}), NO_DEMO)

@@ -195,6 +195,7 @@ class FakeEngineClient:
         refusal: What `submit` raises.
         submitted: Requests by the id they got.
         stopped: (id, reason) in order.
+        read_state: What `state` does.
         answers_stops: Whether a stop is followed at once by the final response, as `close` always is.
     """
 
@@ -202,6 +203,7 @@ class FakeEngineClient:
     refusal: InflightError | None = None
     submitted: dict[int, Request] = field(default_factory=dict)
     stopped: list[tuple[int, StopReason]] = field(default_factory=list)
+    read_state: Callable[[float], str] = lambda timeout_s: "{}"
     answers_stops: bool = True
     closed: bool = False
     _callbacks: dict[int, SendResponseCallback] = field(default_factory=dict)
@@ -223,6 +225,9 @@ class FakeEngineClient:
         self.stopped.append((request_id, reason, *(() if sequence_index is None else (sequence_index,))))
         if self.answers_stops and request_id in self._callbacks:
             self.respond(make_response(request_id, (), FinishReason.CANCELLED))
+
+    def state(self, timeout_s: float) -> str:
+        return self.read_state(timeout_s)
 
     def close(self) -> None:
         self.closed = True

@@ -252,6 +252,21 @@ def test_a_tensor_under_the_other_vocabularys_name_is_not_ignored(
     assert message in error.message()
 
 
+def test_what_is_said_beside_the_tensors_reaches_the_engine(build: Build) -> None:
+    stage = build()
+    parameters = json.dumps({"request_priority": "0.75", "client_id": 3})
+    request = InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters=parameters, timeout=2500)
+    stage.take(request)
+    submitted = stage.client.submitted[stage.client.last_id]
+    assert (submitted.priority, submitted.client_id, submitted.allotted_time_ms) == (0.75, 3, 3)
+
+
+def test_a_bad_parameter_is_refused_by_name(build: Build) -> None:
+    request = InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters='{"client_id": "me"}')
+    code, message = error_of(build().take(request).wait_final()[0])
+    assert code == TritonError.INVALID_ARG and "request parameter client_id" in message
+
+
 def test_other_parameters_are_ignored(build: Build) -> None:
     stage = build()
     request = InferenceRequest(

@@ -152,6 +152,7 @@ def test_the_id_and_the_defaults() -> None:
         ({"stop_words": np.array([[b"x"]], np.object_)}, Unsupported, "send stop_words_list"),
         ({"bad_words": np.array([[b"x"]], np.object_)}, Unsupported, "no tokenizer here"),
         ({"stop": np.array([True])}, InvalidArgument, "PollStopSignal"),
+        ({"state": np.array([True])}, InvalidArgument, "GptManager.state"),
         (
             {"input_ids": np.ones([2, 3], np.int32), "request_output_len": np.ones([2, 1], np.int32)},
             InvalidArgument,

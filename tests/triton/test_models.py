@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inflight.endpoint import client as endpoint_client
 from inflight.errors import ConfigError
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from inflight.triton.models import engine, ensemble, infer, postprocessing, preprocessing
@@ -130,6 +131,22 @@ def test_more_beams_than_slots_fail_the_load_and_say_why(pb_utils: FakePbUtils, 
         engine.TritonPythonModel().initialize(
             make_args(max_beam_width="9", fake_engine="vocab=26", engine_endpoint=str(folder / "e.sock"))
         )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [({"max_num_tokens": "4"}, "max_num_tokens is 4"), ({"fake_engine": "vocab=many"}, "fake_engine: got")],
+)
+def test_parameters_that_do_not_go_together_leave_the_last_engine_alone(
+    engine_model: engine.TritonPythonModel, folder: Path, monkeypatch: pytest.MonkeyPatch, parameters, words
+) -> None:
+    monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)
+    given = {"fake_engine": "vocab=26", "engine_endpoint": str(folder / "engine.sock")} | parameters
+    with pytest.raises(ConfigError, match=words):
+        engine.TritonPythonModel().initialize(make_args(**given))
+    request = make_triton_request()
+    engine_model.execute([request])
+    assert only_arrays(request)["output_ids"].shape == (1, 1, 7)
 
 
 def make_text_model(module: object, folder: Path | None) -> TextModel:

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from inflight.core.config import CapacitySchedulerPolicy
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.errors import ConfigError
-from inflight.triton.parameters import PARAMETERS, Parameters, ParameterSpec, Role
-from tests.triton.factories import make_parameters
+from inflight.triton.parameters import PARAMETERS, Parameters, ParameterSpec, Role, read_parameters
+from tests.triton.factories import make_model_config, make_parameters
 
 UNBUILT = [spec for spec in PARAMETERS if spec.neutral is not None]
 
@@ -42,13 +42,19 @@ GOOD = [
     ("gpt_model_path", "/models/x", "/models/x"),
     ("tokenizer_dir", "/models/x", "/models/x"),
     ("dtype", "bfloat16", "bfloat16"),
+    ("gpt_model_type", "V1", "V1"),
     ("gpt_model_type", "inflight_batching", "inflight_batching"),
     ("batch_scheduler_policy", "max_utilization", CapacitySchedulerPolicy.MAX_UTILIZATION),
     ("enable_chunked_context", "TRUE", True),
+    ("context_chunking_policy", "equal_progress", ContextChunkingPolicy.EQUAL_PROGRESS),
     ("enable_kv_cache_reuse", "0", False),
     ("max_num_tokens", "512", 512),
+    ("max_queue_size", "16", 16),
     ("max_beam_width", "4", 4),
     ("max_sequence_length", "2048", 2048),
+    ("max_attention_window_size", "512", (512,)),
+    ("max_attention_window_size", "512, 1024", (512, 1024)),
+    ("sink_token_length", "4", 4),
     ("tokens_per_block", "16", 16),
     ("max_tokens_in_paged_kv_cache", "4096", 4096),
     ("kv_cache_free_gpu_mem_fraction", "0.25", 0.25),
@@ -57,6 +63,11 @@ GOOD = [
     ("default_end_ids", "2, 7", (2, 7)),
     ("cancellation_check_period_ms", "100", 100),
     ("stats_check_period_ms", "1000", 1000),
+    ("iter_stats_max_iterations", "0", 0),
+    ("request_stats_max_iterations", "10", 10),
+    ("enable_state_requests", "true", True),
+    ("record_path", "/tmp/a file", "/tmp/a file"),
+    ("watchdog_timeout_ms", "0", 0),
     ("engine_endpoint", "a.sock", "a.sock"),
     ("engine_threads", "2", 2),
     ("fake_engine", "vocab=1000,step_us=200", "vocab=1000,step_us=200"),
@@ -83,7 +94,13 @@ BAD = [
     ("kv_cache_free_gpu_mem_fraction", "0", "a number > 0 and <= 1"),
     ("kv_cache_free_gpu_mem_fraction", "nan", "a number > 0 and <= 1"),
     ("batch_scheduler_policy", "no_evict", "guaranteed_no_evict or max_utilization"),
-    ("gpt_model_type", "V1", "inflight_batching or inflight_fused_batching"),
+    ("batch_scheduler_policy", "static_batch", "guaranteed_no_evict or max_utilization"),
+    ("context_chunking_policy", "fair", "first_come_first_served or equal_progress"),
+    ("max_attention_window_size", "512,0", "integers >= 1 with commas between"),
+    ("sink_token_length", "-1", "an integer >= 0"),
+    ("max_queue_size", "-1", "an integer >= 0"),
+    ("watchdog_timeout_ms", "1 s", "an integer >= 0"),
+    ("enable_state_requests", "on", "true or false"),
     ("dtype", "int4", "float32 or bfloat16 or float16"),
     ("default_end_ids", "2;7", "token ids >= 0"),
     ("default_end_ids", "-1", "token ids >= 0"),
@@ -97,6 +114,30 @@ def test_bad_values_fail_by_name(key: str, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(**{key: text})
     assert f"{key}: got {text!r}, expected {expected}" in str(raised.value)
+
+
+def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_parameters(gpt_model_type="V3")
+    message = "gpt_model_type value of 'V3' is not supported, expected V1 or inflight_batching or "
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "triton_queue", "bound"),
+    [(None, None, 0), (None, 7, 7), ("5", None, 5), ("5", 7, 5), ("0", 7, 0), ("${max_queue_size}", 7, 7)],
+)
+def test_the_queues_bound_may_stand_where_upstream_has_it(
+    parameter: str | None, triton_queue: int | None, bound: int
+) -> None:
+    config = make_model_config(**({} if parameter is None else {"max_queue_size": parameter}))
+    if triton_queue is not None:
+        config["dynamic_batching"] = {"default_queue_policy": {"max_queue_size": triton_queue}}
+    assert read_parameters(config, Role.ENGINE).max_queue_size == bound
+
+
+def test_a_dynamic_batcher_without_a_bound_is_none() -> None:
+    assert read_parameters(make_model_config() | {"dynamic_batching": {}}, Role.ENGINE).max_queue_size == 0
 
 
 @pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.key)

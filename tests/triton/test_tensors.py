@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from inflight.core.request import ExternalDraft, Request
+from inflight.core.retention import Retention, TokenRangeRetention
 from inflight.core.tensor import FloatTensor
 from inflight.errors import Unsupported
-from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_stop
+from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensor_spec import NeutralRule, TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
@@ -149,8 +150,8 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
 
 
 def test_neutral_values_are_said_as_a_client_has_to_send_them() -> None:
-    assert str(INPUTS["priority"].neutral) == "0.5"
-    assert str(INPUTS["retention_decode_priority"].neutral) == "35"
+    assert str(INPUTS["lookahead_window_size"].neutral) == "0"
+    assert str(INPUTS["lora_config"].neutral) == "an empty tensor"
     assert str(INPUTS["guided_decoding_guide"].neutral) == '""'
 
 
@@ -214,8 +215,24 @@ LANDINGS = [
     ("return_kv_cache_reuse_stats", True, "output.return_perf_metrics", True),
     ("draft_input_ids", [[1, 2]], "draft", ExternalDraft((1, 2))),
     ("prompt_lookup_num_tokens", 3, "prompt_lookup_num_tokens", 3),
+    ("retention_decode_priority", 80, "retention.decode", Retention(80, None)),
+    ("retention_decode_duration_ms", 500, "retention.decode", Retention(35, 500)),
+    ("cache_salt_id", 2**64 - 1, "identity.cache_salt_id", 2**64 - 1),
+    ("priority", 0.75, "priority", 0.75),
+    ("client_id", 2**64 - 1, "client_id", 2**64 - 1),
+    ("allotted_time_ms", 9, "allotted_time_ms", 9),
 ]
 ALIASES = {"seed", "min_tokens", "return_kv_cache_reuse_stats"}
+
+PARTS = ("starts", "ends", "priorities", "durations_ms")
+RANGES = {
+    f"retention_token_range_{part}": [values]
+    for part, values in zip(PARTS, ([0, 2], [2, -1], [90, 0], [1000, -1]), strict=True)
+}
+READ_RANGES = (
+    TokenRangeRetention(0, 2, Retention(90, 1000)),
+    TokenRangeRetention(2, None, Retention(0, None)),
+)
 
 # Those that mean something in company alone: (name, tensors, where they land, what is there then).
 COMPANIONS = [
@@ -247,6 +264,7 @@ COMPANIONS = [
         "draft.acceptance_threshold",
         0.5,
     ),
+    *[(f"retention_token_range_{part}", RANGES, "retention.ranges", READ_RANGES) for part in PARTS],
 ]
 # What asks for an output and nothing else.
 ASKING = {"return_num_input_tokens", "return_num_output_tokens"}
@@ -284,7 +302,7 @@ def test_what_is_built_lands_in_company(
 
 def test_every_built_input_is_covered_above() -> None:
     covered = {name for name, *_ in LANDINGS} - ALIASES | {name for name, *_ in COMPANIONS} | ASKING
-    assert covered | {"text_input", "stop"} == BUILT
+    assert covered | {"text_input", "stop", "state"} == BUILT
 
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
@@ -293,6 +311,14 @@ def test_stop(vocabulary: Vocabulary) -> None:
         reader = make_reader({"stop": np.array([value])}, vocabulary)
         assert wants_stop(reader) is wanted
     assert not wants_stop(make_reader({}, vocabulary))
+
+
+@pytest.mark.parametrize("vocabulary", Vocabulary)
+def test_state(vocabulary: Vocabulary) -> None:
+    for value, wanted in ((True, True), (False, False)):
+        reader = make_reader({"state": np.array([value])}, vocabulary)
+        assert wants_state(reader) is wanted
+    assert not wants_state(make_reader({}, vocabulary))
 
 
 TEXT_LANDINGS = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import queue
 import socket
 import struct
 import threading
@@ -25,6 +26,9 @@ from inflight.endpoint.frames import (
     Drain,
     Drained,
     Hello,
+    ReadState,
+    Retire,
+    State,
     Stop,
     Submit,
     decode_from_engine,
@@ -32,13 +36,15 @@ from inflight.endpoint.frames import (
     read_frame,
     read_response,
 )
-from inflight.endpoint.path import peer_is_this_user
-from inflight.errors import InvalidArgument, Unavailable
+from inflight.endpoint.path import peer_has_this_parent, peer_is_this_user
+from inflight.errors import InvalidArgument, Unavailable, error_from_code
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
 # The engine takes frames as they come. One that does not for so long hangs, and must not hang the front end too.
 _SEND_TIMEOUT_S = 5
+# For the engine to say that it got no answer in time.
+_MARGIN_S = 1.0
 
 
 class SocketEngineClient:
@@ -77,6 +83,13 @@ class SocketEngineClient:
         if connection is not None:
             connection.stop(Stop(request_id, reason, sequence_index))
 
+    def state(self, timeout_s: float) -> str:
+        """What the engine is doing, as JSON; raises Unavailable if it cannot be reached or does not answer.
+
+        Not for a callback of `submit`: answers arrive on the thread that those run on.
+        """
+        return self._connected().state(timeout_s)
+
     def close(self) -> None:
         """End the connection; requests in flight are answered with Unavailable. Idempotent."""
         with self._lock:
@@ -99,9 +112,11 @@ class _Connection:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = threading.Lock()  # of the table of callbacks
+        self._lock = threading.Lock()  # of the tables of callbacks and questions
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
+        self._questions: dict[int, queue.SimpleQueue[State]] = {}
+        self._question_ids = itertools.count(1)
         self.ended = False
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -142,6 +157,27 @@ class _Connection:
         if stop.request_id in self._callbacks:
             self._send(encode(stop))
 
+    def state(self, timeout_s: float) -> str:
+        question = next(self._question_ids)
+        answer: queue.SimpleQueue[State] = queue.SimpleQueue()
+        with self._lock:
+            if self.ended:
+                raise self._lost()
+            self._questions[question] = answer
+        self._send(encode(ReadState(question, timeout_s)))
+        try:
+            said = answer.get(timeout=timeout_s + _MARGIN_S)
+        except queue.Empty:
+            raise Unavailable(
+                f"the engine at {self._path} did not tell its state in {timeout_s:g} s"
+            ) from None
+        finally:
+            with self._lock:
+                del self._questions[question]
+        if said.error_code:
+            raise error_from_code(said.error_code, said.error_message)
+        return said.text
+
     def close(self) -> None:
         self._shut()
         if threading.current_thread() is not self._reader:
@@ -167,6 +203,8 @@ class _Connection:
                 frame = decode_from_engine(body)
                 if isinstance(frame, Answer):
                     self._deliver(read_response(self._socket, frame))
+                elif isinstance(frame, State):
+                    self._answer(frame)
         except (OSError, BadFrame) as error:
             _log.warning("the connection to the engine broke: %s", error)
         finally:
@@ -185,11 +223,20 @@ class _Connection:
         except Exception:  # one front end's fault must not end everyone's connection
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
+    def _answer(self, state: State) -> None:
+        with self._lock:
+            asked = self._questions.get(state.question)
+        if asked is not None:
+            asked.put(state)
+
     def _end(self) -> None:
         self._shut()
         with self._lock:
             self.ended = True
-            unanswered = list(self._callbacks)
+            unanswered, questions = list(self._callbacks), list(self._questions)
+        lost = self._lost()
+        for question in questions:
+            self._answer(State(question, error_code=lost.code, error_message=str(lost)))
         for request_id in unanswered:
             self._deliver(Response(request_id, error=self._lost(), is_final=True))
         self._socket.close()
@@ -223,3 +270,32 @@ def drain_engine(path: str, timeout_s: float) -> bool:
         except (OSError, BadFrame):
             pass
     return False
+
+
+def retire_predecessor(path: str, timeout_s: float, patience_s: float = 30.0) -> bool:
+    """End the engine that still holds `path` for the process that started this one too.
+
+    A server may start a model's next process while its last one lives on. That one is told to end what is in
+    flight and to free what it has, and is waited for. Engines of anybody else are left alone.
+
+    Args:
+        path: The socket.
+        timeout_s: How long its requests may go on.
+        patience_s: How much longer to wait for its end.
+
+    Returns:
+        Whether there was one, and it is gone.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s + patience_s)
+        try:
+            connection.connect(path)
+            if not (peer_is_this_user(connection) and peer_has_this_parent(connection)):
+                return False
+            _log.warning("the engine at %s is told to make room for this one", path)
+            connection.sendall(encode(Retire(timeout_s)))
+            while read_frame(connection) is not None:
+                pass  # its Hello
+            return True
+        except (OSError, BadFrame):
+            return False

@@ -53,8 +53,30 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     sequence_index: int | None = None
 
 
+class ReadState(msgspec.Struct, frozen=True, tag=True):
+    """Front end → engine: say State within `timeout_s` seconds. `question` is the connection's."""
+
+    question: int
+    timeout_s: float
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end: what the batcher is doing, as JSON, or why that cannot be said."""
+
+    question: int
+    text: str = ""
+    error_code: str = ""
+    error_message: str = ""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Supervisor → engine: refuse new requests, end within `timeout_s` seconds what is in flight, say Drained."""
+
+    timeout_s: float
+
+
+class Retire(msgspec.Struct, frozen=True, tag=True):
+    """Successor → engine: give up everything within about `timeout_s` seconds; the connection's end says done."""
 
     timeout_s: float
 
@@ -80,12 +102,15 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     generation_logits: tuple[_Shape, ...] | None = None
 
 
+FromEngine = Hello | Answer | State | Drained
+FromFrontEnd = Submit | Stop | ReadState | Drain | Retire
+
 _ENCODER = msgspec.msgpack.Encoder()
-_FROM_ENGINE = msgspec.msgpack.Decoder(Hello | Answer | Drained)
-_FROM_FRONT_END = msgspec.msgpack.Decoder(Submit | Stop | Drain)
+_FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+_FROM_FRONT_END = msgspec.msgpack.Decoder(FromFrontEnd)
 
 
-def encode(frame: Hello | Answer | Drained | Submit | Stop | Drain) -> bytes:
+def encode(frame: FromEngine | FromFrontEnd) -> bytes:
     """Length and body; BadFrame if there is more to say than one frame may."""
     body = _ENCODER.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
@@ -122,12 +147,12 @@ def _encode_with_logits(response: Response, result: Result) -> list[bytes]:
     return [encode(answer), *(tensor.data for tensor in tensors)]
 
 
-def decode_from_engine(body: bytes) -> Hello | Answer | Drained:
+def decode_from_engine(body: bytes) -> FromEngine:
     """A frame for a front end; BadFrame if it is none."""
     return _decode(_FROM_ENGINE, body)
 
 
-def decode_from_front_end(body: bytes) -> Submit | Stop | Drain:
+def decode_from_front_end(body: bytes) -> FromFrontEnd:
     """A frame for the engine; BadFrame if it is none."""
     return _decode(_FROM_FRONT_END, body)
 

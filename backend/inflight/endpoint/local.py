@@ -3,14 +3,15 @@
 Owns the requests that wait for the batcher, the stop signals it has not polled yet, and who is to be told of each
 unanswered request. Does not know the batcher: it is handed `notify`, and the batcher is handed three callbacks.
 
-`describe`, `submit` and `stop` may be called on any thread. The callbacks `get_inference_requests`,
+`describe`, `submit`, `stop` and `state` may be called on any thread. The callbacks `get_inference_requests`,
 `poll_stop_signals` and `send_response` belong to the batcher's loop thread, and every response is delivered on it;
-only `fail_all` and `close` deliver on their caller's thread, once the loop is dead or has ended.
+only `fail_all`, `drain` and `close` deliver on their caller's thread, once the loop is dead, hangs or has ended.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import time
@@ -22,10 +23,11 @@ from inflight.core.ports import SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.response import Response, ended_without_tokens
 from inflight.core.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
-from inflight.errors import InflightError, Unavailable
+from inflight.errors import InflightError, Unavailable, Unsupported
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
+_SHUTTING_DOWN = "the server is shutting down"
 
 
 class LocalEngineClient:
@@ -34,11 +36,19 @@ class LocalEngineClient:
     Args:
         description: What `describe` returns.
         notify: Wakes the batcher's loop if it is idle; called outside of any lock.
+        read_state: Takes seconds, returns the batcher's JSON object, by then at the latest, or raises Unavailable
+            once its loop has ended; None for a batcher that says nothing of itself.
     """
 
-    def __init__(self, description: EngineDescription, notify: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        description: EngineDescription,
+        notify: Callable[[], None],
+        read_state: Callable[[float], str] | None = None,
+    ) -> None:
         self._description = description
         self._notify = notify
+        self._read_state = read_state
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}  # of every unanswered request
@@ -48,6 +58,8 @@ class LocalEngineClient:
         self._refusal: str | None = None
         self._farewell: InflightError | None = None  # instead of CANCELLED, for those that drain ends
         self._all_answered = threading.Condition(self._lock)
+        # Held while a response is on its way to its callback, so that none comes behind `fail_all`'s.
+        self._delivering = threading.RLock()
 
     # ---------------------------------------------------------------- for front ends, any thread
 
@@ -78,23 +90,39 @@ class LocalEngineClient:
             if waiting is not None:
                 self._stopped_in_queue[request_id] = _ended_without_tokens(waiting, reason)
             elif request_id in self._callbacks and request_id not in self._stopped_in_queue:
-                self._stop_signals.append(StopSignal(request_id, reason, sequence_index))
+                self._stop_signals.append(StopSignal(request_id, reason, sequence_index, time.monotonic_ns()))
             else:
                 return
         self._notify()
+
+    def state(self, timeout_s: float) -> str:
+        """What is queued here and what the batcher is doing, as JSON; waits for it, at most `timeout_s`.
+
+        Raises Unavailable once the batcher's loop has ended, Unsupported if there is nothing to ask.
+        """
+        if self._read_state is None:
+            raise Unsupported("this engine does not tell its state")
+        batcher = json.loads(self._read_state(timeout_s))
+        with self._lock:
+            in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._callbacks)}
+        return json.dumps({**in_front, "batcher": batcher})
 
     def refuse(self, error: InflightError) -> None:
         """Let later submits raise Unavailable, while the requests that are here go on: a graceful shutdown."""
         with self._lock:
             self._refusal = self._refusal or str(error)
 
-    def drain(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float, why: str = _SHUTTING_DOWN) -> None:
         """Refuse new requests and wait until every other is answered; end with Unavailable what takes longer.
 
-        Returns when all have their final response, or five seconds after the time was up: the loop hangs then.
-        Not for the loop's thread.
+        Returns when all have their final response, at the latest five seconds after the time was up: a loop that
+        has not ended them by then hangs, and they are answered without it. Not for the loop's thread.
+
+        Args:
+            timeout_s: How long requests may go on.
+            why: What those that are refused or ended are told.
         """
-        error = Unavailable("the server is shutting down")
+        error = Unavailable(why)
         self.refuse(error)
         with self._lock:
             if self._all_answered.wait_for(lambda: not self._callbacks, timeout_s):
@@ -104,16 +132,19 @@ class LocalEngineClient:
         for request_id in late:
             self.stop(request_id, StopReason.CANCELLED)
         with self._lock:
-            self._all_answered.wait_for(lambda: not self._callbacks, _PATIENCE_S)
+            if self._all_answered.wait_for(lambda: not self._callbacks, _PATIENCE_S):
+                return
+            num_unanswered = len(self._callbacks)
+        _log.error("the generation loop hangs; %d requests are answered without it", num_unanswered)
+        self.fail_all(error)
 
     def fail_all(self, error: InflightError) -> None:
         """Answer every unanswered request with `error`, and let later submits raise Unavailable.
 
-        For the loop's thread, or any other after the loop has ended: a response that is under way on the loop's
-        thread could otherwise arrive after the final one.
+        Any thread. What a loop that still runs has to say of them later is heard by nobody.
         """
         self.refuse(error)
-        with self._lock:
+        with self._delivering, self._lock:
             unanswered = list(self._callbacks.items())
             self._callbacks.clear()
             self._queue.clear()
@@ -124,8 +155,8 @@ class LocalEngineClient:
             _deliver(on_response, Response(request_id, error=error, is_final=True))
 
     def close(self) -> None:
-        """Answer what is left with Unavailable. Call it when the loop has ended. Idempotent."""
-        self.fail_all(Unavailable("the server is shutting down"))
+        """Answer what is left with Unavailable; for when the loop has ended, or hangs. Idempotent."""
+        self.fail_all(Unavailable(_SHUTTING_DOWN))
 
     def _check_available(self) -> None:
         if self._refusal is not None:
@@ -151,6 +182,14 @@ class LocalEngineClient:
 
     def send_response(self, response: Response) -> None:
         """Hand one response to whoever submitted the request; nothing is heard of it after the final one."""
+        with self._delivering:
+            self._hand_on(response)
+        if response.is_final:
+            with self._lock:
+                if not self._callbacks:
+                    self._all_answered.notify_all()
+
+    def _hand_on(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
                 on_response = self._callbacks.pop(response.request_id, None)
@@ -162,10 +201,6 @@ class LocalEngineClient:
                 _deliver_farewell(on_response, response, farewell)
             else:
                 _deliver(on_response, response)
-        if response.is_final:
-            with self._lock:
-                if not self._callbacks:
-                    self._all_answered.notify_all()
 
 
 def _ended_without_tokens(request: Request, reason: StopReason) -> list[Response]:

@@ -65,9 +65,29 @@ def remove(path: str) -> None:
 
 def peer_is_this_user(connected: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket runs as this user, or as root."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+    _pid, uid, _gid = _peer(connected)
     return uid in (0, os.geteuid())
+
+
+def peer_has_this_parent(connected: socket.socket) -> bool:
+    """Whether the process at the other end is another one, and was started by the one that started this."""
+    pid, _uid, _gid = _peer(connected)
+    return pid != os.getpid() and _parent(pid) == os.getppid()
+
+
+def _peer(connected: socket.socket) -> tuple[int, int, int]:
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)
+
+
+def _parent(pid: int) -> int | None:
+    """None where there is no such process, or none that can be seen."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat_file:
+            after_name = stat_file.read().rpartition(")")[2]
+        return int(after_name.split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _remove_stale(path: str) -> None:

@@ -1,7 +1,8 @@
 """The engine's side of the endpoint: front ends in other processes reach the engine's client through it.
 
-Owns the listening socket and, per connection, a reader thread, a writer thread and the requests in flight on it. A
-connection that ends, for whatever reason, has its requests stopped. Knows neither the batcher nor who connects.
+Owns the listening socket and, per connection, a reader thread, a writer thread and the requests in flight on it; a
+question about the batcher's state has a thread of its own while it is being answered. A connection that ends, for
+whatever reason, has its requests stopped. Knows neither the batcher nor who connects.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from inflight.endpoint.frames import (
     BadFrame,
     Drained,
     Hello,
+    ReadState,
+    Retire,
+    State,
     Stop,
     Submit,
     decode_from_front_end,
@@ -39,18 +43,31 @@ _RESPONSES_PER_WRITE = 64
 _LARGE_BYTES = 64 * 1024
 _FAREWELL_S = 2.0
 _ACCEPT_AGAIN_S = 1.0
+_NOT_SUBMITTED = "the request could not be submitted"
 
 
 class EndpointServer:
     """Serves `client` at `path` from construction to `close`; raises ConfigError if the path cannot be used.
 
-    `drain` is called with a number of seconds when a supervisor says that the server ends; it returns when
-    everything in flight is answered.
+    Args:
+        client: The engine.
+        path: Where to listen.
+        drain: Called with a number of seconds when a supervisor says that the server ends; returns when everything
+            in flight is answered.
+        retire: Called with a number of seconds, on a thread of its own, when another process is to take this
+            engine's place; has to end everything, this server too.
     """
 
-    def __init__(self, client: EngineClient, path: str, drain: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        path: str,
+        drain: Callable[[float], object] | None = None,
+        retire: Callable[[float], object] | None = None,
+    ) -> None:
         self._client = client
         self._drain = drain
+        self._retire = retire
         self._path = path
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
@@ -86,7 +103,7 @@ class EndpointServer:
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
-            connection = _Connection(self._client, accepted, self._forget, self._drain)
+            connection = _Connection(self._client, accepted, self._forget, self._drain, self._retire)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
@@ -104,14 +121,17 @@ class _Connection:
         client: EngineClient,
         connected: socket.socket,
         on_end: Callable[[_Connection], None],
-        drain: Callable[[float], None] | None,
+        drain: Callable[[float], object] | None,
+        retire: Callable[[float], object] | None,
     ) -> None:
         self._client = client
         self._drain = drain
+        self._retire = retire
         self._socket = connected
         self._on_end = on_end
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
         self._engine_ids: dict[int, int] = {}  # the connection's id → the engine's, while in flight
         self._reader = threading.Thread(target=self._read, name="endpoint-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="endpoint-writer", daemon=True)
@@ -142,9 +162,20 @@ class _Connection:
                     self._submit(frame)
                 elif isinstance(frame, Stop):
                     self._stop(frame)
+                elif isinstance(frame, ReadState):
+                    # May take as long as an iteration, and a stop may come behind it.
+                    threading.Thread(
+                        target=self._say_state, args=(frame,), name="endpoint-state", daemon=True
+                    ).start()
+                elif isinstance(frame, Retire):
+                    if self._retire is not None:
+                        # It closes this connection, and so waits for this thread.
+                        threading.Thread(
+                            target=self._retire, args=(frame.timeout_s,), name="endpoint-retire", daemon=True
+                        ).start()
                 elif self._drain is not None:
                     self._drain(frame.timeout_s)  # a supervisor sends nothing else: nobody waits behind this
-                    self._socket.sendall(encode(Drained()))
+                    self._send([encode(Drained())])
         except (OSError, BadFrame) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:
@@ -166,7 +197,9 @@ class _Connection:
         try:
             engine_id = self._client.submit(frame.request, on_response)
         except Exception as error:  # one request at fault must not end the connection of all
-            self._mailbox.put(Response(local_id, error=_as_inflight_error(error), is_final=True))
+            self._mailbox.put(
+                Response(local_id, error=_as_inflight_error(error, _NOT_SUBMITTED), is_final=True)
+            )
             return
         with self._lock:
             if not finished.is_set():
@@ -177,6 +210,16 @@ class _Connection:
             engine_id = self._engine_ids.get(frame.request_id)
         if engine_id is not None:
             self._client.stop(engine_id, frame.reason, frame.sequence_index)
+
+    def _say_state(self, frame: ReadState) -> None:
+        """On a thread of its own, which ends in time although nobody waits for it."""
+        try:
+            state = State(frame.question, self._client.state(frame.timeout_s))
+        except Exception as caught:
+            error = _as_inflight_error(caught, "the state could not be read")
+            state = State(frame.question, error_code=error.code, error_message=str(error))
+        with contextlib.suppress(OSError):  # the connection has ended
+            self._send([encode(state)])
 
     def _end(self) -> None:
         with self._lock:
@@ -193,7 +236,7 @@ class _Connection:
 
     def _write(self) -> None:
         try:
-            self._socket.sendall(encode(Hello(self._client.describe())))
+            self._send([encode(Hello(self._client.describe()))])
             while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
                 self._send([part for response in responses for part in self._parts(response)])
         except (OSError, InflightError) as error:
@@ -214,13 +257,14 @@ class _Connection:
 
     def _send(self, parts: list[bytes]) -> None:
         """In few calls; what is large goes as it is, not copied into one piece with the others."""
-        for is_large, run in groupby(parts, key=lambda part: len(part) > _LARGE_BYTES):
-            for piece in run if is_large else (b"".join(run),):
-                self._socket.sendall(piece)
+        with self._send_lock:
+            for is_large, run in groupby(parts, key=lambda part: len(part) > _LARGE_BYTES):
+                for piece in run if is_large else (b"".join(run),):
+                    self._socket.sendall(piece)
 
 
-def _as_inflight_error(error: Exception) -> InflightError:
+def _as_inflight_error(error: Exception, what: str) -> InflightError:
     if isinstance(error, InflightError):
         return error
-    _log.error("a request could not be submitted", exc_info=error)
-    return StepFailed(f"the request could not be submitted: {type(error).__name__}: {error}")
+    _log.error("%s", what, exc_info=error)
+    return StepFailed(f"{what}: {type(error).__name__}: {error}")

@@ -46,6 +46,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         tritonserver=given.tritonserver,
         log_verbose=given.log_verbose,
         exit_timeout_s=given.exit_timeout,
+        model_control=given.model_control,
     )
 
 
@@ -85,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         default=30,
         metavar="SECONDS",
         help="for requests in flight at the end (default: %(default)s)",
+    )
+    add(
+        "--model-control",
+        choices=("none", "explicit"),
+        default="none",
+        help="explicit: models can be unloaded and loaded by request (default: %(default)s)",
     )
     add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
     add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")

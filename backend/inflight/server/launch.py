@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from inflight.server import installation, probe, runtime_directory
 from inflight.server.errors import ServeError
@@ -37,7 +37,13 @@ _SHARED_MEMORY_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Everything that decides what runs and where; ports of 0 are chosen free."""
+    """Everything that decides what runs and where.
+
+    Attributes:
+        ports: Those that are 0 are chosen free.
+        model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request;
+            everything in the repository is loaded at first in any mode.
+    """
 
     model_repository: Path = field(default_factory=default_repository)
     wanted: Wanted = field(default_factory=Wanted)
@@ -46,6 +52,7 @@ class ServerOptions:
     tritonserver: Path | None = None
     log_verbose: bool = False
     exit_timeout_s: int = 30
+    model_control: Literal["none", "explicit"] = "none"
 
 
 class TritonServer:
@@ -206,6 +213,8 @@ class TritonServer:
 
     def _command(self) -> list[str]:
         gpu = () if _has_gpu() else ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0")
+        is_explicit = self._options.model_control == "explicit"
+        control = ("--model-control-mode=explicit", "--load-model=*") if is_explicit else ()
         backend = "--backend-config=python,"
         return [
             str(self._installation.program),
@@ -225,6 +234,7 @@ class TritonServer:
             f"{backend}shm-default-byte-size={_SHARED_MEMORY_BYTES}",
             f"{backend}shm-growth-byte-size={_SHARED_MEMORY_BYTES}",
             f"{backend}stub-timeout-seconds={_STUB_TIMEOUT_S}",
+            *control,
             *gpu,
         ]
 

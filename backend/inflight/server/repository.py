@@ -15,6 +15,7 @@ from inflight.server.config_text import is_filled, read_parameters, set_max_batc
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
+RECORD_PATH = "record_path"
 MAX_BATCH_SIZE = "max_batch_size"
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = Path("tensorrt_llm", "1", "demo_model")
@@ -77,6 +78,8 @@ def fill(present: Mapping[str, str], wanted: Wanted, demo_model: Path) -> dict[s
     if wanted.model is not None:
         values[MODEL_PATH] = str(wanted.model.resolve())
     values |= wanted.settings
+    if values.get(RECORD_PATH):  # the server runs in a folder that goes with it
+        values[RECORD_PATH] = str(Path(values[RECORD_PATH]).absolute())
     _check_known(values, present)
     if MODEL_PATH not in present:
         return values

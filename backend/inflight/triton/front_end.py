@@ -12,7 +12,7 @@ from typing import Any
 
 from inflight.core.description import EngineDescription
 from inflight.core.ports import EngineClient
-from inflight.errors import InflightError, StepFailed, Unavailable
+from inflight.errors import InflightError, StepFailed, Unavailable, Unsupported
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.client_stream import ClientStream
@@ -20,10 +20,12 @@ from inflight.triton.completion_text import CompletionText, TokenizerFinder
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
 from inflight.triton.parameters import Parameters
 from inflight.triton.reply import NewText, PromptReply, Reply
-from inflight.triton.requests import Prompt, ServingContext, convert, refuse_misnamed, wants_stop
+from inflight.triton.request_parameters import read_request_parameters
+from inflight.triton.requests import Prompt, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
+from inflight.triton.state_requests import StateRequests
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
@@ -73,6 +75,7 @@ class FrontEnd:
         self._in_flight = InFlight(client)
         self._budget = ResponseBudget()
         self._sender = Sender(self._in_flight, self._responses, self._budget, pb_utils.Logger.log_verbose)
+        self._states = StateRequests(client, self._responses)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000
         )
@@ -97,22 +100,28 @@ class FrontEnd:
             self._in_flight.cancel(entry, Ending.UNLOAD)
         self._watcher.close()
         self._close_client()
+        self._states.close()
         self._sender.close()
         for entry in self._in_flight.close():  # only if the client broke its promise of a final response
             self._refuse(entry.stream, Unavailable("the model was unloaded before the request was done"))
             self._budget.release(entry.ticket)
 
     def _admit(self, triton_request: Any, stream: ClientStream) -> None:
-        refuse_misnamed(triton_request.parameters(), self._model.vocabulary)
+        parameters = read_request_parameters(
+            triton_request.parameters(), triton_request.timeout(), self._model.vocabulary
+        )
         reader = TensorReader(triton_request.inputs(), INPUTS, self._model.vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())
             return
         description = self._client.describe()
+        if wants_state(reader):
+            self._ask_state(description, stream)
+            return
         naming = Naming.of(frozenset(triton_request.requested_output_names()), self._model.vocabulary)
         encoder = ModelTextEncoder(self._tokenizers, description.tokenizer_dir)
-        prompts = convert(reader, naming, self._context(description), encoder)
+        prompts = convert(reader, naming, self._context(description), encoder, parameters)
         replies = [
             PromptReply(prompt, self._new_text(prompt, naming, description), index)
             for index, prompt in enumerate(prompts)
@@ -128,6 +137,14 @@ class FrontEnd:
         except Exception:
             self._budget.release(ticket)
             raise
+
+    def _ask_state(self, description: EngineDescription, stream: ClientStream) -> None:
+        if not description.state_enabled:
+            raise Unsupported(
+                "state is true, but this server does not tell its state: parameter enable_state_requests of the "
+                "model that holds the engine is false"
+            )
+        self._states.ask(stream)
 
     def _context(self, description: EngineDescription) -> ServingContext:
         exclude = self._model.parameters.exclude_input_in_output

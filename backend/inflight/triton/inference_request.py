@@ -15,7 +15,7 @@ import numpy as np
 from inflight.core.description import EngineDescription
 from inflight.core.request import ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.requests import ServingContext, convert, wants_stop
+from inflight.triton.requests import ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
@@ -53,6 +53,8 @@ class InferenceRequest:
         )
         if wants_stop(reader):
             raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
+        if wants_state(reader):
+            raise InvalidArgument("state is true: GptManager.state tells it")
         prompts = convert(reader, _FLAGS_DECIDE, _context(limits), NoText())
         if len(prompts) > 1:
             raise InvalidArgument(f"the tensors have {len(prompts)} rows: make an InferenceRequest for each")

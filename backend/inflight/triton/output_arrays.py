@@ -144,11 +144,13 @@ _MAKERS: dict[str, Callable[[Sequence[Output]], np.ndarray | None]] = {
     "prompt_log_probs": _prompt_log_probs,
     "context_logits": _context_logits,
     "generation_logits": _generation_logits,
+    "state": lambda outputs: None,  # only the answer to a state request has one
 }
 
 _OF_METRICS: dict[str, Callable[[PerfMetrics], float]] = {
     "kv_cache_alloc_new_blocks": lambda metrics: metrics.num_new_blocks,
     "kv_cache_reused_blocks": lambda metrics: metrics.num_reused_blocks,
+    "kv_cache_missed_blocks": lambda metrics: metrics.num_missed_blocks,
     "kv_cache_alloc_total_blocks": lambda metrics: metrics.num_new_blocks,
     "arrival_time_ns": lambda metrics: metrics.arrival_time_ns,
     "first_scheduled_time_ns": lambda metrics: metrics.first_scheduled_time_ns,

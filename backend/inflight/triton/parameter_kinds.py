@@ -70,16 +70,27 @@ def choice(*names: str) -> Kind:
     return Kind(" or ".join(names), parse)
 
 
-def member(enum: type[Enum]) -> Kind:
-    """The value of one of an Enum's members."""
-    return Kind(" or ".join(item.value for item in enum), enum)
+def member(enum: type[Enum], *but: Enum) -> Kind:
+    """The value of one of an Enum's members, `but` these."""
+    members = {item.value: item for item in enum if item not in but}
+
+    def parse(text: str) -> Enum:
+        if text not in members:
+            raise ValueError(text)
+        return members[text]
+
+    return Kind(" or ".join(members), parse)
 
 
-def _parse_ids(text: str) -> tuple[int, ...]:
-    ids = tuple(int(part) for part in text.split(","))
-    if any(token_id < 0 for token_id in ids):
-        raise ValueError(text)
-    return ids
+def _integers(expected: str, minimum: int) -> Kind:
+    def parse(text: str) -> tuple[int, ...]:
+        values = tuple(int(part) for part in text.split(","))
+        if min(values) < minimum:
+            raise ValueError(text)
+        return values
+
+    return Kind(expected, parse)
 
 
-TOKEN_IDS = Kind("token ids >= 0 with commas between", _parse_ids)
+TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
+WINDOWS = _integers("integers >= 1 with commas between", 1)

@@ -15,9 +15,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from inflight.core.config import CapacitySchedulerPolicy
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.errors import ConfigError
-from inflight.triton.parameter_kinds import BOOLEAN, TEXT, TOKEN_IDS, Kind, choice, integer, member, real
+from inflight.triton.parameter_kinds import (
+    BOOLEAN,
+    TEXT,
+    TOKEN_IDS,
+    WINDOWS,
+    Kind,
+    choice,
+    integer,
+    member,
+    real,
+)
 
 
 class Role(Enum):
@@ -43,10 +53,14 @@ class Parameters:
     gpt_model_type: str
     batch_scheduler_policy: CapacitySchedulerPolicy
     enable_chunked_context: bool
+    context_chunking_policy: ContextChunkingPolicy
     enable_kv_cache_reuse: bool
     max_num_tokens: int
+    max_queue_size: int
     max_beam_width: int | None
     max_sequence_length: int | None
+    max_attention_window_size: tuple[int, ...]
+    sink_token_length: int
     tokens_per_block: int
     max_tokens_in_paged_kv_cache: int | None
     kv_cache_free_gpu_mem_fraction: float
@@ -55,6 +69,11 @@ class Parameters:
     default_end_ids: tuple[int, ...]
     cancellation_check_period_ms: int
     stats_check_period_ms: int
+    iter_stats_max_iterations: int
+    request_stats_max_iterations: int
+    enable_state_requests: bool
+    record_path: str | None
+    watchdog_timeout_ms: int
     engine_endpoint: str | None
     engine_threads: int | None
     fake_engine: str | None
@@ -77,6 +96,7 @@ class ParameterSpec:
         template_value: What config.pbtxt says instead of a template variable.
         neutral: None for a built row. Otherwise the only values accepted, () for none.
         read_by_triton: Whether Triton's Python backend reads it and this package does not.
+        complaint: How an error about its value begins: with {key} and {text}.
     """
 
     key: str
@@ -88,6 +108,7 @@ class ParameterSpec:
     template_value: str = ""
     neutral: tuple[Any, ...] | None = None
     read_by_triton: bool = False
+    complaint: str = "{key}: got {text!r}"
 
     @property
     def built(self) -> bool:
@@ -116,7 +137,8 @@ class ParameterSpec:
         try:
             value = self.kind.parse(text)
         except ValueError:
-            raise ConfigError(f"{self.key}: got {text!r}, expected {self.kind.expected}") from None
+            complaint = self.complaint.format(key=self.key, text=text)
+            raise ConfigError(f"{complaint}, expected {self.kind.expected}") from None
         if self.neutral is not None and value not in self.neutral:
             raise ConfigError(
                 f"{self.key}: got {text!r}, which is not available in this version; {self._neutral_advice}"
@@ -127,8 +149,8 @@ class ParameterSpec:
 _MODELS = frozenset({Role.ENGINE, Role.FRONT_END})
 _FRONT_END = frozenset({Role.FRONT_END})
 _TEXT = frozenset({Role.PREPROCESSING, Role.POSTPROCESSING})
-_IN_FLIGHT_TYPES = ("inflight_batching", "inflight_fused_batching")
-_POLICIES = member(CapacitySchedulerPolicy)
+# Static batching is a type of model, not a policy.
+_POLICIES = member(CapacitySchedulerPolicy, CapacitySchedulerPolicy.STATIC_BATCH)
 _NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 
 
@@ -153,17 +175,40 @@ _BUILT: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec(
         "gpt_model_type",
-        choice(*_IN_FLIGHT_TYPES),
+        choice("V1", "inflight_batching", "inflight_fused_batching"),
         "inflight_fused_batching",
-        "both names mean in-flight batching with context and generation in one forward pass",
+        "V1 ends a batch before it starts the next; the others are in-flight batching, context and generation in "
+        "one forward pass",
         template="batching_strategy",
+        complaint="{key} value of {text!r} is not supported",
     ),
     ParameterSpec("batch_scheduler_policy", _POLICIES, _NO_EVICT, "who may hold KV blocks"),
     ParameterSpec("enable_chunked_context", BOOLEAN, False, "split long prompts over iterations"),
+    ParameterSpec(
+        "context_chunking_policy",
+        member(ContextChunkingPolicy),
+        ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        "who gets the tokens of an iteration that are left for split prompts",
+    ),
     ParameterSpec("enable_kv_cache_reuse", BOOLEAN, True, "share KV blocks of equal prefixes"),
     ParameterSpec("max_num_tokens", integer(1), 8192, "most tokens in one iteration"),
+    ParameterSpec(
+        "max_queue_size",
+        integer(0),
+        0,
+        "most sequences that wait beyond the free slots, later ones are refused; 0: no bound",
+    ),
     ParameterSpec("max_beam_width", integer(1), None, "most beams of a search; max_batch_size without one"),
     ParameterSpec("max_sequence_length", integer(2), None, "prompt and output; the model's without one"),
+    ParameterSpec(
+        "max_attention_window_size",
+        WINDOWS,
+        (),
+        "tokens that a layer attends to: one number, or some that are repeated over the layers; all without one",
+    ),
+    ParameterSpec(
+        "sink_token_length", integer(0), 0, "first tokens that stay in every window, as part of it"
+    ),
     ParameterSpec("tokens_per_block", integer(1), 32, "tokens per KV cache block"),
     ParameterSpec(
         "max_tokens_in_paged_kv_cache", integer(1), None, "size of the KV cache; by fraction without one"
@@ -193,6 +238,20 @@ _BUILT: tuple[ParameterSpec, ...] = (
         _MODELS,
     ),
     ParameterSpec("stats_check_period_ms", integer(1), 100, "how often statistics are published"),
+    ParameterSpec(
+        "iter_stats_max_iterations", integer(0), 1000, "iterations whose statistics are kept to be fetched"
+    ),
+    ParameterSpec("request_stats_max_iterations", integer(0), 0, "the same with statistics of every request"),
+    ParameterSpec(
+        "enable_state_requests", BOOLEAN, False, "let clients ask what is queued, running and cached"
+    ),
+    ParameterSpec("record_path", TEXT, None, "file to record requests and decisions to, for a replay"),
+    ParameterSpec(
+        "watchdog_timeout_ms",
+        integer(0),
+        60000,
+        "an iteration that takes longer is reported as hung; 0: off",
+    ),
     ParameterSpec(
         "engine_endpoint", TEXT, None, "path of the engine's socket; unique per server without one", _MODELS
     ),
@@ -229,13 +288,9 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("cross_kv_cache_fraction", real(0, 1), "KV cache share of an encoder", 0.0),
     _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
     _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
-    _unbuilt("max_attention_window_size", TEXT, "sliding window"),
-    _unbuilt("sink_token_length", integer(0), "tokens kept beside the window", 0),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
     _unbuilt("normalize_log_probs", BOOLEAN, "log probs of the kept tokens alone", False),
     _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
-    _unbuilt("iter_stats_max_iterations", integer(0), "length of the statistics ring", 0, 1000),
-    _unbuilt("request_stats_max_iterations", integer(0), "length of the request statistics ring", 0),
     _unbuilt("gpu_device_ids", TEXT, "GPUs to use"),
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
@@ -287,6 +342,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
         raise ConfigError(
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
         )
+    given.setdefault("max_queue_size", _queue_bound(model_config))
     values = {spec.key: given.get(spec.key, spec.default) for spec in PARAMETERS if spec.built}
     return Parameters(max_num_sequences=max_batch_size, **values)
 
@@ -294,6 +350,12 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
 def is_filled(text: str) -> bool:
     """Whether a parameter says anything: not if it is empty or a template variable nobody filled in."""
     return bool(text) and not re.fullmatch(r"\$\{[^}]*\}", text)
+
+
+def _queue_bound(model_config: Mapping[str, Any]) -> int:
+    """tensorrtllm_backend's place for max_queue_size: the bound of Triton's own queue."""
+    policy = model_config.get("dynamic_batching", {}).get("default_queue_policy", {})
+    return int(policy.get("max_queue_size", 0))
 
 
 def _unknown(key: str, text: str, known: Mapping[str, ParameterSpec]) -> str:

@@ -14,9 +14,14 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 def fill_in(page: str) -> str:
     """The page with what stands between its markers written anew."""
+    return between_markers(page, tables())
+
+
+def between_markers(page: str, text: str) -> str:
+    """The page with `text` in place of what stands between its markers."""
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{tables()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
 
 
 def tables() -> str:

@@ -1,28 +1,32 @@
 """From a Triton request's tensors to frozen Requests and what the front end itself has to remember of each.
 
 Owns the meaning of prompts, ends, word lists and stop requests; how tokens are chosen stands in
-`sampling_tensors`, what comes back in `wanted_outputs`. Does not register, submit or answer anything: whatever is
-wrong is raised before anyone knows of the request. Runs on the thread that calls execute.
+`sampling_tensors`, how KV blocks are shared and kept in `cache_tensors`, what comes back in `wanted_outputs`.
+Does not register, submit or answer anything: whatever is wrong is raised before anyone knows of the request. Runs
+on the thread that calls execute.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
+from typing import TypeVar
 
 from inflight.core.description import EngineDescription
 from inflight.core.request import Request
 from inflight.errors import InvalidArgument, RequestError
+from inflight.triton.cache_tensors import read_identity, read_retention
+from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
 from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS
 from inflight.triton.text_encoder import TextEncoder
 from inflight.triton.wanted_outputs import Naming, output_config, wanted_outputs
 from inflight.triton.word_lists import LAYOUT, Words, read_word_list
 
 NO_ID = -1
+_DEFAULT_PRIORITY = 0.5
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +81,17 @@ def wants_stop(reader: TensorReader) -> bool:
     return any(row.boolean("stop") for row in reader.rows())
 
 
-def refuse_misnamed(parameters: str, vocabulary: Vocabulary) -> None:
-    """Raise InvalidArgument for a tensor of the other vocabulary among a Triton request's `parameters` (JSON).
-
-    HTTP generate makes a parameter of every key that is no input of the model, and nobody reads those.
-    """
-    if not parameters or parameters == "{}":
-        return
-    own = {name for name, _ in INPUTS.declared(vocabulary)}
-    (other,) = set(Vocabulary) - {vocabulary}
-    for key in json.loads(parameters or "{}"):
-        spec = INPUTS.sent_as(key, other)
-        if spec is not None and key not in own:
-            names = spec.names(vocabulary)
-            called = f"here it is called {names[0]}" if names else "this model does not take it"
-            raise InvalidArgument(f"{key} is not an input of this model: {called}")
+def wants_state(reader: TensorReader) -> bool:
+    """Whether this asks for the batcher's state; then none of its other tensors mean anything."""
+    return any(row.boolean("state") for row in reader.rows())
 
 
 def convert(
-    reader: TensorReader, naming: Naming, context: ServingContext, encoder: TextEncoder
+    reader: TensorReader,
+    naming: Naming,
+    context: ServingContext,
+    encoder: TextEncoder,
+    parameters: RequestParameters = NO_PARAMETERS,
 ) -> tuple[Prompt, ...]:
     """The prompts of one Triton request, one for each row of its batch.
 
@@ -105,11 +101,11 @@ def convert(
     """
     rows = reader.rows()
     if len(rows) == 1:
-        return (_Row(reader, naming, context, encoder, in_batch=False).prompt(),)
+        return (_Row(reader, naming, context, encoder, parameters, in_batch=False).prompt(),)
     prompts = []
     for index, row in enumerate(rows):
         try:
-            prompts.append(_Row(row, naming, context, encoder, in_batch=True).prompt())
+            prompts.append(_Row(row, naming, context, encoder, parameters, in_batch=True).prompt())
         except RequestError as error:
             raise type(error)(f"row {index} of the batch: {error}") from None
     return tuple(prompts)
@@ -124,16 +120,18 @@ class _Row:
         naming: Naming,
         context: ServingContext,
         encoder: TextEncoder,
+        parameters: RequestParameters,
         in_batch: bool,
     ) -> None:
         self._reader = reader
         self._naming = naming
         self._context = context
         self._encoder = encoder
+        self._parameters = parameters
         self._in_batch = in_batch
 
     def prompt(self) -> Prompt:
-        reader, context = self._reader, self._context
+        reader, context, said = self._reader, self._context, self._parameters
         reader.refuse_unbuilt()
         prompt_text = reader.text("text_input")
         sampling = read_sampling_config(reader)
@@ -158,6 +156,11 @@ class _Row:
             embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._encoder),
             draft=read_draft(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
+            identity=read_identity(reader),
+            retention=read_retention(reader),
+            priority=_first(reader.real("priority"), said.priority, _DEFAULT_PRIORITY),
+            client_id=_first(reader.integer("client_id"), said.client_id, 0),
+            allotted_time_ms=_first(reader.integer("allotted_time_ms"), said.allotted_time_ms, 0),
         )
         self._validate(request, streaming, prompt_text is not None)
         options = FrontEndOptions(
@@ -256,3 +259,10 @@ class _Row:
             message = self._reader.in_client_names(str(error))
             shown = re.sub(r"\binput_ids\b", "text_input", message) if is_text else message
             raise InvalidArgument(shown) from None
+
+
+def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:
+    """A tensor is the prompt's own; a parameter is said once for all prompts of a request."""
+    if tensor is not None:
+        return tensor
+    return default if parameter is None else parameter

@@ -48,6 +48,11 @@ class ResponseBuilder:
         """A response without outputs: the answer to a stop request."""
         return self._pb_utils.InferenceResponse(output_tensors=[])
 
+    def state(self, text: str) -> Any:
+        """The answer to a state request."""
+        array = np.array([[text.encode("utf-8")]], np.object_)
+        return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor("state", array)])
+
     def error(self, error: InflightError) -> Any:
         """A response that carries an error and its Triton code."""
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))

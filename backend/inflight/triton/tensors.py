@@ -32,6 +32,7 @@ _PROMPT = (
     TensorSpec("request_output_len", "INT32", (), "most tokens to generate; required", (), ("max_tokens",)),
     TensorSpec("streaming", "BOOL", (), "respond at every iteration instead of once", (), ("stream",)),
     TensorSpec("stop", "BOOL", (), "end the request in flight with this request's id", (), ("stop",)),
+    TensorSpec("state", "BOOL", (), "ask for what the batcher is doing, and nothing else", (), ("state",)),
     TensorSpec("end_id", "INT32", (), "token that ends the sequence; -1: none", (), ("end_id",)),
     TensorSpec("pad_id", "INT32", (), "fills ragged outputs; -1 by default", (), ("pad_id",)),
     TensorSpec(
@@ -186,34 +187,35 @@ def _guide(name: str, meaning: str) -> TensorSpec:
     return TensorSpec(name, "BYTES", (1,), meaning, (), (name,), _NO_TEXT)
 
 
-def _retention(
-    name: str, meaning: str, dims: tuple[int, ...] = (-1,), neutral: Neutral = _EMPTY
-) -> TensorSpec:
-    return TensorSpec(f"retention_{name}", "INT32", dims, meaning, neutral=neutral)
+def _retention(name: str, meaning: str, dims: tuple[int, ...] = (-1,)) -> TensorSpec:
+    return TensorSpec(f"retention_{name}", "INT32", dims, meaning, (), (f"retention_{name}",))
 
 
-_GUIDES_AND_CACHE = (
+_GUIDES = (
     _guide("guided_decoding_guide_type", "json, json_schema, regex or ebnf_grammar"),
     _guide("guided_decoding_guide", "the schema, expression or grammar"),
-    _retention("token_range_starts", "prompt ranges whose KV blocks to keep"),
+)
+
+_CACHE = (
+    _retention("token_range_starts", "prompt ranges whose KV blocks get a priority of their own"),
     _retention("token_range_ends", "-1: the prompt's end"),
-    _retention("token_range_priorities", "0 .. 100"),
-    _retention("token_range_durations_ms", "-1: for ever"),
-    _retention("decode_priority", "of generated blocks", (1,), _values(35)),
-    _retention("decode_duration_ms", "of generated blocks", (1,), _values(-1)),
+    _retention("token_range_priorities", "0 .. 100; lower ones are evicted first; 35 by default"),
+    _retention("token_range_durations_ms", "then the default again; -1: never; never by default"),
+    _retention("decode_priority", "of generated blocks", ()),
+    _retention("decode_duration_ms", "of generated blocks; -1: for ever", ()),
     TensorSpec(
-        "cache_salt_id", "UINT64", (), "share KV blocks under this salt only", (), ("cache_salt_id",), _ZERO
+        "cache_salt_id", "UINT64", (), "share KV blocks under this salt only; 0", (), ("cache_salt_id",)
     ),
 )
 
 _QUEUE = (
-    TensorSpec("priority", "FP32", (), "0 .. 1, higher first", (), ("priority",), _values(0.5)),
-    TensorSpec("client_id", "UINT64", (), "whose request it is", (), ("client_id",), _ZERO),
-    TensorSpec("allotted_time_ms", "INT32", (), "deadline; 0: none", (), ("allotted_time_ms",), _ZERO),
+    TensorSpec("priority", "FP32", (), "0 .. 1, higher first; 0.5 by default", (), ("priority",)),
+    TensorSpec("client_id", "UINT64", (), "whose request it is; clients take turns; 0", (), ("client_id",)),
+    TensorSpec("allotted_time_ms", "INT32", (), "deadline; 0: none", (), ("allotted_time_ms",)),
 )
 
 INPUTS = TensorTable(
-    (*_PROMPT, *_SAMPLING, *_BEAMS, *_WANTED, *_ADAPTERS, *_DRAFTS, *_GUIDES_AND_CACHE, *_QUEUE),
+    (*_PROMPT, *_SAMPLING, *_BEAMS, *_WANTED, *_ADAPTERS, *_DRAFTS, *_GUIDES, *_CACHE, *_QUEUE),
 )
 
 
@@ -254,6 +256,7 @@ OUTPUTS = TensorTable(
         ),
         _metric("kv_cache_alloc_new_blocks", "KV blocks taken"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
+        _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
         _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
         _metric("arrival_time_ns", "monotonic clock: it was queued", "INT64"),
         _metric("first_scheduled_time_ns", "its first iteration began", "INT64"),
@@ -262,5 +265,6 @@ OUTPUTS = TensorTable(
         _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
         _metric("total_accepted_draft_tokens", "draft tokens accepted"),
         _metric("total_draft_tokens", "draft tokens verified"),
+        _output("state", "BYTES", (1,), "JSON; the answer to a state request", "state"),
     )
 )

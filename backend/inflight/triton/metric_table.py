@@ -1,0 +1,277 @@
+"""Every metric the engine's model publishes: names, labels, units, meanings, and where the values come from. Pure.
+
+The families called nv_trt_llm_… and nv_llm_… are those of tensorrtllm_backend. A gauge shows a value of the log
+line (`IterationStats.log_fields`), named by its key, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from inflight.core.metrics import HistogramSnapshot, MetricsSnapshot
+from inflight.core.stop import FinishReason
+from inflight.errors import ERROR_CODES
+
+TIMESTAMP = "Timestamp"
+"""The one key of the log line that is no number; its gauge shows microseconds since the epoch."""
+
+
+class Batching(Enum):
+    """Which families there are."""
+
+    INFLIGHT = "in-flight batching"
+    STATIC = "static batching"
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """One series of a family of gauges.
+
+    Attributes:
+        value: Of the family's label.
+        log_key: The same number in the log line.
+        unit: What is counted.
+        meaning: What it says.
+    """
+
+    value: str
+    log_key: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeFamily:
+    """Gauges that are told apart by one label. `batching`: the only kind of batching it is there with."""
+
+    name: str
+    help: str
+    label: str
+    gauges: tuple[Gauge, ...]
+    batching: Batching | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CounterFamily:
+    """Something that is counted since the model was loaded.
+
+    Attributes:
+        name, help, unit: As they say.
+        read: Counts by the label's value; by "" without a label.
+        label: Its name, or "".
+        values: Those that are there from the start, at 0.
+    """
+
+    name: str
+    help: str
+    unit: str
+    read: Callable[[MetricsSnapshot], Mapping[str, int]]
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramFamily:
+    """Observations by bucket since the model was loaded."""
+
+    name: str
+    help: str
+    unit: str
+    read: Callable[[MetricsSnapshot], HistogramSnapshot]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFamily:
+    """A histogram of the server's own kind, with fewer buckets than the one it is made of, and one more label."""
+
+    name: str
+    help: str
+    unit: str
+    label: str
+    value: str
+    bounds: tuple[int, ...]
+    read: Callable[[MetricsSnapshot], HistogramSnapshot]
+
+
+Family = GaugeFamily | CounterFamily | HistogramFamily | LengthFamily
+
+GAUGES: tuple[GaugeFamily, ...] = (
+    GaugeFamily(
+        "nv_trt_llm_request_metrics",
+        "Requests by what becomes of them",
+        "request_type",
+        (
+            Gauge("active", "Active Request Count", "requests", "taken and not answered to the end"),
+            Gauge("max", "Max Request Count", "requests", "most that can run at a time"),
+            Gauge("scheduled", "Scheduled Requests", "sequences", "in the last iteration; static: its batch"),
+            Gauge("context", "Context Requests", "sequences", "of those, computing their prompts"),
+            Gauge("waiting", "Waiting Requests", "sequences", "that do not run: not yet, or paused"),
+        ),
+    ),
+    GaugeFamily(
+        "nv_trt_llm_runtime_memory_metrics",
+        "Memory of the process that holds the engine",
+        "memory_type",
+        (
+            Gauge("cpu", "Runtime CPU Memory Usage", "bytes", "resident"),
+            Gauge("gpu", "Runtime GPU Memory Usage", "bytes", "reserved on devices"),
+            Gauge("pinned", "Runtime Pinned Memory Usage", "bytes", "host memory pinned for devices"),
+        ),
+    ),
+    GaugeFamily(
+        "nv_trt_llm_kv_cache_block_metrics",
+        "Blocks of the paged KV cache",
+        "kv_cache_block_type",
+        (
+            Gauge("max", "Max KV cache blocks", "blocks", "all there are"),
+            Gauge("free", "Free KV cache blocks", "blocks", "that no running request holds, cached ones too"),
+            Gauge("used", "Used KV cache blocks", "blocks", "that running requests hold"),
+            Gauge("tokens_per", "Tokens per KV cache block", "tokens", "in each"),
+            Gauge("reused", "Reused KV cache blocks", "blocks", "found in the cache, since the start"),
+            Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used of all"),
+        ),
+    ),
+    GaugeFamily(
+        "nv_trt_llm_inflight_batcher_metrics",
+        "The last iteration of in-flight batching",
+        "inflight_batcher_specific_metric",
+        (
+            Gauge("total_context_tokens", "Total Context Tokens", "tokens", "of prompts in it"),
+            Gauge("generation_requests", "Generation Requests", "sequences", "that generate in it"),
+            Gauge("micro_batch_id", "MicroBatch ID", "", "which of the batches in flight it was"),
+            Gauge(
+                "paused_requests", "Paused Requests", "sequences", "that had to give up their blocks in it"
+            ),
+        ),
+        Batching.INFLIGHT,
+    ),
+    GaugeFamily(
+        "nv_trt_llm_v1_metrics",
+        "The last static batch",
+        "v1_specific_metric",
+        (
+            Gauge("total_context_tokens", "Total Context Tokens", "tokens", "of prompts, so far"),
+            Gauge("total_generation_tokens", "Total Generation Tokens", "tokens", "generated so far"),
+            Gauge("empty_generation_slots", "Empty Generation Slots", "slots", "that waited, summed up"),
+        ),
+        Batching.STATIC,
+    ),
+    GaugeFamily(
+        "nv_trt_llm_general_metrics",
+        "When this was",
+        "general_type",
+        (
+            Gauge("timestamp", TIMESTAMP, "µs", "since the epoch"),
+            Gauge("iteration_counter", "Iteration Counter", "iterations", "since the start"),
+        ),
+    ),
+)
+
+_LENGTH_BOUNDS = (10, 50, 100, 500, 1000)
+
+LENGTHS: tuple[LengthFamily, ...] = (
+    LengthFamily(
+        "nv_llm_input_token_len",
+        "Prompt tokens of requests that have ended",
+        "tokens",
+        "response_metric_type",
+        "total_input_tokens",
+        _LENGTH_BOUNDS,
+        lambda metrics: metrics.prompt_tokens,
+    ),
+    LengthFamily(
+        "nv_llm_output_token_len",
+        "Generated tokens of sequences that have ended",
+        "tokens",
+        "response_metric_type",
+        "total_output_tokens",
+        _LENGTH_BOUNDS,
+        lambda metrics: metrics.output_tokens,
+    ),
+)
+
+HISTOGRAMS: tuple[HistogramFamily, ...] = (
+    HistogramFamily(
+        "inflight_time_to_first_token_seconds",
+        "From a request's arrival to its first token",
+        "seconds",
+        lambda metrics: metrics.time_to_first_token,
+    ),
+    HistogramFamily(
+        "inflight_inter_token_latency_seconds",
+        "Between two iterations that gave a sequence tokens",
+        "seconds",
+        lambda metrics: metrics.inter_token_latency,
+    ),
+    HistogramFamily(
+        "inflight_queue_time_seconds",
+        "From a request's arrival to its first iteration",
+        "seconds",
+        lambda metrics: metrics.queue_time,
+    ),
+    HistogramFamily(
+        "inflight_end_to_end_seconds",
+        "From a request's arrival to its final response, errors left out",
+        "seconds",
+        lambda metrics: metrics.end_to_end,
+    ),
+    HistogramFamily(
+        "inflight_prompt_tokens",
+        "Prompt tokens of requests that have ended, errors left out",
+        "tokens",
+        lambda metrics: metrics.prompt_tokens,
+    ),
+    HistogramFamily(
+        "inflight_output_tokens",
+        "Generated tokens of sequences that have ended; steps of a beam search",
+        "tokens",
+        lambda metrics: metrics.output_tokens,
+    ),
+    HistogramFamily(
+        "inflight_cancel_to_free_seconds",
+        "From a stop or a cancellation to the moment that slots and KV blocks were free",
+        "seconds",
+        lambda metrics: metrics.cancel_to_free,
+    ),
+)
+
+COUNTERS: tuple[CounterFamily, ...] = (
+    CounterFamily(
+        "inflight_finished_sequences_total",
+        "Sequences that have ended, by why",
+        "sequences",
+        lambda metrics: {reason.name: count for reason, count in metrics.finished.items()},
+        "finish_reason",
+        tuple(reason.name for reason in FinishReason if reason is not FinishReason.NOT_FINISHED),
+    ),
+    CounterFamily(
+        "inflight_failed_requests_total",
+        "Requests that the batcher refused or that ended with an error, by Triton's code",
+        "requests",
+        lambda metrics: metrics.failed,
+        "code",
+        ERROR_CODES,
+    ),
+    CounterFamily(
+        "inflight_preemptions_total",
+        "Pauses: a sequence gave up its KV blocks for others and computed them again later",
+        "pauses",
+        lambda metrics: {"": metrics.num_preemptions},
+    ),
+    CounterFamily(
+        "inflight_kv_cache_hit_tokens_total",
+        "Tokens of full blocks that admissions found in the KV cache",
+        "tokens",
+        lambda metrics: {"": metrics.num_hit_tokens},
+    ),
+    CounterFamily(
+        "inflight_kv_cache_missed_tokens_total",
+        "Tokens of full blocks that admissions did not find in the KV cache",
+        "tokens",
+        lambda metrics: {"": metrics.num_missed_tokens},
+    ),
+)
+
+FAMILIES: tuple[Family, ...] = (*GAUGES, *LENGTHS, *HISTOGRAMS, *COUNTERS)

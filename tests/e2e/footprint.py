@@ -1,0 +1,69 @@
+"""What a running tritonserver holds, as the kernel counts it: processes, threads, files, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from inflight.server import runtime_directory
+from inflight.server.launch import TritonServer
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one server at one moment.
+
+    Attributes:
+        stubs: Processes beside the server's own.
+        threads: Of the server's own process.
+        files: Open file descriptors of it.
+        shared_memory: Bytes of each file in /dev/shm, smallest first.
+        endpoints: Engines' sockets.
+        resident_kib: Resident memory of the server's own process.
+    """
+
+    stubs: int
+    threads: int
+    files: int
+    shared_memory: tuple[int, ...]
+    endpoints: int
+    resident_kib: int = 0
+
+    @classmethod
+    def of(cls, server: TritonServer) -> Footprint:
+        folder, process = server.repository.path.parent, Path("/proc", str(server.pid))
+        return cls(
+            stubs=sum(1 for pid in _members(server.pid) if pid != server.pid),
+            threads=len(os.listdir(process / "task")),
+            files=len(os.listdir(process / "fd")),
+            shared_memory=tuple(sorted(_sizes(folder))),
+            endpoints=len(list(folder.glob("*.sock"))),
+            resident_kib=int((process / "status").read_text().partition("VmRSS:")[2].split()[0]),
+        )
+
+    def fits(self, earlier: Footprint) -> bool:
+        """Whether nothing has been added; a client that has just gone may have counted then, and not now."""
+        same = replace(self, threads=earlier.threads, files=earlier.files, resident_kib=earlier.resident_kib)
+        return same == earlier and self.threads <= earlier.threads and self.files <= earlier.files
+
+
+def _members(group: int) -> list[int]:
+    """Live processes of a process group."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, process_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            # A shell is there for a moment when a stub starts.
+            if int(process_group) == group and state != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+def _sizes(folder: Path) -> list[int]:
+    sizes = []
+    for path in runtime_directory.shared_memory_files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sizes

@@ -1,0 +1,236 @@
+"""The metrics page of the real server: what is there, that it adds up, and that it is what the log says."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from datetime import datetime
+
+import pytest
+
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
+from tests.prometheus import Page, parse
+
+from .clients import Stream, ask, wait_until
+from .conftest import FAKE_VOCABULARY
+
+PROMPT = [3, 1, 4, 1, 5]
+LONG = 2000
+
+
+def page_of(server: TritonServer) -> Page:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as response:
+        return parse(response.read().decode())
+
+
+def log_lines(server: TritonServer) -> list[dict]:
+    """Every statistics line; the log escapes their quotes."""
+    text = server.log_text().replace('\\"', '"')
+    return [json.loads(line) for line in re.findall(r"\{\"Timestamp\".*?\}", text)]
+
+
+def active(page: Page) -> float:
+    return page.value("nv_trt_llm_request_metrics", request_type="active")
+
+
+def ended(page: Page) -> float:
+    """Sequences that have ended, and requests that have failed."""
+    counts = page.series("inflight_finished_sequences_total", "finish_reason")
+    return sum(counts.values()) + sum(page.series("inflight_failed_requests_total", "code").values())
+
+
+def wait_idle(server: TritonServer, before: Page | None = None, sequences: int = 0) -> Page:
+    """The page once nothing is active, so many have ended since, and it is that of the last log line.
+
+    Without `before` everything that has ended until now is on it: a request is made that it has to be newer than.
+    """
+    oldest_us = time.time() * 1e6
+    if before is None:
+        complete(server, tokens=1)
+
+    def is_idle() -> bool:
+        page, lines = page_of(server), log_lines(server)
+        of_page = page.series("nv_trt_llm_general_metrics", "general_type")
+        is_last = bool(lines) and lines[-1]["Iteration Counter"] == of_page["iteration_counter"]
+        is_complete = ended(page) - ended(before) == sequences if before else of_page["timestamp"] > oldest_us
+        return is_last and active(page) == 0 and is_complete
+
+    wait_until(is_idle)
+    return page_of(server)
+
+
+def shown(page: Page) -> dict[str, float]:
+    """Every gauge by its key in the log line."""
+    return {
+        gauge.log_key: page.value(family.name, **{family.label: gauge.value})
+        for family in GAUGES
+        if page.has(family.name)
+        for gauge in family.gauges
+    }
+
+
+def complete(server: TritonServer, count: int = 1, tokens: int = 8, **tensors) -> None:
+    """Requests one after another, each answered in full."""
+    tensors = {"input_ids": PROMPT, "end_id": -1, "pad_id": 0} | tensors
+    for _ in range(count):
+        answers = ask(server.grpc, request_output_len=tokens, **tensors)
+        assert all(answer.error is None for answer in answers)
+
+
+def grown(before: Page, after: Page, name: str, **labels: str) -> float:
+    return after.value(name, **labels) - before.value(name, **labels)
+
+
+def test_every_family_is_there(fake_server):
+    before = wait_idle(fake_server)
+    complete(fake_server)
+    page = wait_idle(fake_server, before, 1)
+    for family in GAUGES:
+        if family.batching is not Batching.STATIC:
+            assert page.kinds[family.name] == "gauge"
+            assert set(page.series(family.name, family.label)) == {gauge.value for gauge in family.gauges}
+    for histogram in HISTOGRAMS:
+        assert len(page.cumulative(histogram.name)) > 10
+    for lengths in LENGTHS:
+        assert page.kinds[lengths.name] == "histogram"
+        assert set(page.series(f"{lengths.name}_bucket", "le")) == {*map(str, lengths.bounds), "+Inf"}
+    for counter in COUNTERS:
+        assert page.kinds[counter.name] == "counter" and page.has(counter.name)
+    assert page.value("inflight_preemptions_total", model="tensorrt_llm", version="1") >= 0
+
+
+def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
+    before = wait_idle(fake_server)
+    complete(fake_server, 3)
+    page = shown(wait_idle(fake_server, before, 3))
+    line = log_lines(fake_server)[-1]
+    seconds = datetime.strptime(line.pop(TIMESTAMP), "%m-%d-%Y %H:%M:%S.%f").timestamp()
+    assert page.pop(TIMESTAMP) == round(seconds * 1e6)
+    assert page == line
+    idle = ("Active Request Count", "Scheduled Requests", "Waiting Requests", "Used KV cache blocks")
+    assert [page[key] for key in idle] == [0, 0, 0, 0]
+    assert page["Free KV cache blocks"] == page["Max KV cache blocks"] > 0
+    assert page["Max KV cache blocks"] * page["Tokens per KV cache block"] == 8192
+    assert page["Max Request Count"] > 0
+    assert page["Runtime CPU Memory Usage"] > 10_000_000
+
+
+def test_gauges_show_what_runs_and_what_waits(fake_server):
+    """Four long requests fill the KV cache; the fifth waits in the queue."""
+    with Stream(fake_server.grpc) as stream:
+        for number in range(5):
+            stream.send(
+                "tensorrt_llm", f"runs {number}", input_ids=[number + 1] * 40, request_output_len=LONG, end_id=-1,
+                pad_id=0, streaming=True,
+            )  # fmt: skip
+
+        def is_full() -> bool:
+            page = shown(page_of(fake_server))
+            wanted = {"Active Request Count": 5, "Scheduled Requests": 4, "Waiting Requests": 1}
+            return wanted.items() <= page.items() and 0 < page["Fraction used KV cache blocks"] <= 1
+
+        wait_until(is_full)
+        stream.cancel()
+    page = shown(wait_idle(fake_server))
+    assert (page["Active Request Count"], page["Used KV cache blocks"]) == (0, 0)
+
+
+def test_what_was_observed_adds_up_to_what_was_asked_for(fake_server):
+    before = wait_idle(fake_server)
+    complete(fake_server, 3, tokens=8)
+    complete(fake_server, 2, tokens=60, input_ids=[7] * 20)
+    after = wait_idle(fake_server, before, 5)
+    assert grown(before, after, "inflight_finished_sequences_total", finish_reason="LENGTH") == 5
+    for name in ("time_to_first_token_seconds", "queue_time_seconds", "end_to_end_seconds", "prompt_tokens",
+                 "output_tokens"):  # fmt: skip
+        assert grown(before, after, f"inflight_{name}_count") == 5, name
+        assert grown(before, after, f"inflight_{name}_bucket", le="+Inf") == 5, name
+    assert grown(before, after, "inflight_inter_token_latency_seconds_count") == 3 * 7 + 2 * 59
+    assert grown(before, after, "inflight_prompt_tokens_sum") == 3 * 5 + 2 * 20
+    assert grown(before, after, "inflight_output_tokens_sum") == 3 * 8 + 2 * 60
+    # A step takes 2 ms.
+    assert grown(before, after, "inflight_end_to_end_seconds_sum") > 0.002 * (3 * 8 + 2 * 60)
+    assert grown(before, after, "inflight_inter_token_latency_seconds_bucket", le="0.001") == 0
+    for histogram in HISTOGRAMS:
+        buckets = after.cumulative(histogram.name)
+        assert buckets == sorted(buckets) and buckets[-1] == after.value(f"{histogram.name}_count")
+
+
+def test_lengths_are_in_the_buckets_that_they_belong_to(fake_server):
+    before = wait_idle(fake_server)
+    complete(fake_server, tokens=10, input_ids=[2] * 50)
+    complete(fake_server, tokens=101, input_ids=[2] * 51)
+    after = wait_idle(fake_server, before, 2)
+
+    def new(name: str) -> list[float]:
+        return [b - a for a, b in zip(before.cumulative(name), after.cumulative(name), strict=True)]
+
+    assert new("nv_llm_input_token_len") == [0, 1, 2, 2, 2, 2]
+    assert new("nv_llm_output_token_len") == [1, 1, 1, 2, 2, 2]
+    assert (
+        grown(before, after, "nv_llm_input_token_len_sum", response_metric_type="total_input_tokens") == 101
+    )
+    assert (
+        grown(before, after, "nv_llm_output_token_len_sum", response_metric_type="total_output_tokens") == 111
+    )
+
+
+def test_a_prompt_that_comes_back_is_found(fake_server):
+    prompt = [(17 * i * i + 5) % FAKE_VOCABULARY for i in range(4 * 64 + 1)]
+    first = wait_idle(fake_server)
+    complete(fake_server, input_ids=prompt)
+    before = wait_idle(fake_server, first, 1)
+    complete(fake_server, input_ids=prompt)
+    after = wait_idle(fake_server, before, 1)
+    assert grown(before, after, "inflight_kv_cache_hit_tokens_total") == 4 * 64
+    assert grown(before, after, "inflight_kv_cache_missed_tokens_total") == 0
+
+
+def test_a_stop_is_counted_and_timed(fake_server):
+    before = wait_idle(fake_server)
+    with Stream(fake_server.grpc) as stream:
+        stream.send("tensorrt_llm", "stopped", input_ids=PROMPT, request_output_len=LONG, streaming=True)
+        stream.receive()
+        stream.send("tensorrt_llm", "stopped", stop=True, input_ids=[0], request_output_len=0)
+        finals = 0
+        while finals < 2:
+            _, answer = stream.receive()
+            finals += answer.final
+    after = wait_idle(fake_server, before, 1)
+    assert grown(before, after, "inflight_finished_sequences_total", finish_reason="CANCELLED") == 1
+    assert grown(before, after, "inflight_cancel_to_free_seconds_count") == 1
+    assert 0 < grown(before, after, "inflight_cancel_to_free_seconds_sum") < 20
+
+
+@pytest.fixture(scope="module")
+def static_server(elsewhere):
+    """V1 batching over a fake engine."""
+    settings = {
+        "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=0",
+        "gpt_model_type": "V1",
+        "max_sequence_length": "2048",
+        "max_tokens_in_paged_kv_cache": "8192",
+        "stats_check_period_ms": "1",
+    }
+    with serve(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+        yield server
+
+
+def test_static_batching_has_a_family_of_its_own(static_server):
+    before = wait_idle(static_server)
+    complete(static_server, tokens=8)
+    page = wait_idle(static_server, before, 1)
+    line = log_lines(static_server)[-1]
+    del line[TIMESTAMP]
+    values = shown(page)
+    del values[TIMESTAMP]
+    assert values == line
+    assert not page.has("nv_trt_llm_inflight_batcher_metrics")
+    assert page.series("nv_trt_llm_v1_metrics", "v1_specific_metric") == {
+        "total_context_tokens": len(PROMPT),
+        "total_generation_tokens": 8,
+        "empty_generation_slots": 0,
+    }

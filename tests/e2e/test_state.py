@@ -1,0 +1,88 @@
+"""`state`: what the batcher is doing, from every model, where the server was told to tell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from inflight_client import Client, ServerError
+from inflight_client.__main__ import main
+
+from .clients import Stream, ask, generate, infer, unary, wait_until
+
+DECOUPLED = ["tensorrt_llm", "ensemble"]
+PROMPT = [3, 1, 4]
+
+
+def state_of(server, model: str) -> dict:
+    (answer,) = ask(server.grpc, model, state=True)
+    assert answer.error is None and set(answer.outputs) == {"state"}
+    assert answer.outputs["state"].shape == (1, 1)
+    return json.loads(answer.outputs["state"].item())
+
+
+@pytest.mark.covers("state")
+@pytest.mark.parametrize("model", DECOUPLED)
+def test_every_decoupled_model_tells(narrow_server, model):
+    state = state_of(narrow_server, model)
+    assert (state["queued_requests"], state["unanswered_requests"]) == (0, 0)
+    scheduler = state["batcher"]["state"]
+    assert scheduler["waiting"] == scheduler["running"] == []
+    assert scheduler["slots"] == scheduler["free_slots"] == 1
+    assert scheduler["blocks"]["held"] == 0
+
+
+@pytest.mark.parametrize("call", [unary, infer])
+def test_so_does_the_model_of_one_response(narrow_server, call):
+    result = call(narrow_server.grpc if call is unary else narrow_server.http, state=True)
+    assert "batcher" in json.loads(result.as_numpy("state").item())
+
+
+@pytest.mark.parametrize("model", [*DECOUPLED, "tensorrt_llm_infer"])
+def test_and_all_of_them_over_http_generate(narrow_server, model):
+    answer = generate(narrow_server.http, model, state=True)
+    assert "batcher" in json.loads(answer["state"])
+
+
+def test_it_says_who_runs_and_who_waits_and_disturbs_nobody(narrow_server):
+    with Stream(narrow_server.grpc) as stream:
+        stream.send("tensorrt_llm", "runs", input_ids=PROMPT, request_output_len=400, streaming=True)
+        stream.receive()
+        stream.send("tensorrt_llm", "waits", input_ids=[*PROMPT, 5], request_output_len=7, client_id=9)
+        wait_until(lambda: len(state_of(narrow_server, "tensorrt_llm")["batcher"]["state"]["waiting"]) == 1)
+        state = state_of(narrow_server, "ensemble")
+        stream.send("tensorrt_llm", "waits", stop=True)
+        stream.send("tensorrt_llm", "runs", stop=True)
+        num_finals = 0
+        while num_finals < 4:
+            _, answer = stream.receive()
+            assert answer.error is None
+            num_finals += answer.final
+    assert state["unanswered_requests"] == 2
+    (running,), (waiting,) = (state["batcher"]["state"][name] for name in ("running", "waiting"))
+    assert running["max_new_tokens"] == 400 and running["blocks"] > 0
+    assert (waiting["prompt_tokens"], waiting["max_new_tokens"], waiting["client_id"]) == (4, 7, 9)
+    assert waiting["why"]
+
+
+@pytest.mark.parametrize("model", [*DECOUPLED, "tensorrt_llm_infer"])
+def test_it_is_refused_unless_the_server_was_told_to_tell(fake_server, model):
+    if model == "tensorrt_llm_infer":
+        with pytest.raises(InferenceServerException) as caught:
+            unary(fake_server.grpc, state=True)
+        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+        assert "enable_state_requests" in caught.value.message()
+    else:
+        (refused,) = ask(fake_server.grpc, model, state=True)
+        assert "enable_state_requests" in str(refused.error)
+    with pytest.raises(ServerError, match="enable_state_requests") as refusal:
+        Client(fake_server.grpc, model).state()
+    assert refusal.value.status == "UNIMPLEMENTED"
+
+
+def test_the_client_prints_it(narrow_server, capsys):
+    assert main(["state", "--url", narrow_server.grpc]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("{\n  ") and "batcher" in json.loads(printed)

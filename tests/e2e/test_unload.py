@@ -1,0 +1,331 @@
+"""Models unloaded and loaded while the server runs: everyone answered once, nothing left behind, the same tokens.
+
+Triton refuses new requests of an unloaded model at once and lets those in flight finish; its process lives on for
+as long as a client holds a gRPC stream that used it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from inflight.server.config_text import set_parameters
+from inflight.server.launch import ServerOptions, TritonServer, serve
+
+from .clients import TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
+from .footprint import Footprint
+
+DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
+EXPLICIT = ServerOptions(model_control="explicit")
+ENGINE, FRONT_ENDS = "tensorrt_llm", ("ensemble", "tensorrt_llm_infer")
+PROMPT = [3, 1, 4]
+# Two long requests fill the KV cache.
+FAKE = {
+    "fake_engine": "vocab=1000,step_us=1000",
+    "max_sequence_length": "2048",
+    "max_tokens_in_paged_kv_cache": "1024",
+    "max_beam_width": "2",
+    "tokenizer_dir": str(DEMO_MODEL),
+}
+SLOW = {**FAKE, "fake_engine": "vocab=1000,step_us=100000"}
+HANGING = {**FAKE, "fake_engine": "vocab=1000,step_us=3600000000"}
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def server(elsewhere) -> Iterator[TritonServer]:
+    with serve(settings=FAKE, options=EXPLICIT) as running:
+        yield running
+
+
+def unload(server: TritonServer, model: str = ENGINE) -> None:
+    """Triton takes the model away at once, and ends its process when nobody uses it any more."""
+    with grpc.InferenceServerClient(server.grpc) as client:
+        client.unload_model(model)
+        wait_until(lambda: not client.is_model_ready(model))
+
+
+def load(server: TritonServer, model: str = ENGINE) -> None:
+    with grpc.InferenceServerClient(server.grpc) as client:
+        client.load_model(model)
+        assert client.is_model_ready(model)
+
+
+def has_no_engine(server: TritonServer) -> bool:
+    now = Footprint.of(server)
+    return (now.stubs, now.endpoints, len(now.shared_memory)) == (4, 0, 4)
+
+
+def is_complete(server: TritonServer) -> bool:
+    now = Footprint.of(server)
+    return (now.stubs, now.endpoints, len(now.shared_memory)) == (5, 1, 5)
+
+
+def set_engine(server: TritonServer, value: str) -> None:
+    path = server.repository.path / ENGINE / "config.pbtxt"
+    path.write_text(set_parameters(path.read_text(), {"fake_engine": value}))
+
+
+class Client(Stream):
+    """A stream whose final responses are kept, and every one of whose requests may have one."""
+
+    def __init__(self, server: TritonServer, model: str = ENGINE) -> None:
+        super().__init__(server.grpc)
+        self._model = model
+        self._finals: list[Answer] = []
+
+    def ask(self, length: int = LONG, **tensors) -> None:
+        """Send a request for so many tokens; `streaming` under the name that the model has for it."""
+        if self._model == ENGINE:
+            self.send(ENGINE, input_ids=PROMPT, request_output_len=length, end_id=-1, **tensors)
+        else:
+            if "streaming" in tensors:
+                tensors["stream"] = tensors.pop("streaming")
+            self.send(self._model, text_input="def f", max_tokens=length, end_id=-1, **tensors)
+
+    def until_taken(self) -> None:
+        """Wait until the model has taken all that was sent: it answers in order that there is nothing to stop."""
+        self.send(self._model, "the last", stop=True)
+        while self._next()[0] != "the last":
+            pass
+        self._finals.pop()
+
+    def until_running(self) -> None:
+        """Wait until a streamed request has its first tokens."""
+        while not self._next()[1].outputs:
+            pass
+
+    def finals(self, count: int) -> list[Answer]:
+        """The final responses of all requests so far, exactly one of each."""
+        while len(self._finals) < count:
+            self._next()
+        with pytest.raises(queue.Empty):
+            self.receive(timeout=0)
+        found, self._finals = self._finals, []
+        return found
+
+    def _next(self) -> tuple[str, Answer]:
+        name, answer = self.receive()
+        self._finals += [answer] if answer.final else []
+        return name, answer
+
+
+def say_what_is_wrong(server: TritonServer) -> list[str]:
+    """What clients of all three are told while there is no engine."""
+    with pytest.raises(InferenceServerException) as over_http:
+        infer(server.http, input_ids=PROMPT, request_output_len=3)
+    (of_ensemble,) = ask(server.grpc, "ensemble", text_input="def f", max_tokens=3)
+    (direct,) = ask(server.grpc, input_ids=PROMPT, request_output_len=3)
+    assert over_http.value.status() == "503"
+    return [str(over_http.value), str(of_ensemble.error), str(direct.error)]
+
+
+def tokens_of_all(server: TritonServer) -> list[object]:
+    unary = infer(server.http, input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
+    (text,) = ask(server.grpc, "ensemble", text_input="def f", max_tokens=8)
+    return [unary, completion(server.grpc, input_ids=PROMPT, request_output_len=8).ids, text.text]
+
+
+def busy_round(server: TritonServer) -> None:
+    """Unload with streams, a beam search and waiting requests in flight, direct and by a front end; and load."""
+    with Client(server) as direct, Client(server, "ensemble") as by_front_end:
+        for client in (direct, by_front_end):
+            client.ask(streaming=True)
+            client.until_running()
+        direct.ask(length=50, beam_width=2)
+        direct.ask(length=50)
+        by_front_end.ask(length=50)
+        direct.until_taken()
+        by_front_end.until_taken()
+        unload(server)
+        (refused,) = ask(server.grpc, input_ids=PROMPT, request_output_len=3)
+        assert "tensorrt_llm" in str(refused.error)
+        answers = direct.finals(3) + by_front_end.finals(2)
+    assert errors_of(answers) == set()
+    assert {answer.finish_reason for answer in answers if "finish_reason" in answer.outputs} == {"LENGTH"}
+    wait_until(lambda: has_no_engine(server))
+    by_http, of_ensemble, of_engine = say_what_is_wrong(server)
+    assert "cannot be reached" in by_http and "cannot be reached" in of_ensemble
+    assert "tensorrt_llm" in of_engine
+    load(server)
+
+
+def errors_of(answers: list[Answer]) -> set[str]:
+    return {str(answer.error) for answer in answers if answer.error}
+
+
+def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
+    """What the first rounds take for good, others do not take again."""
+    tokens = tokens_of_all(server)
+    footprints = []
+    for _ in range(4):
+        busy_round(server)
+        assert tokens_of_all(server) == tokens
+        wait_until(lambda: is_complete(server))
+        footprints.append(Footprint.of(server))
+    wait_until(lambda: Footprint.of(server).fits(footprints[1]))
+    assert footprints[-1].resident_kib < footprints[1].resident_kib + 8 * 1024
+
+
+def test_idle_rounds_leave_nothing_behind(server):
+    footprints = []
+    for _ in range(5):
+        unload(server)
+        wait_until(lambda: has_no_engine(server))
+        load(server)
+        wait_until(lambda: is_complete(server))
+        footprints.append(Footprint.of(server))
+    wait_until(lambda: Footprint.of(server).fits(footprints[1]))
+    assert footprints[-1].resident_kib < footprints[1].resident_kib + 4 * 1024
+
+
+def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(server):
+    """The last one frees its place, although Triton keeps its process until the stream is closed."""
+    with Client(server) as held:
+        held.ask(length=3)
+        held.finals(1)
+        unload(server)
+        load(server)
+        assert completion(server.grpc, input_ids=PROMPT, request_output_len=3).ids
+        assert Footprint.of(server).stubs == 6
+        held.ask(length=3)
+        assert errors_of(held.finals(1)) == set()
+    wait_until(lambda: is_complete(server))
+
+
+def test_loading_at_once_lets_what_is_in_flight_finish(server):
+    with Client(server) as direct, Client(server, "ensemble") as by_front_end:
+        for client in (direct, by_front_end):
+            client.ask(streaming=True)
+            client.until_running()
+        unload(server)
+        load(server)
+        assert errors_of(direct.finals(1) + by_front_end.finals(1)) == set()
+        tokens_of_all(server)
+    wait_until(lambda: is_complete(server))
+
+
+def test_a_changed_config_is_served_by_the_next_load(server):
+    set_engine(server, "vocab=500,step_us=1000")
+    with Client(server) as client:
+        client.ask(streaming=True)
+        client.until_running()
+        load(server)
+        assert errors_of(client.finals(1)) == set()
+    assert max(completion(server.grpc, input_ids=PROMPT, request_output_len=200).ids) < 500
+    set_engine(server, FAKE["fake_engine"])
+    load(server)
+    wait_until(lambda: is_complete(server))
+    assert max(completion(server.grpc, input_ids=PROMPT, request_output_len=200).ids) >= 500
+
+
+@pytest.mark.parametrize("model", FRONT_ENDS)
+def test_a_front_end_comes_and_goes_unnoticed_by_streams_of_the_engine(server, model):
+    with Stream(server.grpc) as stream:
+        stream.send(ENGINE, input_ids=PROMPT, request_output_len=700, end_id=-1, streaming=True)
+        stream.receive()
+        for _ in range(2):
+            unload(server, model)
+            wait_until(lambda: Footprint.of(server).stubs == 4)
+            load(server, model)
+        answers = list(stream.until_final())
+    assert errors_of(answers) == set() and answers[-1].finish_reason == "LENGTH"
+    tokens_of_all(server)
+    wait_until(lambda: is_complete(server))
+
+
+def test_what_a_front_end_has_in_flight_finishes_before_it_goes(server):
+    with Client(server, "ensemble") as client:
+        client.ask(streaming=True)
+        client.until_running()
+        unload(server, "ensemble")
+        assert errors_of(client.finals(1)) == set()
+    wait_until(lambda: Footprint.of(server).stubs == 4)
+    load(server, "ensemble")
+    tokens_of_all(server)
+
+
+# ---------------------------------------------------------------- with servers of their own
+
+
+def too_long_for_an_unload() -> None:
+    """Running ones, a beam search and one that waits; 400 tokens would take 40 seconds."""
+    with serve(settings=SLOW, options=EXPLICIT) as server:
+        with Client(server, "ensemble") as client:
+            client.ask(streaming=True)
+            client.until_running()
+            client.ask(beam_width=2)
+            client.ask()
+            client.until_taken()
+            unload(server)
+            answers = client.finals(3)
+        assert [str(answer.error) for answer in answers] == ["the model is being unloaded"] * 3
+        wait_until(lambda: has_no_engine(server))
+        load(server)
+        tokens_of_all(server)
+
+
+def hanging() -> None:
+    """Nobody could finish it otherwise: Triton waits for requests in flight before it unloads."""
+    with serve(settings=HANGING, options=EXPLICIT) as server:
+        with Client(server) as direct, Client(server, "ensemble") as by_front_end:
+            direct.ask(streaming=True)
+            direct.ask()
+            by_front_end.ask()
+            direct.until_taken()
+            by_front_end.until_taken()
+            set_engine(server, FAKE["fake_engine"])
+            load(server)
+            answers = direct.finals(2) + by_front_end.finals(1)
+        assert [str(answer.error) for answer in answers] == ["the model is being unloaded"] * 3
+        assert "the generation loop hangs" in server.log_text()
+        tokens_of_all(server)
+        wait_until(lambda: is_complete(server), timeout=TIMEOUT_S)
+
+
+def demo_model() -> None:
+    settings = {"max_tokens_in_paged_kv_cache": "4096"}
+    with serve(dtype="float32", settings=settings, options=EXPLICIT) as server:
+        tokens = tokens_of_all(server)
+        footprints = []
+        for _ in range(3):
+            with Client(server) as client:
+                client.ask(length=100, streaming=True)
+                client.until_running()
+                unload(server)
+                assert errors_of(client.finals(1)) == set()
+            wait_until(lambda: has_no_engine(server))
+            load(server)
+            assert tokens_of_all(server) == tokens
+            wait_until(lambda: is_complete(server))
+            footprints.append(Footprint.of(server))
+        wait_until(lambda: Footprint.of(server).fits(footprints[1]))
+    assert footprints[-1].resident_kib < footprints[1].resident_kib + 4 * 1024
+
+
+Story = Callable[[], None]
+
+
+@pytest.fixture(scope="module")
+def told(elsewhere) -> Iterator[dict[Story, Future[None]]]:
+    """These mostly wait for timeouts and for models to load: all at once."""
+    with ThreadPoolExecutor() as pool:
+        yield {story: pool.submit(story) for story in (too_long_for_an_unload, hanging, demo_model)}
+
+
+def test_requests_of_front_ends_that_take_too_long_are_answered_unavailable(told):
+    told[too_long_for_an_unload].result()
+
+
+def test_a_load_ends_an_engine_that_hangs(told):
+    told[hanging].result()
+
+
+def test_the_demo_model_comes_back_with_the_same_tokens(told):
+    told[demo_model].result()

@@ -1,0 +1,129 @@
+"""One engine after another at one socket: who may tell whom to go, and what an engine does then."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.endpoint import client as endpoint_client
+from inflight.endpoint.client import SocketEngineClient, retire_predecessor
+from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.path import listen, peer_has_this_parent, remove
+from inflight.endpoint.server import EndpointServer
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
+
+LISTEN = """
+import sys
+from inflight.endpoint.path import listen
+listening = listen(sys.argv[1])
+print("listening", flush=True)
+sys.stdin.read()
+"""
+CONNECT = """
+import socket, sys
+from inflight.endpoint.path import peer_has_this_parent
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    print(peer_has_this_parent(connection))
+"""
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="endpoint-")  # pytest's own folders can be too deep for a socket
+    yield str(Path(folder, "engine.sock"))
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def related(monkeypatch) -> None:
+    monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)
+
+
+class Engine:
+    """A server that can be told to go; notes how long it is given."""
+
+    def __init__(self, path: str) -> None:
+        self.told: list[float] = []
+        self.client = LocalEngineClient(DESCRIPTION, lambda: None)
+        self.server = EndpointServer(self.client, path, self.client.drain, self._retire)
+
+    def _retire(self, timeout_s: float) -> None:
+        self.told.append(timeout_s)
+        self.server.close()
+
+
+@pytest.mark.parametrize("program", [None, CONNECT], ids=["a parent", "a sibling"])
+def test_only_children_of_one_parent_are_related(path, program):
+    command = [sys.executable, "-c", LISTEN, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listening:
+        assert listening.stdout.readline() == "listening\n"
+        if program is None:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(path)
+                assert not peer_has_this_parent(connection)
+        else:
+            asked = subprocess.run(
+                [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
+            )
+            assert asked.stdout == "True\n"
+        listening.stdin.close()
+
+
+def test_a_process_is_not_its_own_predecessor(path):
+    with listen(path), socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        assert not peer_has_this_parent(connection)
+    remove(path)
+
+
+def test_an_engine_is_gone_when_it_was_told_to_go(path, related):
+    engine = Engine(path)
+    front_end = SocketEngineClient(path)
+    assert front_end.describe() == DESCRIPTION
+    assert retire_predecessor(path, 7.5) is True
+    assert engine.told == [7.5]
+    successor = Engine(path)
+    assert front_end.describe() == DESCRIPTION
+    front_end.close()
+    successor.server.close()
+
+
+def test_an_engine_of_somebody_else_is_left_alone(path):
+    engine = Engine(path)
+    assert retire_predecessor(path, 0.0) is False
+    assert engine.told == []
+    engine.server.close()
+
+
+def test_where_there_is_no_engine_there_is_nothing_to_retire(path, related):
+    assert retire_predecessor(path, 0.0) is False
+    listen(path).close()
+    assert retire_predecessor(path, 0.0) is False
+
+
+def test_one_that_does_not_go_is_not_waited_for_without_end(path, related):
+    client = LocalEngineClient(DESCRIPTION, lambda: None)
+    let_go = threading.Event()
+    server = EndpointServer(client, path, client.drain, lambda timeout_s: let_go.wait(PATIENCE_S))
+    assert retire_predecessor(path, 0.0, patience_s=0.05) is False
+    let_go.set()
+    server.close()
+
+
+def test_a_server_that_cannot_be_told_goes_on(path, related):
+    client = LocalEngineClient(DESCRIPTION, lambda: None)
+    server = EndpointServer(client, path)
+    assert retire_predecessor(path, 0.0, patience_s=0.05) is False
+    front_end = SocketEngineClient(path)
+    assert front_end.describe() == DESCRIPTION
+    front_end.close()
+    server.close()

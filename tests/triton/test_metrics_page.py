@@ -1,0 +1,42 @@
+"""docs/metrics.md says what is published."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from inflight.core.stats import IterationStats, MemoryUsage
+from inflight.triton.metric_table import FAMILIES
+from inflight.triton.metrics_page import fill_in
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == fill_in(text), "run scripts/write_configs"
+
+
+def test_every_family_has_a_row() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"`{family.name}`" in text for family in FAMILIES) and len(FAMILIES) > 15
+
+
+def test_the_queries_ask_for_what_there_is() -> None:
+    """A histogram is asked for by its parts."""
+    text = PAGE.read_text(encoding="utf-8")
+    asked = {
+        name
+        for query in re.findall(r"```\n(.*?)```", text, re.S)
+        for name in re.findall(r"inflight_\w+", query)
+    }
+    names = {family.name for family in FAMILIES}
+    assert len(asked) >= 6
+    assert all(re.sub(r"_(bucket|sum|count)$", "", name) in names for name in asked), asked
+
+
+def test_the_log_line_on_the_page_has_the_real_ones_keys() -> None:
+    (line,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    stats = IterationStats(1, 0, 8, 300, 300, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert list(json.loads(line)) == list(stats.log_fields(0.0, MemoryUsage()))

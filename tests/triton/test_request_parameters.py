@@ -1,0 +1,127 @@
+"""What a request says beside its tensors: every parameter, and an error that names it for every bad value."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from inflight.core.request import Request
+from inflight.errors import InvalidArgument
+from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters, read_request_parameters
+from inflight.triton.requests import convert
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.text_encoder import NoText
+from inflight.triton.wanted_outputs import Naming
+from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
+
+LARGEST = 2**63 - 1
+
+
+def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
+    return read_request_parameters(json.dumps(parameters), timeout_us, Vocabulary.TOKENS)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"Streaming": true, "model": "m", "priority": 3}'])
+def test_nothing_is_said(text: str) -> None:
+    """Triton's own priority means something to Triton alone, should a server hand it on."""
+    assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize("value", [0.75, "0.75"])
+def test_a_priority(value: object) -> None:
+    assert read(request_priority=value) == RequestParameters(priority=0.75)
+
+
+def test_a_priority_equals_the_tensor_that_says_the_same() -> None:
+    assert read(request_priority=0.7).priority == float(np.float32(0.7))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, 0), (7, 7), (7.0, 7), ("7", 7), (str(2**64 - 1), 2**64 - 1)]
+)
+def test_a_client(value: object, expected: int) -> None:
+    assert read(client_id=value) == RequestParameters(client_id=expected)
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "parameters", "allotted_time_ms"),
+    [
+        (0, {"allotted_time_ms": 5}, 5),
+        (0, {"allotted_time_ms": "5"}, 5),
+        (2_000_000, {}, 2000),
+        (1, {}, 1),
+        (1001, {}, 2),
+        (LARGEST, {}, -(-LARGEST // 1000)),
+        (0, {"timeout": 3000}, 3),
+        (5000, {"timeout": 3000}, 5),
+        (5000, {"allotted_time_ms": 7}, 7),
+        (5000, {"allotted_time_ms": 0}, 0),
+        (0, {"timeout": 0}, None),
+    ],
+)
+def test_a_deadline(timeout_us: int, parameters: dict[str, object], allotted_time_ms: int | None) -> None:
+    assert read(timeout_us, **parameters) == RequestParameters(allotted_time_ms=allotted_time_ms)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("request_priority", -0.1),
+        ("request_priority", "1.5"),
+        ("request_priority", "high"),
+        ("request_priority", float("nan")),
+        ("request_priority", True),
+        ("request_priority", [0.5]),
+        ("client_id", -1),
+        ("client_id", 2**64),
+        ("client_id", "me"),
+        ("client_id", 1.5),
+        ("client_id", False),
+        ("client_id", {}),
+        ("allotted_time_ms", -1),
+        ("allotted_time_ms", "1 s"),
+        ("timeout", -3),
+        ("timeout", "soon"),
+    ],
+)
+def test_a_bad_value_is_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgument, match=f"^request parameter {name} must be a.* in \\[0, .*got "):
+        read(**{name: value})
+
+
+def test_an_integer_that_came_as_a_float_may_be_another() -> None:
+    """Triton's JSON has no integers beyond 2**63; the nearest float would be somebody else's id."""
+    with pytest.raises(InvalidArgument, match=r"client_id .*got 9\.2\d+e\+18; a string can hold"):
+        read(client_id=float(2**63))
+
+
+def test_a_negative_timeout_is_said_as_it_was_sent() -> None:
+    with pytest.raises(InvalidArgument, match=r"timeout must be .*, got -5$"):
+        read(timeout_us=2**64 - 5)
+
+
+def converted(parameters: RequestParameters, **tensors: object) -> list[Request]:
+    naming = Naming.of(ALL_OUTPUTS, Vocabulary.TOKENS)
+    prompts = convert(make_reader(token_inputs(**tensors)), naming, make_context(), NoText(), parameters)
+    return [prompt.request for prompt in prompts]
+
+
+SAID = RequestParameters(priority=0.25, client_id=7, allotted_time_ms=900)
+
+
+def test_parameters_stand_in_for_tensors() -> None:
+    (request,) = converted(SAID)
+    assert (request.priority, request.client_id, request.allotted_time_ms) == (0.25, 7, 900)
+
+
+def test_a_tensor_says_more_than_a_parameter() -> None:
+    (request,) = converted(SAID, priority=0.0, client_id=0, allotted_time_ms=0)
+    assert (request.priority, request.client_id, request.allotted_time_ms) == (0.0, 0, 0)
+
+
+def test_parameters_are_for_every_row_of_a_batch() -> None:
+    rows = {"input_ids": [[1], [2]], "request_output_len": np.array([4, 4], np.int32)}
+    requests = converted(SAID, priority=np.array([0.5, 1.0], np.float32), **rows)
+    assert [(r.priority, r.client_id) for r in requests] == [(0.5, 7), (1.0, 7)]

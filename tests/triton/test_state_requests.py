@@ -1,0 +1,128 @@
+"""The state is told by its own thread, to whoever asked, and never by execute's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from inflight.errors import Unavailable
+from inflight.testing.fake_pb_utils import ResponseSender, TritonError
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import OUTPUTS
+from tests.triton.factories import make_description, make_triton_request, token_inputs
+from tests.triton.stage import Stage, error_of, value_of
+
+PATIENCE_S = 10.0
+Build = Callable[..., Stage]
+
+
+class Patient:
+    """A batcher that says nothing of itself until it may; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.asked, self.may = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, timeout_s: float) -> str:
+        self.times += 1
+        number = self.times
+        self.asked.release()
+        if not self.may.acquire(timeout=PATIENCE_S):
+            raise Unavailable("no iteration has ended")
+        return f'{{"number": {number}}}'
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    stages: list[Stage] = []
+
+    def make(*args: object, enabled: bool = True, **kwargs: object) -> Stage:
+        stage = Stage(*args, **kwargs)  # type: ignore[arg-type]
+        stage.client.description = make_description(tokenizer_dir="letters", state_enabled=enabled)
+        stages.append(stage)
+        return stage
+
+    yield make
+    for stage in stages:
+        stage.front_end.close()
+
+
+def ask(stage: Stage) -> ResponseSender:
+    return stage.take(make_triton_request({"state": np.array([True])}))
+
+
+@pytest.mark.parametrize("vocabulary", Vocabulary)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_one_response_holds_it(build: Build, vocabulary: Vocabulary, decoupled: bool) -> None:
+    stage = build(vocabulary, decoupled)
+    stage.client.read_state = lambda timeout_s: '{"è": 1}'
+    (sent,) = ask(stage).wait_final()
+    assert value_of(sent, "state") == ['{"è": 1}'.encode()]
+    assert sent.response is not None
+    assert sent.response.arrays()["state"].ndim == len(OUTPUTS["state"].dims) + 1
+    assert not stage.client.submitted
+
+
+def test_it_is_refused_where_it_is_not_enabled(build: Build) -> None:
+    code, message = error_of(ask(build(enabled=False)).wait_final()[0])
+    assert code == TritonError.UNSUPPORTED and "parameter enable_state_requests" in message
+
+
+def test_nothing_is_asked_by_false(build: Build) -> None:
+    stage = build(enabled=False)
+    sender = stage.take(make_triton_request(token_inputs(state=False)))
+    stage.finish([8])
+    assert "state" not in sender.wait_final()[0].response.arrays()  # type: ignore[union-attr]
+
+
+def test_execute_goes_on_while_it_is_read_and_who_asks_meanwhile_shares(build: Build) -> None:
+    stage = build()
+    stage.client.read_state = patient = Patient()
+    first = ask(stage)
+    assert patient.asked.acquire(timeout=PATIENCE_S)
+    later = [ask(stage) for _ in range(3)]
+    other = stage.take(make_triton_request())
+    stage.finish([8])
+    assert value_of(other.wait_final()[0], "output_ids") == [8]
+    assert not first.sent
+    patient.may.release(2)
+    assert value_of(first.wait_final()[0], "state") == [b'{"number": 1}']
+    for sender in later:
+        assert value_of(sender.wait_final()[0], "state") == [b'{"number": 2}']
+    assert patient.times == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(Unavailable("hangs"), TritonError.UNAVAILABLE), (OSError("hangs"), TritonError.INTERNAL)],
+)
+def test_why_it_cannot_be_read(build: Build, error: Exception, code: int) -> None:
+    def read_state(timeout_s: float) -> str:
+        raise error
+
+    stage = build()
+    stage.client.read_state = read_state
+    for _ in range(2):  # and the thread lives on
+        found, message = error_of(ask(stage).wait_final()[0])
+        assert found == code and "hangs" in message
+
+
+def test_a_client_that_is_gone_keeps_nobody_from_an_answer(build: Build) -> None:
+    stage = build()
+    broken = make_triton_request({"state": np.array([True])})
+    broken.sender.failures = [RuntimeError("gone"), RuntimeError("gone")]
+    stage.take(broken)
+    assert value_of(ask(stage).wait_final()[0], "state") == [b"{}"]
+
+
+def test_what_waits_is_answered_by_the_end() -> None:
+    stage = Stage()
+    stage.client.description = make_description(state_enabled=True)
+    stage.client.read_state = patient = Patient()
+    senders = [ask(stage) for _ in range(3)]
+    patient.may.release(3)
+    stage.front_end.close()
+    assert all(sender.sent for sender in senders)
