@@ -80,6 +80,8 @@ def test_the_log_line_adds_what_came_later():
         "Runtime CPU Memory Usage": 1000,
         "Runtime GPU Memory Usage": 2000,
         "Runtime Pinned Memory Usage": 300,
+        "KV cache transfer time": 0,
+        "Request count": 0,
     }
     assert fields["Timestamp"] == "05-20-2024 12:30:05.250000"
 
@@ -88,7 +90,7 @@ def test_the_log_line_of_static_batching_knows_no_pauses():
     fields = STATIC.log_fields(NOON, MEMORY)
     assert set(fields) - set(STATIC_KEYS) == {
         "Waiting Requests", "Reused KV cache blocks", "Fraction used KV cache blocks", "Runtime CPU Memory Usage",
-        "Runtime GPU Memory Usage", "Runtime Pinned Memory Usage",
+        "Runtime GPU Memory Usage", "Runtime Pinned Memory Usage", "KV cache transfer time", "Request count",
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 import pytest
 
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
+from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, TRANSFERS, Batching
 from tests.prometheus import Page, parse
 
 from .clients import Stream, ask, wait_until
@@ -64,12 +64,14 @@ def wait_idle(server: TritonServer, before: Page | None = None, sequences: int =
 
 def shown(page: Page) -> dict[str, float]:
     """Every gauge by its key in the log line."""
-    return {
+    gauges = {
         gauge.log_key: page.value(family.name, **{family.label: gauge.value})
         for family in GAUGES
         if page.has(family.name)
         for gauge in family.gauges
     }
+    name, label = "nv_trt_llm_disaggregated_serving_metrics", "disaggregated_serving_type"
+    return gauges | {key: page.value(name, **{label: value}) for value, key in TRANSFERS.items()}
 
 
 def complete(server: TritonServer, count: int = 1, tokens: int = 8, **tensors) -> None:

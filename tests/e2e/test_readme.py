@@ -23,6 +23,7 @@ def here(text: str, server) -> str:
     """The same command for a server on other ports, in an environment that need not be .venv."""
     text = text.replace(".venv/bin/python", shlex.quote(sys.executable))
     text = text.replace("localhost:8000", server.http).replace("localhost:8001", server.grpc)
+    text = text.replace("localhost:8002", server.metrics)
     return re.sub(r"-m inflight_client (\w+)", rf"-m inflight_client \1 --url {server.grpc}", text)
 
 

@@ -24,7 +24,15 @@ from inflight.testing.fake_metrics import FakeMetrics
 from inflight.testing.fake_pb_utils import FakePbUtils
 from inflight.triton.memory import _torch_memory, measure_memory
 from inflight.triton.metric_families import Courtesy, FamilyMaker, News, lengths_between
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, HistogramFamily
+from inflight.triton.metric_table import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LENGTHS,
+    TIMESTAMP,
+    TRANSFERS,
+    HistogramFamily,
+)
 from inflight.triton.metrics import MetricsPublisher
 from tests.prometheus import Page, parse
 
@@ -69,12 +77,14 @@ def stage(pb_utils: FakePbUtils | SimpleNamespace | None = None) -> Iterator[Sta
 
 def shown(page: Page) -> dict[str, float]:
     """Every gauge by its key in the log line."""
-    return {
+    gauges = {
         gauge.log_key: page.value(family.name, **{family.label: gauge.value})
         for family in GAUGES
         if page.has(family.name)
         for gauge in family.gauges
     }
+    name, label = "nv_trt_llm_disaggregated_serving_metrics", "disaggregated_serving_type"
+    return gauges | {key: page.value(name, **{label: value}) for value, key in TRANSFERS.items()}
 
 
 @pytest.mark.parametrize("stats", [STATS, STATIC], ids=["in flight", "static"])

@@ -237,7 +237,18 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
 )
 
+TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": "Request count"}
+"""Labels of the one family of counters whose numbers are in the log line too, and their keys there."""
+
 COUNTERS: tuple[CounterFamily, ...] = (
+    CounterFamily(
+        "nv_trt_llm_disaggregated_serving_metrics",
+        "Requests computed in two places; always 0, because here one computes context and generation",
+        "ms, requests",
+        lambda metrics: {},
+        "disaggregated_serving_type",
+        tuple(TRANSFERS),
+    ),
     CounterFamily(
         "inflight_finished_sequences_total",
         "Sequences that have ended, by why",
