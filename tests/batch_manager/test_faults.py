@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.batch_manager.inspection import Inspections
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.batch_manager.watchdog import Watchdog
@@ -178,11 +177,10 @@ def test_a_loop_that_hangs_is_described_without_it():
 
 
 def test_the_state_has_the_statistics_of_the_last_iterations_and_requests():
-    harness = Harness()
-    harness.manager._instruments = Instruments(
+    instruments = Instruments(
         rings=StatisticsRings(max_request_iterations=2), measure_memory=lambda: MemoryUsage(7, 8, 9)
     )
-    harness.manager._inspections = Inspections(harness.manager._scheduler, harness.manager._instruments)
+    harness = Harness(instruments=instruments)
     harness.pending.append(Request(1, (1, 2), 4))
     while harness.manager.step():
         pass
@@ -197,8 +195,7 @@ def test_the_state_has_the_statistics_of_the_last_iterations_and_requests():
 
 def test_metrics_are_told_once_more_when_nobody_is_left():
     told = []
-    harness = Harness()
-    harness.manager._instruments = Instruments(return_metrics=lambda *both: told.append(both))
+    harness = Harness(instruments=Instruments(return_metrics=lambda *both: told.append(both)))
     harness.pending.append(Request(1, (1, 2), 2))
     while harness.manager.step():
         pass
@@ -209,3 +206,18 @@ def test_metrics_are_told_once_more_when_nobody_is_left():
     harness.pending.append(Request(2, (), 2))  # refused at once
     harness.manager.step()
     assert told[-1][1].failed == {"INVALID_ARG": 1}
+
+
+def test_a_state_that_cannot_be_told_does_not_end_the_loop(monkeypatch):
+    loop = Loop()
+    loop.go_on.set()
+
+    def broken(scheduler):
+        raise ZeroDivisionError("of the description")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "state", broken)
+        with pytest.raises(ZeroDivisionError):
+            loop.manager.state(timeout_s=30)
+    assert json.loads(loop.manager.state(timeout_s=30))["state"]["running"] == []
+    loop.manager.shutdown()

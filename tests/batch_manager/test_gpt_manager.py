@@ -6,6 +6,7 @@ import json
 import threading
 
 from inflight.batch_manager import GptManager
+from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
 from inflight.core.batch import EngineLimits
 from inflight.core.config import SchedulerConfig
 from inflight.core.request import Request
@@ -23,7 +24,9 @@ LIMITS = EngineLimits(
 class Harness:
     """A manager whose callbacks are lists, stepped by hand unless `start`."""
 
-    def __init__(self, engine=None, config=None, start: bool = False) -> None:
+    def __init__(
+        self, engine=None, config=None, start: bool = False, instruments: Instruments = NO_INSTRUMENTS
+    ) -> None:
         self.pending: list[Request] = []
         self.stops: list[StopSignal] = []
         self.calls: list[str] = []
@@ -41,6 +44,7 @@ class Harness:
             self._poll,
             self._stats,
             on_death=self.deaths.append,
+            instruments=instruments,
             clock_ns=lambda: 0,
             start=start,
         )

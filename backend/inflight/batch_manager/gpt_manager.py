@@ -215,8 +215,9 @@ class GptManager:
                 self._instruments.tell(self._scheduler.stats(None), self._scheduler.metrics())
             return
         self._has_news = True
+        is_told = self._return_stats is not None or self._instruments.return_metrics is not None
         now_ns = self._clock_ns()
-        is_due = now_ns >= self._next_stats_ns
+        is_due = is_told and now_ns >= self._next_stats_ns
         if not (is_due or self._instruments.wants_every_iteration):
             return
         stats = self._scheduler.stats(batch, now_ns - inputs.now_ns)

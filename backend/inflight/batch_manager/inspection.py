@@ -65,7 +65,10 @@ class Inspections:
         while self._questions:
             question = self._questions.popleft()
             if question.set_running_or_notify_cancel():
-                question.set_result(_Answer(self._scheduler.state(), self._scheduler.stats(None)))
+                try:
+                    question.set_result(_Answer(self._scheduler.state(), self._scheduler.stats(None)))
+                except Exception as error:  # whoever asks is to hear of it; the loop has others to serve
+                    question.set_exception(error)
 
     def close(self) -> None:
         """The loop has ended: nobody is to wait for it. Idempotent."""
