@@ -20,4 +20,7 @@ def test_levels() -> None:
         part.info("b %d", 1)
         part.warning("c")
         part.error("d")
-    assert fake.Logger.lines == [("verbose", "a"), ("info", "b 1"), ("warn", "c"), ("error", "d")]
+        part.error("e\n  f")
+    lines = fake.Logger.lines
+    assert lines[4:] == [("error", "e"), ("error", "  f")], "a stack can be read"
+    assert lines[:4] == [("verbose", "a"), ("info", "b 1"), ("warn", "c"), ("error", "d")]

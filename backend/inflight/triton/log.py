@@ -18,8 +18,10 @@ class TritonLogHandler(logging.Handler):
         self._logger = pb_utils.Logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log one record at Triton's level of the same weight."""
-        self._write(record.levelno)(self.format(record))
+        """Log one record at Triton's level of the same weight, line by line: Triton escapes the ends of lines."""
+        write = self._write(record.levelno)
+        for line in self.format(record).splitlines():
+            write(line)
 
     def _write(self, level: int) -> Callable[[str], None]:
         if level >= logging.ERROR:
