@@ -239,3 +239,21 @@ def test_who_has_ended_is_told_as_long_as_its_batch_is_in_flight():
     assert (ending.stage, ending.is_scheduled) == (RequestStage.GENERATION_COMPLETE, True)
     scheduler.update(batch, ModelOutput(0, [(7,)]))
     assert scheduler.request_stats(batch) == ()
+
+
+def test_of_a_long_queue_only_the_first_are_looked_up(monkeypatch):
+    """The loop waits for the answer, and every look takes digests of a prompt."""
+    scheduler = make_scheduler(reuse=True)
+    looked_up = []
+    match_prefix = scheduler.kv_cache.match_prefix
+    monkeypatch.setattr(
+        scheduler.kv_cache,
+        "match_prefix",
+        lambda key, *rest: looked_up.append(key) or match_prefix(key, *rest),
+    )
+    Driver(scheduler).accept(*(make_request(i, prompt=9) for i in range(100)))
+    whys = [one.why for one in scheduler.state().waiting]
+    assert len(whys) == 100 and len(looked_up) == 32
+    assert (whys[0], whys[31], whys[32], whys[99]) == (
+        "starts with the next iteration", "is behind request 0", "is behind 32 others", "is behind 99 others",
+    )  # fmt: skip

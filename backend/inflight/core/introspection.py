@@ -42,13 +42,19 @@ class Introspection:
             slots=self.running.slots.count,
             free_slots=self.running.slots.num_free,
             suspects=self.isolation.suspects,
-            waiting=tuple(self._waiting(r, self._why(r)) for r in self.admission.waiting.in_order())
+            waiting=tuple(
+                self._waiting(r, self._why(r, place))
+                for place, r in enumerate(self.admission.waiting.in_order())
+            )
             + tuple(self._waiting(r, _BEHIND_SIBLING) for r in self._siblings_to_come()),
             running=tuple(map(self._running, self.running.sequences)),
             blocks=self._blocks(),
         )
 
-    def _why(self, llm_request: LlmRequest) -> str:
+    def _why(self, llm_request: LlmRequest, place: int) -> str:
+        """Of the first ones exactly, which takes digests of whole prompts: the loop waits for this."""
+        if place >= _MOST_LOOKED_UP:
+            return f"is behind {place} others"
         return self.admission.why_waiting(llm_request, self.isolation.on_trial)
 
     def _siblings_to_come(self) -> Iterable[LlmRequest]:
@@ -141,6 +147,7 @@ class Introspection:
         )
 
 
+_MOST_LOOKED_UP = 32
 _BEHIND_SIBLING = "is behind its request's first sequence, which computes the prompt for all"
 
 
