@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,26 +19,41 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
 from inflight.models.progress import LoadProgress
 from inflight.models.registry import DTYPES, ModelDescription
+from inflight.models.sharding import WHOLE, Range, Shard
 from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorSpec:
-    """One tensor of the result: checkpoint tensors, by name and number of rows, on top of each other.
+class _Part:
+    """A checkpoint tensor of so many rows, and the ranges of them that are wanted."""
 
-    `columns` is None for vectors. `transposed` says that the checkpoint has columns for rows.
+    name: str
+    rows: int
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorSpec:
+    """One tensor of the result: rows of checkpoint tensors on top of each other.
+
+    Attributes:
+        parts: Whose rows.
+        columns: How many the checkpoint has; None for vectors.
+        kept: Which of the columns are wanted.
+        transposed: Whether the checkpoint has columns for rows.
     """
 
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[_Part, ...]
     columns: int | None
+    kept: Range = (0, 0)
     transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows = sum(size for _, size in self.parts)
-        return (rows,) if self.columns is None else (rows, self.columns)
+        rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
+        return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
         """Shape in the file of a part with `rows` rows."""
@@ -45,13 +61,23 @@ class _TensorSpec:
             return (rows,)
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
+    def wanted(self, stored: Tensor, rows: Range) -> Tensor:
+        """These rows of a stored tensor, without the columns that are not wanted."""
+        if self.columns is None:
+            return stored[slice(*rows)]
+        return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
 
-def load_weights(model: ModelDescription, dtype: torch.dtype | None, device: torch.device) -> DecoderWeights:
-    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
+
+def load_weights(
+    model: ModelDescription, dtype: torch.dtype | None, device: torch.device, shard: Shard = WHOLE
+) -> DecoderWeights:
+    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's. Of a shard only what it holds.
 
     Raises:
-        ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
+        ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized;
+            or the model cannot be split so.
     """
+    shard.check(model.decoder)
     with Checkpoint(model.folder) as checkpoint:
         specs: list[_TensorSpec] = []
 
@@ -60,7 +86,7 @@ def load_weights(model: ModelDescription, dtype: torch.dtype | None, device: tor
             return torch.empty(0)
 
         base = model.names.base if any(n.startswith(model.names.base) for n in checkpoint.tensors) else ""
-        _build(model.decoder, model.names, base, note)
+        _build(model.decoder, model.names, base, shard, note)
         _check(checkpoint, model, base, specs)
         target = dtype or _stored_dtype(model.decoder, checkpoint, specs[0])
         sizes = [torch.Size(spec.shape).numel() * target.itemsize for spec in specs]
@@ -71,74 +97,93 @@ def load_weights(model: ModelDescription, dtype: torch.dtype | None, device: tor
                 progress.advance(tensor.nbytes)
                 return tensor
 
-            return _build(model.decoder, model.names, base, read)
+            return _build(model.decoder, model.names, base, shard, read)
 
 
 def _build(
-    decoder: DecoderConfig, names: WeightNames, base: str, make: Callable[[_TensorSpec], Tensor]
+    decoder: DecoderConfig,
+    names: WeightNames,
+    base: str,
+    shard: Shard,
+    make: Callable[[_TensorSpec], Tensor],
 ) -> DecoderWeights:
-    """Walk over the whole model, asking `make` for each of its tensors."""
+    """Walk over the whole model, asking `make` for each of the shard's tensors."""
     hidden = decoder.hidden_size
 
-    def matrix(name: str, rows: int) -> Tensor:
-        return make(_TensorSpec(((f"{name}.weight", rows),), hidden))
+    def matrix(name: str, rows: int, kept: Range) -> Tensor:
+        return make(_TensorSpec((_Part(f"{name}.weight", rows, (kept,)),), hidden, (0, hidden)))
 
-    embedding = matrix(base + names.embedding, decoder.vocab_size)
+    vocabulary = shard.split(decoder.vocab_size)
+    embedding = matrix(base + names.embedding, decoder.vocab_size, vocabulary)
     position_embedding = None
     if decoder.rope is None:
-        position_embedding = matrix(base + names.position_embedding, decoder.max_positions)
+        positions = decoder.max_positions
+        position_embedding = matrix(base + names.position_embedding, positions, (0, positions))
     layers = tuple(
-        _build_layer(decoder, names, base + names.layers.format(index), make)
+        _build_layer(decoder, names, base + names.layers.format(index), shard, make)
         for index in range(decoder.num_layers)
     )
     final_norm = _build_norm(decoder, base + names.final_norm, hidden, make)
-    lm_head = embedding if decoder.tied_embeddings else matrix(_LM_HEAD, decoder.vocab_size)
+    lm_head = embedding if decoder.tied_embeddings else matrix(_LM_HEAD, decoder.vocab_size, vocabulary)
     return DecoderWeights(embedding, position_embedding, layers, final_norm, Linear(lm_head))
 
 
 def _build_layer(
-    decoder: DecoderConfig, names: WeightNames, prefix: str, make: Callable[[_TensorSpec], Tensor]
+    decoder: DecoderConfig,
+    names: WeightNames,
+    prefix: str,
+    shard: Shard,
+    make: Callable[[_TensorSpec], Tensor],
 ) -> LayerWeights:
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
 
-    def linear(modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
-        if len(modules) == 1:
-            rows = (sum(rows),)
+    def column_parallel(modules: tuple[str, ...], rows: tuple[tuple[int, Range], ...], bias: bool) -> Linear:
+        """`rows`: of each of the fused projections all there are, and this shard's."""
 
-        def parts(kind: str) -> tuple[tuple[str, int], ...]:
-            return tuple(
-                (f"{prefix}{module}.{kind}", size) for module, size in zip(modules, rows, strict=True)
-            )
+        def parts(kind: str) -> tuple[_Part, ...]:
+            if len(modules) > 1:
+                pairs = zip(modules, rows, strict=True)
+                return tuple(_Part(f"{prefix}{m}.{kind}", count, (own,)) for m, (count, own) in pairs)
+            starts = accumulate((count for count, _ in rows), initial=0)
+            own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
+            return (_Part(f"{prefix}{modules[0]}.{kind}", sum(count for count, _ in rows), own),)
 
-        weight = make(_TensorSpec(parts("weight"), columns, names.transposed))
+        weight = make(_TensorSpec(parts("weight"), hidden, (0, hidden), names.transposed))
         return Linear(weight, make(_TensorSpec(parts("bias"), None)) if bias else None)
+
+    def row_parallel(module: str, columns: int, own: Range, bias: bool) -> Linear:
+        weight, vector = (
+            _Part(f"{prefix}{module}.{kind}", hidden, ((0, hidden),)) for kind in ("weight", "bias")
+        )
+        matrix = make(_TensorSpec((weight,), columns, own, names.transposed))
+        return Linear(matrix, make(_TensorSpec((vector,), None)) if bias else None)
 
     def norm(module: str, size: int) -> Norm:
         return _build_norm(decoder, prefix + module, size, make)
 
-    qkv_rows = (decoder.query_size, decoder.kv_size, decoder.kv_size)
-    up_rows = (inner, inner) if decoder.gated_mlp else (inner,)
+    queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
+    wide = (inner, shard.split(inner))
     return LayerWeights(
         attention_norm=norm(names.attention_norm, hidden),
-        qkv=linear(names.qkv, qkv_rows, hidden, decoder.qkv_bias),
+        qkv=column_parallel(names.qkv, ((decoder.query_size, queries), keys, keys), decoder.qkv_bias),
         query_norm=norm(names.query_norm, decoder.head_dim) if decoder.qk_norm else None,
         key_norm=norm(names.key_norm, decoder.head_dim) if decoder.qk_norm else None,
-        output=linear((names.output,), (hidden,), decoder.query_size, decoder.output_bias),
+        output=row_parallel(names.output, decoder.query_size, queries, decoder.output_bias),
         mlp_norm=norm(names.mlp_norm, hidden),
-        up=linear(names.up, up_rows, hidden, decoder.mlp_bias),
-        down=linear((names.down,), (hidden,), inner, decoder.mlp_bias),
+        up=column_parallel(names.up, (wide, wide) if decoder.gated_mlp else (wide,), decoder.mlp_bias),
+        down=row_parallel(names.down, inner, wide[1], decoder.mlp_bias),
     )
 
 
 def _build_norm(decoder: DecoderConfig, name: str, size: int, make: Callable[[_TensorSpec], Tensor]) -> Norm:
-    weight = make(_TensorSpec(((f"{name}.weight", size),), None))
-    return Norm(
-        weight, make(_TensorSpec(((f"{name}.bias", size),), None)) if decoder.norm == "layer" else None
-    )
+    def vector(kind: str) -> Tensor:
+        return make(_TensorSpec((_Part(f"{name}.{kind}", size, ((0, size),)),), None))
+
+    return Norm(vector("weight"), vector("bias") if decoder.norm == "layer" else None)
 
 
 def _check(checkpoint: Checkpoint, model: ModelDescription, base: str, specs: list[_TensorSpec]) -> None:
-    expected = {name: spec.stored_shape(rows) for spec in specs for name, rows in spec.parts}
+    expected = {part.name: spec.stored_shape(part.rows) for spec in specs for part in spec.parts}
     missing = [name for name in expected if name not in checkpoint.tensors]
     ignored = model.names.ignored + ((f"{_LM_HEAD}.weight",) if model.decoder.tied_embeddings else ())
     unexpected = [
@@ -166,14 +211,16 @@ def _some(names: list[str], limit: int = 3) -> str:
 
 
 def _stored_dtype(decoder: DecoderConfig, checkpoint: Checkpoint, first: _TensorSpec) -> torch.dtype:
-    return getattr(torch, decoder.dtype or checkpoint.tensors[first.parts[0][0]].dtype)
+    return getattr(torch, decoder.dtype or checkpoint.tensors[first.parts[0].name].dtype)
 
 
 def _read(checkpoint: Checkpoint, spec: _TensorSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
     tensor = torch.empty(spec.shape, dtype=dtype, device=device)
     start = 0
-    for name, rows in spec.parts:
-        part = checkpoint.read(name)
-        tensor[start : start + rows].copy_(part.T if spec.transposed and part.dim() == 2 else part)
-        start += rows
+    for part in spec.parts:
+        stored = checkpoint.read(part.name)
+        for rows in part.ranges:
+            end = start + rows[1] - rows[0]
+            tensor[start:end].copy_(spec.wanted(stored, rows))
+            start = end
     return tensor

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from inflight.engine.torch.attention import attend
 from inflight.engine.torch.attention_plan import AttentionPlan
+from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.packing import PackedBatch
 from inflight.engine.torch.windows import AttentionWindow
-from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Norm
+from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm
 from inflight.models.rope import rope_tables
+from inflight.models.sharding import WHOLE, Shard
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -37,12 +39,14 @@ class Decoder:
 
     Args:
         config: What the checkpoint says.
-        weights: Of that model.
+        weights: Of that model, or of this shard of it.
         layer_windows: Per layer what a token sees, instead of `config.sliding_windows`.
         max_sequence_length: Longest sequence in tokens.
+        shard: Which part of the model this is.
+        collectives: The ranks that have the other parts; all of them run the same batches.
 
     Attributes:
-        config: As given.
+        config: Of the whole model.
         windows: The different ones among `layer_windows`.
     """
 
@@ -52,8 +56,13 @@ class Decoder:
         weights: DecoderWeights,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
+        shard: Shard = WHOLE,
+        collectives: Collectives = ALONE,
     ) -> None:
         self.config = config
+        self._part = shard.part_of(config)
+        self._vocabulary = shard.split(config.vocab_size)
+        self._collectives = collectives
         self.windows = tuple(dict.fromkeys(layer_windows))
         self._layer_windows = layer_windows
         self._weights = weights
@@ -72,7 +81,7 @@ class Decoder:
     def forward(self, packed: PackedBatch, plans: Plans, cache: KvCache) -> Tensor:
         """The last layer's output [rows, hidden_size], which `logits` takes; fills the cache."""
         weights = self._weights
-        x = F.embedding(packed.token_ids, weights.embedding)
+        x = self._embed(packed.token_ids)
         rotation = None
         if weights.position_embedding is not None:
             x = x + F.embedding(packed.positions, weights.position_embedding)
@@ -88,7 +97,31 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] float32 from some rows of what `forward` returned, [rows, hidden_size]."""
-        return self._weights.lm_head(self._norm(hidden, self._weights.final_norm)).float()
+        logits = self._weights.lm_head(self._norm(hidden, self._weights.final_norm)).float()
+        if self._collectives.size == 1:
+            return logits
+        widest = -(-self.config.vocab_size // self._collectives.size)  # the last ranks may have fewer ids
+        padded = F.pad(logits, (0, widest - logits.shape[-1]))
+        return self._collectives.all_gather(padded)[..., : self.config.vocab_size].contiguous()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedding = self._weights.embedding
+        if self._collectives.size == 1:
+            return F.embedding(token_ids, embedding)
+        begin, end = self._vocabulary
+        if begin == end:
+            x = embedding.new_zeros((*token_ids.shape, self.config.hidden_size))
+        else:
+            is_here = (token_ids >= begin) & (token_ids < end)
+            x = F.embedding((token_ids - begin).where(is_here, 0), embedding) * is_here.unsqueeze(-1)
+        return self._collectives.all_reduce(x)
+
+    def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+        """Every rank has some of the inputs; the bias is added once, to the sum."""
+        if self._collectives.size == 1:
+            return linear(x)
+        total = self._collectives.all_reduce(F.linear(x, linear.weight))
+        return total if linear.bias is None else total + linear.bias
 
     def _attention(
         self,
@@ -100,8 +133,8 @@ class Decoder:
         plan: AttentionPlan,
         cache: KvCache,
     ) -> Tensor:
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        heads, kv_heads = self._part.num_heads, self._part.num_kv_heads
+        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._part.head_dim)
         queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = queries_keys.split((heads, kv_heads), dim=1)
@@ -112,13 +145,13 @@ class Decoder:
             queries_keys = _rotate(queries_keys, *rotation)
         queries, keys = queries_keys.split((heads, kv_heads), dim=1)
         cache.write(index, packed.places, keys, values)
-        return layer.output(attend(queries, keys, values, index, plan, cache))
+        return self._row_parallel(layer.output, attend(queries, keys, values, index, plan, cache))
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if not self.config.gated_mlp:
-            return layer.down(self._activation(layer.up(x)))
+            return self._row_parallel(layer.down, self._activation(layer.up(x)))
         gate, up = layer.up(x).chunk(2, dim=-1)
-        return layer.down(self._activation(gate).mul_(up))
+        return self._row_parallel(layer.down, self._activation(gate).mul_(up))
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Over the last dimension."""

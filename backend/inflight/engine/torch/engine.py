@@ -16,6 +16,7 @@ from torch import Tensor
 from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
 from inflight.engine.torch.attention_plan import plan_attention
+from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
 from inflight.engine.torch.context_outputs import ContextOutputs
 from inflight.engine.torch.decoder import Decoder
@@ -28,6 +29,7 @@ from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, load_weights, read_model_description
+from inflight.models.sharding import WHOLE, Shard
 
 _logger = logging.getLogger(__name__)
 
@@ -66,8 +68,13 @@ class TorchEngine:
 
     @classmethod
     @torch.inference_mode()
-    def load(cls, config: TorchEngineConfig) -> TorchEngine:
+    def load(
+        cls, config: TorchEngineConfig, shard: Shard = WHOLE, collectives: Collectives = ALONE
+    ) -> TorchEngine:
         """Read a checkpoint and allocate the KV cache.
+
+        With a shard, of a model that several ranks hold together: all of them run the same batches, `collectives`
+        connects them, and each gets the whole logits.
 
         Raises:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
@@ -85,10 +92,11 @@ class TorchEngine:
             max_sequence_length,
         )
         dtype = getattr(torch, config.dtype) if config.dtype else None
-        weights = load_weights(model, dtype, device)
-        decoder = Decoder(model.decoder, weights, windows, max_sequence_length)
-        num_blocks = _num_blocks(config, model.decoder, max_sequence_length, decoder.dtype, device)
-        cache = KvCache(model.decoder, num_blocks, config.tokens_per_block, decoder.dtype, device)
+        weights = load_weights(model, dtype, device, shard)
+        decoder = Decoder(model.decoder, weights, windows, max_sequence_length, shard, collectives)
+        part = shard.part_of(model.decoder)
+        num_blocks = _num_blocks(config, part, max_sequence_length, decoder.dtype, device)
+        cache = KvCache(part, num_blocks, config.tokens_per_block, decoder.dtype, device)
         limits = EngineLimits(
             vocab_size=model.decoder.vocab_size,
             max_sequence_length=max_sequence_length,

@@ -1,0 +1,81 @@
+"""Which part of a model one tensor-parallel rank holds: whole attention heads, slices of everything else. Pure.
+
+    column parallel   qkv, up, gate: each rank computes some of the outputs (Megatron's split)
+    row parallel      output, down: each rank has some of the inputs; the ranks' results are added up
+    vocabulary        embedding and output projection: each rank has some of the token ids
+    replicated        norms, biases of row-parallel layers, learned positions
+
+A rank has whole key heads. Where there are fewer key heads than ranks, several ranks hold the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from inflight.errors import ConfigError
+from inflight.models.decoder_config import DecoderConfig
+
+Range = tuple[int, int]
+"""First and behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Tensor-parallel rank `rank` of `size`."""
+
+    size: int = 1
+    rank: int = 0
+
+    def split(self, count: int) -> Range:
+        """This rank's slice of `count` things, which need not divide: the last ranks have fewer, or none."""
+        each = -(-count // self.size)
+        return min(self.rank * each, count), min((self.rank + 1) * each, count)
+
+    def check(self, decoder: DecoderConfig) -> None:
+        """Raise ConfigError, with sizes that would do, if the model cannot be split so."""
+        heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, decoder.intermediate_size
+        fits = heads % self.size == 0 and inner % self.size == 0
+        if fits and (kv_heads % self.size == 0 or self.size % kv_heads == 0):
+            return
+        sizes = [n for n in range(1, heads + 1) if _divides(n, decoder)]
+        raise ConfigError(
+            f"tensor parallelism over {self.size} ranks does not divide this model: {heads} heads, {kv_heads} key "
+            f"heads, MLP of {inner}; it can be {', '.join(map(str, sizes))}"
+        )
+
+    def part_of(self, decoder: DecoderConfig) -> DecoderConfig:
+        """The model as this rank computes it: fewer heads and a narrower MLP, the same hidden size."""
+        return replace(
+            decoder,
+            num_heads=decoder.num_heads // self.size,
+            num_kv_heads=max(1, decoder.num_kv_heads // self.size),
+            intermediate_size=decoder.intermediate_size // self.size,
+        )
+
+    def query_rows(self, decoder: DecoderConfig) -> Range:
+        """Of all query heads' rows: this rank's. Of the output projection's columns, the same."""
+        return _scaled(self.split(decoder.num_heads), decoder.head_dim)
+
+    def kv_rows(self, decoder: DecoderConfig) -> Range:
+        """Of all key heads' rows, and of all value heads': this rank's."""
+        kv_heads = decoder.num_kv_heads
+        if kv_heads >= self.size:
+            return _scaled(self.split(kv_heads), decoder.head_dim)
+        head = self.rank * kv_heads // self.size
+        return _scaled((head, head + 1), decoder.head_dim)
+
+
+WHOLE = Shard()
+
+
+def _divides(size: int, decoder: DecoderConfig) -> bool:
+    kv_heads = decoder.num_kv_heads
+    return (
+        decoder.num_heads % size == 0
+        and decoder.intermediate_size % size == 0
+        and (kv_heads % size == 0 or size % kv_heads == 0)
+    )
+
+
+def _scaled(part: Range, width: int) -> Range:
+    return part[0] * width, part[1] * width
