@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from inflight.triton.metric_table import GAUGES, TRANSFERS
+
 _LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -55,3 +57,15 @@ def parse(text: str) -> Page:
         assert key not in values, line
         values[key] = float(match["value"])
     return Page(values, kinds)
+
+
+def shown(page: Page) -> dict[str, float]:
+    """Everything that is in the log line too, by its key there."""
+    gauges = {
+        gauge.log_key: page.value(family.name, **{family.label: gauge.value})
+        for family in GAUGES
+        if page.has(family.name)
+        for gauge in family.gauges
+    }
+    name, label = "nv_trt_llm_disaggregated_serving_metrics", "disaggregated_serving_type"
+    return gauges | {key: page.value(name, **{label: value}) for value, key in TRANSFERS.items()}

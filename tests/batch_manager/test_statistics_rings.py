@@ -77,7 +77,7 @@ def test_json_has_the_time_of_the_iteration():
     rings = StatisticsRings(3, clock_s=lambda: next(clock))
     rings.add(stats(7))
     rings.add(stats(8))
-    first, second = map(json.loads, rings.recent_json(5))
+    first, second = (json.loads(json.dumps(kept.executor_fields())) for kept in rings.peek(5))
     assert (first["iter"], second["iter"]) == (7, 8)
     assert first["timestamp"].endswith("01.500000") and second["timestamp"].endswith("02.500000")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.core.block_keys import CacheRules
 from inflight.core.capacity_scheduler import (
     Growth,
     GuaranteedNoEvict,
@@ -11,7 +12,7 @@ from inflight.core.capacity_scheduler import (
     make_capacity_scheduler,
 )
 from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.kv_cache_manager import CacheRules, KvCacheManager, PrefixMatch
+from inflight.core.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.core.llm_request import LlmRequest
 from inflight.core.request import ExternalDraft
 from inflight.core.sampling_config import SamplingConfig

@@ -11,8 +11,8 @@ from datetime import datetime
 import pytest
 
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, TRANSFERS, Batching
-from tests.prometheus import Page, parse
+from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
+from tests.prometheus import Page, parse, shown
 
 from .clients import Stream, ask, wait_until
 from .conftest import FAKE_VOCABULARY
@@ -60,18 +60,6 @@ def wait_idle(server: TritonServer, before: Page | None = None, sequences: int =
 
     wait_until(is_idle)
     return page_of(server)
-
-
-def shown(page: Page) -> dict[str, float]:
-    """Every gauge by its key in the log line."""
-    gauges = {
-        gauge.log_key: page.value(family.name, **{family.label: gauge.value})
-        for family in GAUGES
-        if page.has(family.name)
-        for gauge in family.gauges
-    }
-    name, label = "nv_trt_llm_disaggregated_serving_metrics", "disaggregated_serving_type"
-    return gauges | {key: page.value(name, **{label: value}) for value, key in TRANSFERS.items()}
 
 
 def complete(server: TritonServer, count: int = 1, tokens: int = 8, **tensors) -> None:

@@ -12,11 +12,12 @@ import inflight.core.scheduler as scheduler_module
 from inflight.core.admission import Admission
 from inflight.core.batch import BeamMove, ModelOutput, ScheduledBatch
 from inflight.core.block_heap import BlockHeap
+from inflight.core.block_keys import ROOT_SCOPE
 from inflight.core.block_pool import BlockPool
 from inflight.core.capacity_scheduler import GuaranteedNoEvict, MaxUtilization
 from inflight.core.deadlines import Deadlines
 from inflight.core.isolation import Isolation
-from inflight.core.kv_cache_manager import ROOT_SCOPE, KvCacheManager
+from inflight.core.kv_cache_manager import KvCacheManager
 from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.prefix_identity import PrefixIdentity

@@ -26,15 +26,13 @@ from inflight.triton.memory import _torch_memory, measure_memory
 from inflight.triton.metric_families import Courtesy, FamilyMaker, News, lengths_between
 from inflight.triton.metric_table import (
     COUNTERS,
-    GAUGES,
     HISTOGRAMS,
     LENGTHS,
     TIMESTAMP,
-    TRANSFERS,
     HistogramFamily,
 )
 from inflight.triton.metrics import MetricsPublisher
-from tests.prometheus import Page, parse
+from tests.prometheus import Page, parse, shown
 
 NOW = 1_785_000_000.25
 NOTHING = ServiceMetrics().snapshot()
@@ -73,18 +71,6 @@ def stage(pb_utils: FakePbUtils | SimpleNamespace | None = None) -> Iterator[Sta
         yield on_stage
     finally:
         on_stage.publisher.close()
-
-
-def shown(page: Page) -> dict[str, float]:
-    """Every gauge by its key in the log line."""
-    gauges = {
-        gauge.log_key: page.value(family.name, **{family.label: gauge.value})
-        for family in GAUGES
-        if page.has(family.name)
-        for gauge in family.gauges
-    }
-    name, label = "nv_trt_llm_disaggregated_serving_metrics", "disaggregated_serving_type"
-    return gauges | {key: page.value(name, **{label: value}) for value, key in TRANSFERS.items()}
 
 
 @pytest.mark.parametrize("stats", [STATS, STATIC], ids=["in flight", "static"])

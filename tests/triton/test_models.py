@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,18 @@ def test_more_beams_than_slots_fail_the_load_and_say_why(pb_utils: FakePbUtils, 
         engine.TritonPythonModel().initialize(
             make_args(max_beam_width="9", fake_engine="vocab=26", engine_endpoint=str(folder / "e.sock"))
         )
+
+
+def test_a_load_that_fails_leaves_no_thread(pb_utils: FakePbUtils, folder: Path) -> None:
+    before = set(threading.enumerate())
+    args = make_args(
+        fake_engine="vocab=100",
+        engine_endpoint=str(folder / "socket"),
+        record_path=str(folder / "no" / "trace"),
+    )
+    with pytest.raises(ConfigError, match="record_path: cannot write"):
+        engine.TritonPythonModel().initialize(args)
+    assert set(threading.enumerate()) == before
 
 
 @pytest.mark.parametrize(

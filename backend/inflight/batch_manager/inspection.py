@@ -95,17 +95,16 @@ class Inspections:
         except Exception:  # whatever comes of reading what somebody else is changing
             return None
 
-    def _executor_fields(self, stats: IterationStats) -> object:
-        return json.loads(stats.to_executor_json(time.time(), self._instruments.measure_memory()))
+    def _executor_fields(self, stats: IterationStats) -> dict[str, object]:
+        return stats.executor_fields(time.time(), self._instruments.measure_memory())
 
     def _recent(self) -> dict[str, object]:
         """Statistics of the last iterations, and of their requests where they are kept."""
         rings = self._instruments.rings
         if rings is None:
             return {"recent_iterations": [], "recent_requests": []}
-        iterations = rings.recent_json(_RECENT, self._instruments.measure_memory())
-        requests = [kept.to_executor_json() for kept in rings.peek_requests(_RECENT)]
+        memory = self._instruments.measure_memory()
         return {
-            "recent_iterations": list(map(json.loads, iterations)),
-            "recent_requests": list(map(json.loads, requests)),
+            "recent_iterations": [kept.executor_fields(memory) for kept in rings.peek(_RECENT)],
+            "recent_requests": [kept.executor_fields() for kept in rings.peek_requests(_RECENT)],
         }

@@ -203,7 +203,7 @@ def _replay(trace: Trace, replay: Replay, options: Options, report: TextIO) -> i
             found = replay.take(record)
         except BadTrace as error:
             raise BadTrace(f"line {trace.line_number}: {error}") from error
-        except Exception:
+        except Exception:  # a crash of the scheduler is what a replay may be made to find
             report.write(
                 f"line {trace.line_number}: the scheduler failed after iteration {replay.iteration} began\n"
             )

@@ -26,9 +26,9 @@ class KeptIteration:
     stats: IterationStats
     wall_clock_s: float
 
-    def to_executor_json(self, memory: MemoryUsage | None = None) -> str:
+    def executor_fields(self, memory: MemoryUsage | None = None) -> dict[str, object]:
         """The Executor's `IterationStats`; memory, if it is given, is that of now."""
-        return self.stats.to_executor_json(self.wall_clock_s, memory)
+        return self.stats.executor_fields(self.wall_clock_s, memory)
 
 
 class StatisticsRings:
@@ -88,10 +88,6 @@ class StatisticsRings:
         """The same of requests."""
         with self._lock:
             return self._requests.last(count)
-
-    def recent_json(self, count: int, memory: MemoryUsage | None = None) -> list[str]:
-        """The last `count` iterations as the Executor's JSON, oldest first; `memory` is that of now."""
-        return [kept.to_executor_json(memory) for kept in self.peek(count)]
 
 
 class _Ring(Generic[_T]):

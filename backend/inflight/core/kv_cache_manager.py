@@ -17,18 +17,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from inflight.core.block_keys import ROOT_SCOPE, CacheRules, private_scope
+from inflight.core.block_keys import CacheRules
 from inflight.core.block_pool import BlockPool
-
-__all__ = [
-    "ROOT_SCOPE",
-    "BeamGrowth",
-    "BlockCounts",
-    "CacheRules",
-    "KvCacheManager",
-    "PrefixMatch",
-    "private_scope",
-]
 
 
 @dataclass(frozen=True, slots=True)

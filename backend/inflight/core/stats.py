@@ -197,40 +197,44 @@ class IterationStats:
         }
 
     def to_executor_json(self, wall_clock_s: float | None, memory: MemoryUsage | None = None) -> str:
-        """The Executor's `IterationStats`, as its JSON serialization has them.
+        """The Executor's `IterationStats`, as its JSON serialization has them: `executor_fields` as text."""
+        return json.dumps(self.executor_fields(wall_clock_s, memory))
+
+    def executor_fields(
+        self, wall_clock_s: float | None, memory: MemoryUsage | None = None
+    ) -> dict[str, object]:
+        """The Executor's `IterationStats`.
 
         What does not exist here is null, as its optionals are: cross attention's KV cache, the other kind of
         batching, drafts where there were none. There is no tuner; what it would recommend is 0, as without one.
         Without `wall_clock_s` the timestamp is null, without `memory` its three numbers are 0.
         """
         memory = memory or MemoryUsage()
-        return json.dumps(
-            {
-                "timestamp": None if wall_clock_s is None else timestamp(wall_clock_s),
-                "iter": self.iteration,
-                "iterLatencyMS": self.duration_ns / _NS_PER_MS,
-                "newActiveRequestsQueueLatencyMS": self.new_requests_queue_ns / _NS_PER_MS,
-                "numNewActiveRequests": self.num_new_requests,
-                "numActiveRequests": self.num_active_requests,
-                "numQueuedRequests": self.num_waiting_requests,
-                "numCompletedRequests": self.num_completed_requests,
-                "maxNumActiveRequests": self.max_num_requests,
-                "maxBatchSizeStatic": self.max_num_requests,
-                "maxBatchSizeTunerRecommended": 0,
-                "maxBatchSizeRuntime": self.max_num_requests,
-                "maxNumTokensStatic": self.max_num_tokens,
-                "maxNumTokensTunerRecommended": 0,
-                "maxNumTokensRuntime": self.max_num_tokens,
-                "gpuMemUsage": memory.gpu,
-                "cpuMemUsage": memory.cpu,
-                "pinnedMemUsage": memory.pinned,
-                "kvCacheStats": self._kv_cache_stats(),
-                "crossKvCacheStats": None,
-                "staticBatchingStats": self._static_batching_stats(),
-                "inflightBatchingStats": self._inflight_batching_stats(),
-                "specDecodingStats": self._spec_decoding_stats(),
-            }
-        )
+        return {
+            "timestamp": None if wall_clock_s is None else timestamp(wall_clock_s),
+            "iter": self.iteration,
+            "iterLatencyMS": self.duration_ns / _NS_PER_MS,
+            "newActiveRequestsQueueLatencyMS": self.new_requests_queue_ns / _NS_PER_MS,
+            "numNewActiveRequests": self.num_new_requests,
+            "numActiveRequests": self.num_active_requests,
+            "numQueuedRequests": self.num_waiting_requests,
+            "numCompletedRequests": self.num_completed_requests,
+            "maxNumActiveRequests": self.max_num_requests,
+            "maxBatchSizeStatic": self.max_num_requests,
+            "maxBatchSizeTunerRecommended": 0,
+            "maxBatchSizeRuntime": self.max_num_requests,
+            "maxNumTokensStatic": self.max_num_tokens,
+            "maxNumTokensTunerRecommended": 0,
+            "maxNumTokensRuntime": self.max_num_tokens,
+            "gpuMemUsage": memory.gpu,
+            "cpuMemUsage": memory.cpu,
+            "pinnedMemUsage": memory.pinned,
+            "kvCacheStats": self._kv_cache_stats(),
+            "crossKvCacheStats": None,
+            "staticBatchingStats": self._static_batching_stats(),
+            "inflightBatchingStats": self._inflight_batching_stats(),
+            "specDecodingStats": self._spec_decoding_stats(),
+        }
 
     def _kv_cache_stats(self) -> dict[str, int | float]:
         return {
@@ -348,8 +352,12 @@ class RequestStatsPerIteration:
 
     def to_executor_json(self) -> str:
         """As the Executor's JSON serialization has it; null for what only disaggregated serving has."""
+        return json.dumps(self.executor_fields())
+
+    def executor_fields(self) -> dict[str, object]:
+        """The same before it is text."""
         fields = [stats.executor_fields() for stats in self.request_stats]
-        return json.dumps({"iter": self.iteration, "requestStats": fields})
+        return {"iter": self.iteration, "requestStats": fields}
 
 
 def microseconds(wall_clock_s: float) -> int:

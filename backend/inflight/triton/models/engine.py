@@ -44,12 +44,16 @@ class TritonPythonModel:
         self._publisher = publisher = MetricsPublisher(
             pb_utils, model.name, model.version_dir.name, pb_utils.Logger.log_verbose
         )
-        self._engine = engine = build_engine(
-            model.parameters,
-            str(model.version_dir),
-            path,
-            lambda stats, metrics: publisher.put(stats, metrics, time.time()),
-        )
+        try:
+            self._engine = engine = build_engine(
+                model.parameters,
+                str(model.version_dir),
+                path,
+                lambda stats, metrics: publisher.put(stats, metrics, time.time()),
+            )
+        except Exception:  # Triton calls no finalize where initialize fails
+            publisher.close()
+            raise
         tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
         tokenizers.find(engine.client.describe().tokenizer_dir)
         serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters)
