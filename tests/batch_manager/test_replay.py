@@ -44,7 +44,7 @@ from tests.batch_manager.recorded import (
     record_run,
     write,
 )
-from tests.simulation.scenario import draw
+from tests.simulation.scenario import Scenario, draw
 
 SEEDS = range(60)
 LIMITS = EngineLimits(
@@ -73,13 +73,25 @@ def outcome(path, until: int | None = None, verbose: bool = False) -> tuple[int,
 # ---------------------------------------------------------------------- the same again
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["in turn", "ahead"])
+def in_turn(scenario: Scenario) -> Scenario:
+    return replace(scenario, depth=1)
+
+
+def ahead(scenario: Scenario) -> Scenario:
+    return replace(scenario, depth=2)
+
+
+def pipelined(scenario: Scenario) -> Scenario:
+    return scenario.pipelined(3)
+
+
+@pytest.fixture(scope="module", params=[in_turn, ahead, pipelined], ids=lambda kind: kind.__name__)
 def runs(request, tmp_path_factory):
-    """Scenarios with one or two batches in flight: each with its trace, and the responses when it was recorded."""
+    """Scenarios with some batches in flight: each with its trace, and the responses when it was recorded."""
     folder = tmp_path_factory.mktemp("traces")
     recorded = []
     for seed in SEEDS:
-        scenario, path = replace(draw(seed), depth=request.param), folder / str(seed)
+        scenario, path = request.param(draw(seed)), folder / str(seed)
         recorded.append((scenario, path, record_run(scenario, path, keep_logits=seed % 2 == 0)))
     return recorded
 

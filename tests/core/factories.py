@@ -23,8 +23,11 @@ def make_limits(
     tokens_per_block: int = 4,
     max_num_sequences: int = 4,
     max_sequence_length: int = 256,
+    num_micro_batches: int = 1,
 ) -> EngineLimits:
-    return EngineLimits(1000, max_sequence_length, max_num_sequences, num_blocks, tokens_per_block)
+    return EngineLimits(
+        1000, max_sequence_length, max_num_sequences, num_blocks, tokens_per_block, num_micro_batches
+    )
 
 
 def make_scheduler(

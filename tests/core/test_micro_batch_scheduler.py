@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.core.config import ContextChunkingPolicy
+from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.core.llm_request import LlmRequest
 from inflight.core.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.request import ExternalDraft
@@ -269,3 +269,106 @@ def test_who_has_ended_only_waits_for_its_batches():
     ended.finish(FinishReason.CANCELLED)
     selected = unchunked().select([ended])
     assert (selected.context, selected.generation) == ([], [])
+
+
+# ---------------------------------------------------------------- several micro-batches
+
+
+def pipelined(num_stages: int, max_num_tokens: int = 64) -> MicroBatchScheduler:
+    return MicroBatchScheduler(max_num_tokens, 4, True, num_micro_batches=num_stages)
+
+
+def in_flight(sequence: LlmRequest) -> LlmRequest:
+    """The same, with its next token on its way."""
+    sequence.num_scheduled_tokens += 1
+    return sequence
+
+
+def test_sequences_in_generation_share_the_micro_batches_evenly():
+    for num_stages, share in ((1, 7), (2, 4), (3, 3), (9, 1)):
+        running = [generating() for _ in range(7)]
+        assert pipelined(num_stages).select(running).generation == running[:share]
+
+
+def test_the_last_free_micro_batch_takes_its_share_of_all_and_no_more():
+    ready, busy = [generating() for _ in range(5)], [in_flight(generating())]
+    assert pipelined(2).select([*busy, *ready], num_in_flight=1).generation == ready[:3]
+
+
+def test_something_is_left_for_every_free_micro_batch():
+    running = [generating() for _ in range(4)]
+    scheduler = pipelined(3)
+    parts = []
+    for count in range(3):
+        parts.append(scheduler.select(running, count).generation)
+        for sequence in parts[-1]:
+            in_flight(sequence)
+    assert parts == [running[:2], [running[2]], [running[3]]]
+
+
+def test_a_search_counts_as_one_sequence_however_many_beams_it_has():
+    searches = [generating(slots=3, sampling=SamplingConfig(beam_width=3)) for _ in range(2)]
+    running = [searches[0], generating(), searches[1], generating()]
+    assert pipelined(2).select(running).generation == running[:2]
+
+
+def test_a_sequence_in_flight_waits_for_its_token_but_a_context_goes_on():
+    context, first_token = in_context(12), in_context(4)
+    context.num_scheduled_tokens, first_token.num_scheduled_tokens = 4, 4
+    busy, ready = in_flight(generating()), generating()
+    selected = pipelined(2).select([context, first_token, busy, ready], num_in_flight=1)
+    assert selected.generation == [ready] and selected.context == [(context, 8)]
+
+
+def test_a_sequence_whose_last_token_is_on_its_way_takes_no_share():
+    ending = generating()
+    ending.num_computed_tokens = ending.request.max_kv_tokens - 1
+    ready = [generating() for _ in range(2)]
+    assert pipelined(2).select([in_flight(ending), *ready], num_in_flight=1).generation == ready[:1]
+
+
+@given(num_stages=st.integers(2, 4), count=st.integers(1, 9), alone=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_whoever_waits_comes_before_those_who_ran_since(num_stages, count, alone):
+    """Also where each batch comes back before the next is made, so that all are ready every time."""
+    running = [generating() for _ in range(count)]
+    scheduler, since = pipelined(num_stages), [0] * count
+    parts: list[list[LlmRequest]] = []
+    for _ in range(40):
+        while len(parts) >= (1 if alone else num_stages):
+            for sequence in parts.pop(0):
+                sequence.num_scheduled_tokens = 0
+        parts.append(scheduler.select(running, len(parts)).generation)
+        for place, sequence in enumerate(running):
+            since[place] = 0 if sequence in parts[-1] else since[place] + 1
+        for sequence in parts[-1]:
+            in_flight(sequence)
+        assert max(since) <= 2 * num_stages
+
+
+def test_micro_batches_are_numbered_in_turn():
+    scheduler = make_scheduler(num_micro_batches=3)
+    driver = Driver(scheduler)
+    driver.accept(*(make_request(i, new=6) for i in range(3)))
+    batches = [driver.step()[0] for _ in range(5)]
+    assert [batch.micro_batch_id for batch in batches] == [0, 1, 2, 0, 1]
+    assert scheduler.stats(batches[-1]).micro_batch_id == 1
+
+
+def test_a_static_batch_is_filled_once_and_its_micro_batches_have_their_share_of_the_slots():
+    scheduler = make_scheduler(CapacitySchedulerPolicy.STATIC_BATCH, num_micro_batches=2)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, new=2), *(make_request(i, new=9) for i in range(2, 5)))
+    driver.step()
+    driver.accept(make_request(5))
+    rows, empty = [], []
+    for _ in range(6):
+        batch, _ = driver.step()
+        rows.append(batch.num_rows)
+        empty.append(scheduler.stats(batch).static_batch.num_empty_slots)
+    assert rows == [2, 2, 2, 2, 2, 2] and empty == [0] * 6
+    while scheduler.num_active > 1:
+        batch, _ = driver.step()
+    assert [r.request_id for r in scheduler.running_sequences] == []
+    assert scheduler.stats(batch).static_batch.num_empty_slots > 0
+    assert driver.step()[0].starts[0].request.request_id == 5

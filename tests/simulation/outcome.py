@@ -26,6 +26,8 @@ class Outcome:
         reused, missed: Blocks that a (request id, sequence index) found in the cache, or did not.
         num_exact_reuses: Starts of which it was certain what they had to find.
         num_divided_contexts: Iterations in which the policy for chunks made a difference.
+        num_full_pipelines: Iterations with a batch in every stage of several.
+        num_shared_generations: Batches in which not all generated that could, to leave some for other stages.
         num_mixed_batches: With beams of several widths, or beams beside other rows in generation.
     """
 
@@ -44,6 +46,8 @@ class Outcome:
     num_pauses: int = 0
     num_exact_reuses: int = 0
     num_divided_contexts: int = 0
+    num_full_pipelines: int = 0
+    num_shared_generations: int = 0
     num_chunks: int = 0
     num_copies: int = 0
     num_lookups: int = 0

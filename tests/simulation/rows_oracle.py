@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from math import ceil
 
+from inflight.core.batch import EngineLimits
 from inflight.core.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.llm_request import LlmRequest, RequestState
 from inflight.core.micro_batch_scheduler import MicroBatch
@@ -19,23 +21,28 @@ class RowsOracle:
 
     Attributes:
         num_divided: Iterations in which several contexts shared what was not enough for all of them.
+        num_shared: Iterations in which generation was left for other pipeline stages.
     """
 
-    def __init__(self, scheduler: Scheduler, config: SchedulerConfig, tokens_per_block: int) -> None:
+    def __init__(self, scheduler: Scheduler, config: SchedulerConfig, limits: EngineLimits) -> None:
         self.num_divided = 0
+        self.num_shared = 0
         self._config = config
-        self._size = tokens_per_block
+        self._size = limits.tokens_per_block
+        self._num_stages = limits.num_micro_batches
+        self._num_selections = 0
+        self._last_chosen: dict[int, int] = {}  # by key: the selection in which it was to generate
         self._equally = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
         self._generation_was_left_out = False
         self._select = scheduler._micro_batch.select
         scheduler._micro_batch.select = self._watched_select  # type: ignore[method-assign]
 
-    def _watched_select(self, running: Iterable[LlmRequest]) -> MicroBatch:
+    def _watched_select(self, running: Iterable[LlmRequest], num_in_flight: int = 0) -> MicroBatch:
         running = list(running)
-        selected = self._select(running)
+        selected = self._select(running, num_in_flight)
         live = [r for r in running if r.state is not RequestState.FINISHED]
         contexts = [r for r in live if r.next_position < r.context_length]
-        ready = [r for r in live if r not in contexts and _may_go_on(r)]
+        ready = self._take_turns([r for r in live if r not in contexts], num_in_flight)
         rows_of_generation = sum(map(_rows, selected.generation))
         granted = {r.key: count for r, count in selected.context}
         rows_of_context = sum(granted.values())
@@ -58,7 +65,22 @@ class RowsOracle:
             self.num_divided += expected != in_turn
             expected = in_turn
         assert granted == expected, "contexts did not get the rows that they were to get"
+        self._num_selections += 1
+        self._last_chosen |= {r.key: self._num_selections for r in selected.generation}
         return selected
+
+    def _take_turns(self, generating: list[LlmRequest], num_in_flight: int) -> list[LlmRequest]:
+        """Who is to generate if there are rows; with a pipeline those who have not for the longest time."""
+        ready = [r for r in generating if _may_go_on(r)]
+        if self._num_stages == 1:
+            return ready
+        ready = [r for r in ready if not r.num_scheduled_tokens]
+        num_going_on = sum(r.next_position < r.request.max_kv_tokens for r in generating)
+        num_free = max(1, self._num_stages - num_in_flight)
+        share = min(ceil(num_going_on / self._num_stages), ceil(len(ready) / num_free))
+        self.num_shared += share < len(ready)
+        ready.sort(key=lambda r: self._last_chosen.get(r.key, 0))
+        return ready[:share]
 
     def _pieces(self, llm_request: LlmRequest) -> list[int]:
         """Rows up to every place where a chunk may end; its drafts stand behind its last token."""

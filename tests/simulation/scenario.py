@@ -51,7 +51,8 @@ class Scenario:
     """A whole run, before it happens.
 
     Attributes:
-        depth: Batches in flight: 1 is the plain loop, 2 schedules ahead of the device.
+        depth: Batches in flight: 1 is the plain loop, 2 schedules ahead of the device; of a pipeline as many as
+            it has stages.
         arrivals, stops: By iteration.
         invalid: Requests that are to be refused as they are.
     """
@@ -64,6 +65,16 @@ class Scenario:
     stops: dict[int, tuple[StopSignal, ...]]
     breakdowns: Breakdowns = Breakdowns()
     invalid: frozenset[int] = frozenset()
+
+    def pipelined(self, num_micro_batches: int) -> Scenario:
+        """The same on a device of so many pipeline stages."""
+        limits = replace(self.limits, num_micro_batches=num_micro_batches)
+        return replace(self, limits=limits, depth=num_micro_batches)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the device chooses no token before a batch comes back."""
+        return self.limits.num_micro_batches > 1
 
     @property
     def requests(self) -> dict[int, Request]:

@@ -1,14 +1,17 @@
 """A whole server without model or threads: scheduler and fake device, driven by one random seed.
 
 `run` runs a scenario to the end. Oracles watch on the way who starts (`queue_oracle`), who gets rows
-(`rows_oracle`), what is found in the cache (`cache_oracle`), who answers for failed iterations (`blame`) and what
-is told of it all (`accounts`); at the end every request must have had what it would have had alone (`endings`).
+(`rows_oracle`, `stages_oracle`), what is found in the cache (`cache_oracle`), who answers for failed iterations
+(`blame`) and what is told of it all (`accounts`); at the end every request must have had what it would have had
+alone (`endings`).
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from inflight.core.llm_request import LlmRequest
 from inflight.core.request import IterationInput
@@ -25,6 +28,7 @@ from .outcome import Outcome
 from .queue_oracle import QueueOracle
 from .rows_oracle import RowsOracle
 from .scenario import Scenario, time_of_answer
+from .stages_oracle import StagesOracle
 
 _MOST_ITERATIONS = 3000
 
@@ -47,7 +51,8 @@ class SimulatedServer:
         self.scheduler = Scheduler(scenario.config, scenario.limits)
         self.cache = CacheOracle(self.scheduler, scenario.config)
         self.queue = QueueOracle(self.scheduler, scenario.config, self.cache)
-        self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits.tokens_per_block)
+        self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits)
+        self.stages = StagesOracle(self.scheduler, scenario.limits.num_micro_batches)
         self.accounts = Accounts(scenario, self.scheduler, self.queue)
         self.blame = Blame(scenario)
         self._device = SimulatedDevice(scenario.limits, scenario.seed)
@@ -67,7 +72,9 @@ class SimulatedServer:
         inputs = self.scenario.inputs(self._iteration)
         self._accept(inputs)
         flight = self._schedule()
-        if self._in_flight and (flight is None or len(self._in_flight) == self.scenario.depth):
+        is_full = len(self._in_flight) == self.scenario.depth
+        self.outcome.num_full_pipelines += is_full and self.scenario.is_pipelined
+        if self._in_flight and (flight is None or is_full):
             self._come_back(self._in_flight.popleft())
         if was_active or inputs.new_requests:
             self._check_iteration(flight)
@@ -76,7 +83,8 @@ class SimulatedServer:
         self._iteration += 1
 
     def _check_iteration(self, flight: Flight | None) -> None:
-        self.scheduler.check_integrity()
+        if self._rng.random() < 0.3:  # what is out of order stays so
+            self.scheduler.check_integrity()
         batch, rows = (flight.batch, flight.rows) if flight else (None, ())
         self.accounts.check_iteration(batch, rows)
         if self._rng.random() < 0.1:
@@ -91,6 +99,7 @@ class SimulatedServer:
         outcome.reused, outcome.missed = self.cache.num_reused, self.cache.num_missed
         outcome.num_exact_reuses = self.cache.num_exact
         outcome.num_divided_contexts = self.rows.num_divided
+        outcome.num_shared_generations = self.rows.num_shared
         outcome.num_failed_iterations = self.blame.num_failed
         outcome.num_pauses = self.accounts.num_pauses
         outcome.convicted = self.blame.convicted
@@ -144,22 +153,32 @@ class SimulatedServer:
                 assert ranks[0] < ranks[1], "somebody of less worth, or who started later, goes on"
 
     def _run(self, flight: Flight) -> None:
-        try:
-            if flight.planned_error is not None:
+        """A pipeline chooses tokens when the batch comes back, any other device at once."""
+        is_pipelined = self.scenario.is_pipelined
+        is_early = flight.planned_error and not (is_pipelined and self._device.breaks_down_late())
+        with _failures_kept(flight):
+            if is_early:
                 self._device.break_down(flight.batch)
-            flight.outcome = self._device.run(flight.batch, flight.is_behind_failure)
-        except Breakdown:
-            flight.outcome = flight.planned_error
-        except (AssertionError, KeyError, IndexError) as error:
-            if not (flight.is_spoiled or flight.planned_error):
-                raise
-            flight.outcome = flight.planned_error or StepFailed(f"behind a failed iteration: {error!r}")
+            flight.logits = self._device.begin(flight.batch, flight.is_behind_failure)
+        if not is_pipelined:
+            self._decode(flight)
+
+    def _decode(self, flight: Flight) -> None:
+        if flight.outcome is not None:
+            return
+        assert flight.logits is not None
+        with _failures_kept(flight):
+            if flight.planned_error is not None:
+                self._device.break_down_late(flight.batch, flight.logits)
+            flight.outcome = self._device.decode(flight.batch, flight.logits)
 
     def _come_back(self, flight: Flight) -> None:
+        self._decode(flight)
         if isinstance(flight.outcome, InflightError):
             self._fail(flight, flight.outcome)
             return
         assert flight.outcome is not None
+        self.outcome.count_drafts(flight.batch, flight.outcome)
         live = flight.live()
         self.accounts.updates(flight, live)
         responses = self.scheduler.update(
@@ -200,5 +219,17 @@ class SimulatedServer:
                 "a chunk ends inside a block"
             )
         outcome.count(batch)
-        if not flight.has_failed:
-            outcome.count_drafts(batch, flight.outcome)
+        self.stages.check(flight, ahead=list(self._in_flight)[:-1])
+
+
+@contextmanager
+def _failures_kept(flight: Flight) -> Iterator[None]:
+    """What fails as it was told to, or may, becomes what comes back."""
+    try:
+        yield
+    except Breakdown:
+        flight.outcome = flight.planned_error
+    except (AssertionError, KeyError, IndexError) as error:
+        if not (flight.is_spoiled or flight.planned_error):
+            raise
+        flight.outcome = flight.planned_error or StepFailed(f"behind a failed iteration: {error!r}")

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from .faults import FAULTS
-from .scenario import draw, draw_with_a_bad_device
+from .faults import FAULTS, FAULTS_OF_PIPELINES
+from .scenario import Scenario, draw, draw_with_a_bad_device
 from .simulated_server import run
 
 SEEDS = range(200)
@@ -19,12 +19,26 @@ def test_a_planted_fault_is_noticed(plant, monkeypatch):
     assert any(map(_notices, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
 
 
+@pytest.mark.parametrize("plant", FAULTS_OF_PIPELINES, ids=lambda plant: plant.__name__)
+def test_a_fault_planted_in_a_pipeline_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(map(_notices_in_a_pipeline, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
+
+
 def _notices(seed: int) -> bool:
+    one, two = (dataclasses.replace(draw(seed), depth=depth) for depth in (1, 2))
+    return _is_noticed(one, two, dataclasses.replace(draw_with_a_bad_device(seed), depth=2))
+
+
+def _notices_in_a_pipeline(seed: int) -> bool:
+    return _is_noticed(draw(seed).pipelined(2 + seed % 2), draw_with_a_bad_device(seed).pipelined(3))
+
+
+def _is_noticed(*scenarios: Scenario) -> bool:
     """Whether something is amiss, or the core breaks down over it."""
     try:
-        for depth in (1, 2):
-            run(dataclasses.replace(draw(seed), depth=depth))
-        run(dataclasses.replace(draw_with_a_bad_device(seed), depth=2))
+        for scenario in scenarios:
+            run(scenario)
     except (AssertionError, LookupError, ValueError):
         return True
     return False

@@ -16,38 +16,72 @@ from .scenario import Breakdowns, Scenario, draw, draw_with_a_bad_device
 from .simulated_server import run
 
 SEEDS = range(1000)
+PIPELINED_SEEDS = range(500)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[tuple[CapacitySchedulerPolicy, Outcome]]:
     """Every scenario with one and with two batches in flight; their responses are checked and forgotten."""
-    found = []
-    for scenario in (dataclasses.replace(draw(seed), depth=depth) for seed in SEEDS for depth in (1, 2)):
-        outcome = run(scenario)
-        outcome.responses.clear()
-        found.append((scenario.config.policy, outcome))
-    return found
+    return [_outcome(one_in_flight(draw(seed))) for seed in SEEDS] + [
+        _outcome(two_in_flight(draw(seed))) for seed in SEEDS
+    ]
+
+
+@pytest.fixture(scope="module")
+def pipelined_outcomes() -> list[tuple[CapacitySchedulerPolicy, Outcome]]:
+    """Half of the scenarios, on two or three pipeline stages."""
+    return [_outcome(draw(seed).pipelined(2 + seed % 2)) for seed in PIPELINED_SEEDS]
+
+
+def _outcome(scenario: Scenario) -> tuple[CapacitySchedulerPolicy, Outcome]:
+    outcome = run(scenario)
+    outcome.responses.clear()
+    return scenario.config.policy, outcome
+
+
+def one_in_flight(scenario: Scenario) -> Scenario:
+    return dataclasses.replace(scenario, depth=1)
+
+
+def two_in_flight(scenario: Scenario) -> Scenario:
+    return dataclasses.replace(scenario, depth=2)
+
+
+def two_stages(scenario: Scenario) -> Scenario:
+    return scenario.pipelined(2)
+
+
+def three_stages(scenario: Scenario) -> Scenario:
+    return scenario.pipelined(3)
 
 
 def test_every_seed_gives_every_request_what_it_has_alone(outcomes):
     assert len(outcomes) == 2 * len(SEEDS)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_device_that_fails_again_and_again_changes_no_tokens(depth):
+def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_at_work(pipelined_outcomes):
+    assert len(pipelined_outcomes) == len(PIPELINED_SEEDS)
+    found = [outcome for _, outcome in pipelined_outcomes]
+    assert sum(outcome.num_full_pipelines > 3 for outcome in found) > len(PIPELINED_SEEDS) // 3
+    assert sum(outcome.num_shared_generations > 0 for outcome in found) > len(PIPELINED_SEEDS) // 4
+    assert sum(outcome.num_pauses > 0 for outcome in found) > len(PIPELINED_SEEDS) // 20
+    assert sum(outcome.num_failed_iterations > 0 for outcome in found) > len(PIPELINED_SEEDS) // 8
+
+
+@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
     """So often that a request may well be alone in an iteration that fails: then it ends, whoever is to blame."""
-    scenarios = [dataclasses.replace(draw_with_a_bad_device(seed), depth=depth) for seed in range(100)]
-    outcomes = [run(scenario) for scenario in scenarios]
+    outcomes = [run(kind(draw_with_a_bad_device(seed))) for seed in range(100)]
     assert sum(outcome.num_failed_iterations for outcome in outcomes) > 300
     assert sum(bool(outcome.convicted) for outcome in outcomes) > 50
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_iteration_is_nobodys_end_who_was_in_company(depth):
+@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])
+def test_a_failed_iteration_is_nobodys_end_who_was_in_company(kind):
     num_spared = 0
     for seed in range(100):
         once = Breakdowns(transient=frozenset({4 + seed % 12}))
-        outcome = run(dataclasses.replace(undisturbed(seed), depth=depth, breakdowns=once))
+        outcome = run(kind(dataclasses.replace(undisturbed(seed), breakdowns=once)))
         num_spared += outcome.num_failed_iterations > 0 and not outcome.convicted
     assert num_spared > 15
 

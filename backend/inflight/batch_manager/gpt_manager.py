@@ -10,8 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from inflight.batch_manager.inputs import Inputs, LeadersInputs, OwnInputs
 from inflight.batch_manager.inspection import Inspections
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
 from inflight.core.batch import ModelOutput, ScheduledBatch
@@ -19,13 +22,13 @@ from inflight.core.ports import (
     Engine,
     GetInferenceRequestsCallback,
     PollStopSignalCallback,
+    Ranks,
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
 from inflight.core.request import IterationInput
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import StopSignal
 from inflight.errors import InflightError, StepFailed, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -33,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 class GptManager:
     """In-flight batching over one engine.
+
+    Where the engine takes several micro-batches, the oldest is decoded when so many are in flight, or nothing else
+    can run before. Of several ranks each has a GptManager; a follower's never calls the callbacks for requests and
+    stop signals, and what it has to respond goes nowhere.
 
     Args:
         engine: The device; this object closes it.
@@ -46,10 +53,11 @@ class GptManager:
         return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
             JSON string.
         stats_period_ns: Leave out statistics that come sooner than this after the last ones; 0 for none.
-        on_death: Called once if the loop itself fails, after every active request was answered; whoever
-            queues requests in front of this object answers those.
+        on_death: Called once if the loop itself fails or a rank is lost, after every active request was
+            answered; whoever queues requests in front of this object answers those.
         instruments: What else watches the loop; closed with this object.
         clock_ns: Monotonic time; injected by tests.
+        ranks: Those that run the model in step, this one among them; None: it is alone.
         start: Whether to start the worker thread; without it, call `step`.
     """
 
@@ -65,13 +73,21 @@ class GptManager:
         on_death: Callable[[InflightError], None] | None = None,
         instruments: Instruments = NO_INSTRUMENTS,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        ranks: Ranks | None = None,
         start: bool = True,
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._get_inference_requests = get_inference_requests
-        self._send_response = send_response
-        self._poll_stop_signal = poll_stop_signal
+        if ranks is None or ranks.is_leader:
+            self._send_response = send_response
+            self._inputs: Inputs = OwnInputs(
+                scheduler, get_inference_requests, poll_stop_signal, clock_ns, ranks
+            )
+        else:
+            self._send_response = _drop
+            self._inputs = LeadersInputs(scheduler, ranks)
+        self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # what `forward` returned, or its error
+        self._depth = engine.limits.num_micro_batches
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
@@ -79,9 +95,6 @@ class GptManager:
         self._instruments = instruments
         self._inspections = Inspections(scheduler, instruments)
         self._has_news = True  # since metrics were told last
-        self._clock_ns = clock_ns
-        self._iteration = 0
-        self._stops: tuple[StopSignal, ...] = ()
         self._work = threading.Event()
         self._shutting_down = False
         self._thread = threading.Thread(target=self._loop, name="gpt-manager", daemon=True)
@@ -100,24 +113,33 @@ class GptManager:
         """
         return self._inspections.ask(timeout_s, self.notify)
 
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the loop has ended, in order or not, for `timeout_s` at most; whether it has."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def shutdown(self, timeout_s: float | None = None) -> bool:
         """Finish the active requests, end the worker thread, close the engine. Idempotent.
 
-        Specification: the worker thread terminates when there are no more active requests.
+        Specification: the worker thread terminates when there are no more active requests. A follower's terminates
+        when its leader's has, or a rank is lost.
 
         Args:
             timeout_s: How long to wait for that; None for as long as it takes.
 
         Returns:
-            Whether the thread has ended. One that hangs in the device cannot be ended: it keeps the engine.
+            Whether the thread has ended. One that hangs in the device, or waits for a leader that goes on, cannot
+            be ended: it keeps the engine.
         """
         self._shutting_down = True
         self.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        has_ended = self.join(timeout_s)
         self._inspections.close()
-        if self._thread.is_alive():
-            _log.error("the generation loop did not end in %g s: it hangs in the device", timeout_s)
+        if not has_ended:
+            _log.error(
+                "the generation loop did not end in %g s: it hangs in the device or follows", timeout_s
+            )
             return False
         self._engine.close()
         self._instruments.close()
@@ -131,16 +153,23 @@ class GptManager:
                 self._work.clear()
                 if self.step() or self._work.is_set():
                     continue
-                if self._shutting_down:
-                    return
+                if self._shutting_down or self._inputs.are_over:
+                    break
                 self._work.wait()
+            self._inputs.end()
+        except Unavailable as error:
+            _log.error("the generation loop ends: %s", error)
+            self._die(error)
         except Exception:
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
             self._die(Unavailable("the generation loop died; see the server's log"))
 
     def _die(self, error: InflightError) -> None:
         try:
-            self._send(self._scheduler.fail_all(error))
+            refused = [
+                Response(request.request_id, error=error, is_final=True) for request in self._inputs.taken
+            ]
+            self._send(refused + self._scheduler.fail_all(error))
         finally:
             self._inspections.close()
             if self._on_death:
@@ -150,10 +179,13 @@ class GptManager:
         """One iteration: get, schedule, run, decode, update, send, stop, report.
 
         Returns whether there was anything to do. Only when there was not can the loop rest: requests that had to
-        wait for room are fetched by the iteration after the one that made it.
+        wait for room are fetched by the iteration after the one that made it. A follower rests in its leader's
+        call instead, and is done when there was nothing.
         """
         was_active = self._scheduler.num_active > 0
-        inputs = self._get()
+        inputs = self._inputs.next()
+        if inputs is None:
+            return False
         is_idle = not (was_active or inputs.new_requests)
         if not is_idle:
             self._instruments.begin(inputs.iteration, self._scheduler)
@@ -162,40 +194,36 @@ class GptManager:
         if not is_idle:
             self._instruments.scheduled(inputs, batch)
         if batch is not None:
-            responses += self._run(batch)
+            self._in_flight.append((batch, self._forward(batch)))
+        if self._in_flight and (batch is None or len(self._in_flight) == self._depth):
+            responses += self._come_back(*self._in_flight.popleft())
         had_work = batch is not None or self._scheduler.num_active > 0
         self._send(responses)
-        self._stops = self._poll_stops()
+        has_more = self._inputs.look_ahead()
         self._report(inputs, batch, had_work)
         self._instruments.end()
         self._inspections.answer()
-        return had_work or bool(inputs.new_requests) or bool(self._stops)
+        return had_work or bool(inputs.new_requests) or has_more
 
-    def _get(self) -> IterationInput:
-        requests = self._get_inference_requests(self._scheduler.room)
-        inputs = IterationInput(self._iteration, self._clock_ns(), tuple(requests), self._stops)
-        self._iteration += 1
-        return inputs
+    def _forward(self, batch: ScheduledBatch) -> Any:
+        try:
+            return self._engine.forward(batch)
+        except Exception as error:
+            return _as_step_failure(batch, error)
 
-    def _run(self, batch: ScheduledBatch) -> list[Response]:
-        outcome = self._compute(batch)
-        now_ns = self._clock_ns()
+    def _come_back(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
+        outcome = logits if isinstance(logits, InflightError) else self._decode(batch, logits)
+        now_ns = self._inputs.now_ns()
         self._instruments.answered(outcome, now_ns)
         if isinstance(outcome, InflightError):
             return self._scheduler.fail(batch, outcome)
         return self._scheduler.update(batch, outcome, now_ns)
 
-    def _compute(self, batch: ScheduledBatch) -> ModelOutput | InflightError:
+    def _decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput | InflightError:
         try:
-            logits = self._engine.forward(batch)
             return self._engine.decode(batch, logits)
         except Exception as error:
-            _log.exception("iteration %d failed with %d rows in it", batch.iteration, batch.num_rows)
-            return _as_step_failure(error)
-
-    def _poll_stops(self) -> tuple[StopSignal, ...]:
-        signals = self._poll_stop_signal() if self._poll_stop_signal else ()
-        return tuple(signal for signal in signals if self._scheduler.is_active(signal.request_id))
+            return _as_step_failure(batch, error)
 
     def _send(self, responses: list[Response]) -> None:
         for response in responses:
@@ -216,7 +244,7 @@ class GptManager:
             return
         self._has_news = True
         is_told = self._return_stats is not None or self._instruments.return_metrics is not None
-        now_ns = self._clock_ns()
+        now_ns = self._inputs.now_ns()
         is_due = is_told and now_ns >= self._next_stats_ns
         if not (is_due or self._instruments.wants_every_iteration):
             return
@@ -229,7 +257,13 @@ class GptManager:
                 self._return_stats(stats.to_json(time.time()))
 
 
-def _as_step_failure(error: Exception) -> InflightError:
+def _drop(response: Response) -> None:
+    """Clients hear it from the leader."""
+
+
+def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
+    """Called while `error` is handled."""
+    _log.exception("iteration %d failed with %d rows in it", batch.iteration, batch.num_rows)
     if isinstance(error, InflightError):
         return error
     return StepFailed(f"the iteration that carried this request failed: {type(error).__name__}: {error}")

@@ -16,7 +16,8 @@ The device applies a batch in this order:
 A batch fails when `forward` or `decode` raises, for whatever reason and however far it got. Then
 
 - what the device remembers of the slots that the batch named (starts, blocks, rows) is void, and so is what it
-  wrote into blocks: only this batch's sequences had them to write to;
+  wrote into blocks: only this batch's sequences had them to write to; but where `decode` raises, a batch that was
+  forwarded meanwhile may have started some of these slots again, for sequences that had no row in this one;
 - sequences without a start, blocks or a row in it are untouched, and get the tokens of a run without the failure;
 - the scheduler releases the void slots, tells the batch's `released_slots` again, but for those that are taken by
   then, and starts the sequences anew, from their known tokens, in any slots; a beam search begins again;
@@ -244,6 +245,7 @@ class EngineLimits:
         max_num_sequences: Number of slots.
         num_blocks: KV cache blocks.
         tokens_per_block: Tokens per KV cache block.
+        num_micro_batches: How many batches may be in flight, of different sequences: its pipeline stages.
     """
 
     vocab_size: int
@@ -251,3 +253,4 @@ class EngineLimits:
     max_num_sequences: int
     num_blocks: int
     tokens_per_block: int
+    num_micro_batches: int = 1

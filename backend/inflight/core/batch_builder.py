@@ -79,10 +79,11 @@ class BatchBuilder:
         rows = tuple(slots[: search.num_rows])
         self._beam_groups.append(BeamGroup(rows, search.scores, search.num_candidates))
 
-    def build(self, iteration: int, released_slots: Sequence[int]) -> ScheduledBatch:
+    def build(self, iteration: int, micro_batch_id: int, released_slots: Sequence[int]) -> ScheduledBatch:
         """The finished batch."""
         return ScheduledBatch(
             iteration=iteration,
+            micro_batch_id=micro_batch_id,
             released_slots=tuple(released_slots),
             starts=tuple(self.starts),
             block_copies=tuple(self._block_copies),

@@ -144,6 +144,7 @@ class LlmRequest:
         is_void: Whether what is in flight follows from a failed iteration and counts for nothing.
         retry_until: So many computed tokens get it past the point where an iteration with it failed.
         has_started: Whether it ever ran.
+        last_turn: When it was last chosen to generate, counted in micro-batches; 0 with one of them.
         next_block_end: So many computed tokens fill the next block.
         num_streamed_tokens: Generated tokens that responses have carried.
         has_draft: Whether the request's own draft is still to be verified.
@@ -173,6 +174,7 @@ class LlmRequest:
         "is_void",
         "key",
         "last_token_ns",
+        "last_turn",
         "log_probs",
         "logits",
         "lookup",
@@ -217,6 +219,7 @@ class LlmRequest:
         self.is_void = False
         self.retry_until = 0
         self.has_started = False
+        self.last_turn = 0
         self.num_streamed_tokens = 0
         self.next_block_end = 0
         self.has_draft = request.draft is not None

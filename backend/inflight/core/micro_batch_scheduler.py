@@ -13,6 +13,11 @@ A resumed context longer than max_num_tokens is always chunked: its request was 
 beam search in generation takes a row for each beam. Draft tokens that a request brought stand behind its
 context, in the same chunk as its last token.
 
+With several micro-batches, one for each pipeline stage, a sequence in generation waits while anything of it is in
+flight: the first stage needs the token that the last one chooses. Those that wait for no token share the
+micro-batches evenly, beam searches counted as one each, so that every stage has work; who has not run for the
+longest time goes first. A context chunk may follow another one in flight.
+
 Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`. Loop thread.
 """
 
@@ -52,6 +57,7 @@ class MicroBatchScheduler:
         tokens_per_block: int,
         enable_chunked_context: bool,
         chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        num_micro_batches: int = 1,
     ) -> None:
         self._max_num_tokens = max_num_tokens
         self._tokens_per_block = tokens_per_block
@@ -59,22 +65,28 @@ class MicroBatchScheduler:
         self._equal_progress = (
             enable_chunked_context and chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
         )
+        self._num_micro_batches = num_micro_batches
         self._generation_was_left_out = False
+        self._turn = 0
 
-    def select(self, running: Iterable[LlmRequest]) -> MicroBatch:
-        """Choose from `running`, oldest first."""
+    def select(self, running: Iterable[LlmRequest], num_in_flight: int = 0) -> MicroBatch:
+        """Choose from `running`, oldest first, for one more micro-batch beside `num_in_flight`."""
         in_context: list[LlmRequest] = []
         ready: list[LlmRequest] = []
+        num_waiting = 0  # for their tokens
+        is_pipelined = self._num_micro_batches > 1
         for request in running:
             if request.state is RequestState.FINISHED:  # it only waits for its batches in flight
                 continue
             position = request.num_computed_tokens + request.num_scheduled_tokens
             if position < request.context_length:
                 in_context.append(request)
-            elif request.needs_host and request.num_scheduled_tokens:
-                continue
+            elif request.num_scheduled_tokens and (is_pipelined or request.needs_host):
+                num_waiting += position < request.request.max_kv_tokens
             elif position < request.request.max_kv_tokens:
                 ready.append(request)
+        if is_pipelined:
+            ready = self._share(ready, num_waiting, num_in_flight)
         budget = self._max_num_tokens
         if self._chunked or self._generation_was_left_out:
             generation, budget = self._select_generation(ready, budget)
@@ -83,7 +95,21 @@ class MicroBatchScheduler:
             context, budget = self._select_context(in_context, budget)
             generation, budget = self._select_generation(ready, budget)
         self._generation_was_left_out = bool(context) and len(generation) < len(ready)
+        if is_pipelined:
+            self._note_turn(generation)
         return MicroBatch(context, generation, budget)
+
+    def _share(self, ready: list[LlmRequest], num_waiting: int, num_in_flight: int) -> list[LlmRequest]:
+        """This micro-batch's part of those in generation, so that something is left for those still to be made."""
+        num_micro_batches = self._num_micro_batches
+        of_all = -(-(len(ready) + num_waiting) // num_micro_batches)
+        of_ready = -(-len(ready) // max(1, num_micro_batches - num_in_flight))
+        return sorted(ready, key=lambda request: request.last_turn)[: min(of_all, of_ready)]
+
+    def _note_turn(self, generation: list[LlmRequest]) -> None:
+        self._turn += 1
+        for request in generation:
+            request.last_turn = self._turn
 
     @staticmethod
     def _select_generation(ready: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:

@@ -24,12 +24,20 @@ class Observations:
         max_num_requests: Slots.
         max_num_tokens: Most tokens in an iteration.
         counts_static_batches: Whether batching is static.
+        num_micro_batches: That share the slots.
     """
 
-    def __init__(self, max_num_requests: int, max_num_tokens: int, counts_static_batches: bool) -> None:
+    def __init__(
+        self,
+        max_num_requests: int,
+        max_num_tokens: int,
+        counts_static_batches: bool,
+        num_micro_batches: int = 1,
+    ) -> None:
         self.metrics = ServiceMetrics()
         self._max_num_requests = max_num_requests
         self._max_num_tokens = max_num_tokens
+        self._num_micro_batches = num_micro_batches
         self._static_batch = StaticBatchStats() if counts_static_batches else None
         # Sequences by the time of their last token, of those that get another one in this update.
         self._gaps: dict[int, int] = {}
@@ -121,12 +129,13 @@ class Observations:
         before = StaticBatchStats() if is_new else self._static_batch
         generates = bool(batch.generation_slots) or any(chunk.is_generation for chunk in batch.context)
         most_slots = max(before.num_slots, num_slots)
+        share = -(-most_slots // self._num_micro_batches)
         self._static_batch = replace(
             before,
             num_requests=before.num_requests + len(batch.starts),
             num_slots=most_slots,
             num_context_tokens=before.num_context_tokens + _context_tokens(batch.context),
-            num_empty_slots=before.num_empty_slots + (most_slots - batch.num_rows if generates else 0),
+            num_empty_slots=before.num_empty_slots + (max(0, share - batch.num_rows) if generates else 0),
         )
 
     # ---------------------------------------------------------------- what is told

@@ -45,17 +45,22 @@ class Recorder(Protocol):
 
 
 class Engine(Protocol):
-    """The device side. One thread calls it, the loop's."""
+    """The device side. One thread calls it, the loop's.
+
+    Batches are decoded in the order of their forward passes. Up to `limits.num_micro_batches` of them may have
+    been forwarded and not decoded; with one, `decode` follows each `forward`. A batch whose `forward` raised is
+    not decoded.
+    """
 
     @property
     def limits(self) -> EngineLimits:
         """Fixed once the engine is loaded."""
 
     def forward(self, batch: ScheduledBatch) -> Any:
-        """Apply the batch's deltas and run the forward pass.
+        """Apply the batch's deltas and begin its forward pass.
 
-        Returns the logits of the sampled rows (`ScheduledBatch.sampled_slots`), opaque to the loop: for the
-        torch engine a [num_sampled_rows, vocab_size] float32 tensor on the device.
+        Returns what `decode` takes, opaque to the loop: for the torch engine the logits of the sampled rows
+        (`ScheduledBatch.sampled_slots`), a [num_sampled_rows, vocab_size] float32 tensor on the device.
         """
 
     def decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput:
@@ -63,6 +68,32 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
+
+
+class Ranks(Protocol):
+    """The ranks that run one model in step. Each has a GptManager of its own; all see the same IterationInputs.
+
+    The leader, rank 0, has the callbacks that face clients. While requests are active, which every scheduler
+    knows, each iteration begins with one broadcast from the leader. While none is, the followers are asleep, in a
+    call that uses no CPU, and the leader wakes them for its next broadcast. Called on the loop thread; every
+    method raises Unavailable once a rank is known to be lost.
+    """
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is rank 0."""
+
+    def share(self, inputs: IterationInput, are_asleep: bool) -> None:
+        """The leader's broadcast; `are_asleep`: the last iteration left no request active, so wake them first."""
+
+    def follow(self, is_asleep: bool) -> IterationInput | None:
+        """A follower's: what the leader shares next; None once it has ended.
+
+        `is_asleep`: the last iteration left no request active, so wait to be woken first.
+        """
+
+    def end(self, are_asleep: bool) -> None:
+        """The leader shares nothing more: `follow` returns None everywhere."""
 
 
 class EngineClient(Protocol):

@@ -2,8 +2,9 @@
 
 One iteration is `accept` (what is new), `schedule` (what runs), then, when the device has answered, `update`
 (what came of it) or `fail` (nothing did). `schedule` may be called again before an earlier batch's `update`;
-rows in flight are counted in num_scheduled_tokens, and rows that depend on what came of them wait. Blocks and
-slots of a request that ends meanwhile stay until its last batch is back.
+rows in flight are counted in num_scheduled_tokens, and rows that depend on what came of them wait: beams and
+drafts, and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay
+until its last batch is back.
 
 Every method that can end requests returns responses, and a request's blocks are free before its final response
 is among them. Deterministic: a function of the calls alone. Called by the loop thread only.
@@ -64,12 +65,18 @@ class Scheduler:
             limits.tokens_per_block,
             config.enable_chunked_context,
             config.context_chunking_policy,
+            limits.num_micro_batches,
         )
         self._groups: dict[int, RequestGroup] = {}  # by request id
         self._deadlines = Deadlines()
         self._observed = Observations(
-            limits.max_num_sequences, config.max_num_tokens, self._capacity.fills_batches_once
+            limits.max_num_sequences,
+            config.max_num_tokens,
+            self._capacity.fills_batches_once,
+            limits.num_micro_batches,
         )
+        self._num_micro_batches = limits.num_micro_batches
+        self._next_micro_batch = 0
         self._next_key = 0
         self._iteration = 0
         self._now_ns = 0
@@ -179,13 +186,15 @@ class Scheduler:
             growth.num_blocks, self._recovery.isolation.on_trial
         ):
             self._start(llm_request, num_reused, batch)
-        selected = self._micro_batch.select(self._recovery.on_trial(self._running.sequences))
+        on_trial = self._recovery.on_trial(self._running.sequences)
+        selected = self._micro_batch.select(on_trial, self._num_in_flight)
         add_rows(selected, self.kv_cache, batch)
         if batch.is_empty:
             assert not batch.starts, "a request was admitted that cannot run"
             return None
         slots = self._running.slots
-        built = batch.build(self._iteration, slots.collect_released())
+        built = batch.build(self._iteration, self._next_micro_batch, slots.collect_released())
+        self._next_micro_batch = (self._next_micro_batch + 1) % self._num_micro_batches
         self._observed.count_static(built, is_new_batch, slots.count - slots.num_free)
         return built
 

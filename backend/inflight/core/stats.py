@@ -39,7 +39,8 @@ class StaticBatchStats:
         num_slots: Most slots it had at a time.
         num_context_tokens: Prompt tokens computed.
         num_generation_tokens: Tokens generated.
-        num_empty_slots: Slots times iterations in generation that waited for the batch's slowest.
+        num_empty_slots: Slots times iterations in generation that waited for the batch's slowest; with several
+            micro-batches, of each one's share of the slots.
     """
 
     num_requests: int = 0

@@ -26,6 +26,7 @@ from inflight.core.batch import (
     TokenDetails,
 )
 from inflight.core.prefix_identity import PrefixIdentity
+from inflight.core.request import Request
 from inflight.testing.fake_model import (
     PLAIN,
     choose,
@@ -81,11 +82,12 @@ class FakeLogits:
 
     Attributes:
         sampled: For each of `ScheduledBatch.sampled_slots` the digests of its rows, one more than it has drafts.
-        context: By slot, of chunks that want context outputs: the digests of their rows.
+        context: By slot, of chunks that want context outputs: whose they are, and the digests of their rows. The
+            slot itself may be void by then, if a later batch has failed.
     """
 
     sampled: list[Sequence[int]]
-    context: dict[int, Sequence[int]]
+    context: dict[int, tuple[Request, Sequence[int]]]
 
 
 class FakeEngine:
@@ -114,7 +116,7 @@ class FakeEngine:
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Apply the deltas and compute every row."""
-        with self._forgotten_on_failure(batch):
+        with self._forgotten_on_failure(batch, batch.starts):
             return self._forward(batch)
 
     def _forward(self, batch: ScheduledBatch) -> FakeLogits:
@@ -122,11 +124,11 @@ class FakeEngine:
         if self._seconds_per_step:
             time.sleep(self._seconds_per_step)
         sampled: list[Sequence[int]] = []
-        context: dict[int, Sequence[int]] = {}
+        context: dict[int, tuple[Request, Sequence[int]]] = {}
         for chunk in batch.context:
             digests = self._run_chunk(chunk)
             if chunk.wants_context:
-                context[chunk.slot] = digests
+                context[chunk.slot] = self._slots[chunk.slot].start.request, digests
             if chunk.is_last:
                 sampled.append(digests[-1 - chunk.num_draft_tokens :])
         for slot in batch.generation_slots:
@@ -136,7 +138,7 @@ class FakeEngine:
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
         """Turn digests into tokens and feed each back to its slot; beams wait for their next moves."""
-        with self._forgotten_on_failure(batch):
+        with self._forgotten_on_failure(batch, self._still_there(batch.starts)):
             return self._decode(batch, logits)
 
     def _decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
@@ -160,7 +162,7 @@ class FakeEngine:
             output.beams.append(self._candidates(group, digests_of_beams))
         for chunk in batch.context:
             if chunk.wants_context:
-                output.context[chunk.slot] = self._context_details(chunk, logits.context[chunk.slot])
+                output.context[chunk.slot] = self._context_details(chunk, *logits.context[chunk.slot])
         return output
 
     def close(self) -> None:
@@ -171,20 +173,25 @@ class FakeEngine:
     # ---------------------------------------------------------------- deltas
 
     @contextmanager
-    def _forgotten_on_failure(self, batch: ScheduledBatch) -> Iterator[None]:
-        """Nobody carries on where a batch failed: its slots have to be started again."""
+    def _forgotten_on_failure(self, batch: ScheduledBatch, starts: Sequence[SlotStart]) -> Iterator[None]:
+        """Nobody carries on where a batch failed: its slots have to be started again, unless they have been."""
         try:
             yield
         except BaseException:
             named = (
-                *(start.slot for start in batch.starts),
-                *(slot for slot, _ in batch.new_blocks),
+                *(start.slot for start in starts),
                 *(chunk.slot for chunk in batch.context),
                 *batch.generation_slots,
             )
             for slot in named:
                 self._slots.pop(slot, None)
             raise
+
+    def _still_there(self, starts: Sequence[SlotStart]) -> list[SlotStart]:
+        """Who has no row in flight may have left its slot to another, which a later batch has started."""
+        return [
+            start for start in starts if start.slot in self._slots and self._slots[start.slot].start is start
+        ]
 
     def _apply(self, batch: ScheduledBatch) -> None:
         for slot in batch.released_slots:
@@ -275,8 +282,10 @@ class FakeEngine:
         request = self._slots[group.slots[0]].start.request
         return rank_candidates(group, rows, request, self._limits.vocab_size)
 
-    def _context_details(self, chunk: ContextChunk, digests: Sequence[int]) -> ContextDetails:
-        request, vocab_size = self._slots[chunk.slot].start.request, self._limits.vocab_size
+    def _context_details(
+        self, chunk: ContextChunk, request: Request, digests: Sequence[int]
+    ) -> ContextDetails:
+        vocab_size = self._limits.vocab_size
         logits = [
             logits_after(digest, vocab_size)
             for position, digest in enumerate(digests, chunk.start)

@@ -1,0 +1,89 @@
+"""Several ranks in one process, without MPI: what the leader shares waits for each follower in a queue.
+
+For tests. Each rank is for a thread of its own, or all of them for one that asks `num_unheard` before it follows.
+A wake that nobody waits for, and one that somebody waits for in vain, are errors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from inflight.core.request import IterationInput
+from inflight.errors import Unavailable
+
+
+def make_ranks(size: int) -> list[InMemoryRanks]:
+    """`size` ranks that know each other; the first is the leader."""
+    broadcasts = _Broadcasts(size)
+    return [InMemoryRanks(broadcasts, rank) for rank in range(size)]
+
+
+class _Broadcasts:
+    """What has been shared, per follower, and whether they were taken to be asleep.
+
+    Attributes:
+        changed: Guards the rest; notified when any of it changes.
+        unheard: By rank.
+        error: Why nobody can be reached any more.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.unheard: list[deque[tuple[IterationInput | None, bool]]] = [deque() for _ in range(size)]
+        self.error: Unavailable | None = None
+
+
+class InMemoryRanks:
+    """Implements `inflight.core.ports.Ranks` for one rank.
+
+    Attributes:
+        is_leader: Whether it is.
+    """
+
+    def __init__(self, broadcasts: _Broadcasts, rank: int) -> None:
+        self.is_leader = rank == 0
+        self._broadcasts = broadcasts
+        self._rank = rank
+
+    @property
+    def num_unheard(self) -> int:
+        """What a follower has not taken yet; with 0, `follow` waits."""
+        return len(self._broadcasts.unheard[self._rank])
+
+    def share(self, inputs: IterationInput, are_asleep: bool) -> None:
+        """Tell every follower."""
+        self._tell(inputs, are_asleep)
+
+    def follow(self, is_asleep: bool) -> IterationInput | None:
+        """Wait for what the leader says next; AssertionError if it was mistaken about whether this rank sleeps."""
+        broadcasts = self._broadcasts
+        mine = broadcasts.unheard[self._rank]
+        assert not self.is_leader, "the leader follows nobody"
+        with broadcasts.changed:
+            broadcasts.changed.wait_for(lambda: mine or broadcasts.error)
+            if broadcasts.error is not None:
+                raise broadcasts.error
+            inputs, was_woken = mine.popleft()
+        assert was_woken == is_asleep, f"woken: {was_woken}, asleep: {is_asleep}"
+        return inputs
+
+    def end(self, are_asleep: bool) -> None:
+        """Tell every follower that this was all."""
+        self._tell(None, are_asleep)
+
+    def lose(self, error: Unavailable) -> None:
+        """A rank is lost: from here on every call of every rank raises `error`, waiting ones too. Any thread."""
+        with self._broadcasts.changed:
+            self._broadcasts.error = error
+            self._broadcasts.changed.notify_all()
+
+    def _tell(self, inputs: IterationInput | None, are_asleep: bool) -> None:
+        assert self.is_leader, "a follower has nothing to share"
+        broadcasts = self._broadcasts
+        with broadcasts.changed:
+            if broadcasts.error is not None:
+                raise broadcasts.error
+            for unheard in broadcasts.unheard[1:]:
+                unheard.append((inputs, are_asleep))
+            broadcasts.changed.notify_all()
