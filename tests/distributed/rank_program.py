@@ -1,32 +1,123 @@
-"""What every rank of a test runs: `python -m tests.distributed.rank_program FOLDER TP` under mpirun.
+"""What every rank of a test runs: `python -m tests.distributed.rank_program FOLDER TP PP` under mpirun.
 
-Each rank has a scheduler and its shard of the model, and sees the same requests. Every rank prints one JSON line:
-what it would have answered.
+Each rank has a GptManager and its part of the model; rank 0 has the requests. Every rank prints one JSON line.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections.abc import Sequence
 
 import torch
 
-from inflight.distributed.mpi import MpiCollectives, world_mapping
+from inflight.batch_manager import GptManager
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import StopSignal
+from inflight.distributed.hosts import gather_hosts
+from inflight.distributed.in_step import InStep
+from inflight.distributed.introductions import meet
+from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiWorld
+from inflight.distributed.pulse import Pulse
+from inflight.distributed.rank_engine import RankEngine
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
-from inflight.models.sharding import Shard
-from tests.distributed.requests import CONFIG, ENGINE, answers, make_requests
-from tests.engine.serving import serve
+from tests.distributed.requests import (
+    CONFIG,
+    ENGINE,
+    GUILTY,
+    NUM_BLOCKS,
+    STOPPED,
+    answers,
+    make_doomed,
+    make_requests,
+)
+from tests.engine.failing import spoil
+from tests.engine.serving import Served
+
+TIMEOUT_S = 120
+
+
+class Clients:
+    """They send their requests two at a time, and one stops its own."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.served = Served()
+        self.errors: dict[int, list[str]] = {}
+        self.have_all = threading.Event()
+        self._requests = list(requests)
+        self._open = {request.request_id for request in requests}
+
+    def get(self, room: int) -> list[Request]:
+        arriving, self._requests = self._requests[:2], self._requests[2:]
+        return arriving
+
+    def send(self, response: Response) -> None:
+        if response.error is None:
+            key = (response.request_id, response.sequence_index)
+            self.served.responses.setdefault(key, []).append(response)
+        else:
+            self.errors[response.request_id] = [response.error.code, str(response.error)]
+        if response.is_final:
+            self._open.remove(response.request_id)
+        if not self._open:
+            self.have_all.set()
+
+    def streamed(self, request_id: int) -> list[int]:
+        """Tokens of all responses, whatever the last one says."""
+        responses = self.served.responses.get((request_id, 0), ())
+        return [token for response in responses for token in response.result.output_token_ids[0]]
+
+    def poll(self) -> list[StopSignal]:
+        has_tokens = len(self.served.responses.get((STOPPED, 0), ())) > 4
+        return [StopSignal(STOPPED)] if has_tokens else []
 
 
 def main() -> None:
-    folder, tp_size = sys.argv[1], int(sys.argv[2])
+    folder, tp_size, pp_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    mapping = world_mapping(tp_size, 1)
-    collectives = MpiCollectives(mapping)
-    shard = Shard(mapping.tp_size, mapping.tp_rank)
-    engine = TorchEngine.load(TorchEngineConfig(folder, **ENGINE), shard, collectives)
-    served = serve(engine, CONFIG, make_requests())
-    print(json.dumps({"rank": mapping.rank, "answers": answers(served)}), flush=True)
+    world = MpiWorld()
+    mapping = world.mapping(tp_size, pp_size)
+    # The others would have room for more blocks than the last rank.
+    blocks = NUM_BLOCKS + world.size - 1 - world.rank
+    config = TorchEngineConfig(folder, **ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
+
+    def least(number: int) -> int:
+        return min(int(said) for said in world.all_gather(str(number).encode()))
+
+    stage = TorchEngine.load(config, mapping, MpiCollectives(mapping), least)
+    if mapping.is_sampler:
+        spoil(stage, GUILTY, num_tokens=25)
+    engine = RankEngine(stage, mapping, MpiStageLink(mapping), MpiOutcomes(mapping.sampler))
+    pulse = Pulse(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit, int)
+    scheduler = Scheduler(CONFIG, engine.limits)
+    clients = Clients([*make_requests(), *make_doomed()])
+    manager = GptManager(
+        engine, scheduler, clients.get, clients.send, clients.poll, ranks=InStep(world, pulse)
+    )
+    if mapping.rank == 0:
+        assert clients.have_all.wait(TIMEOUT_S)
+    else:
+        assert manager.join(TIMEOUT_S)
+    assert manager.shutdown(TIMEOUT_S)
+    metrics = scheduler.metrics()
+    world.leave()
+    pulse.close()
+    said = {
+        "rank": mapping.rank,
+        "num_blocks": engine.limits.num_blocks,
+        "answers": answers(clients.served),
+        "streamed": clients.streamed(STOPPED),
+        "errors": clients.errors,
+        "finished": {reason.name: count for reason, count in metrics.finished.items()},
+        "failed": metrics.failed,
+        "counts": [metrics.num_preemptions, metrics.output_tokens.total, metrics.num_missed_tokens],
+        "left": [scheduler.num_active, engine.limits.num_blocks - scheduler.kv_cache.num_unreserved],
+    }
+    sys.stdout.write(json.dumps(said) + "\n")  # in one piece, among the others'
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

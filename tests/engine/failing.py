@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from inflight.core.batch import ScheduledBatch
 from inflight.core.config import SchedulerConfig
 from inflight.core.ports import Engine
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Result, merge_responses
 from inflight.core.scheduler import Scheduler
+from inflight.engine.torch import TorchEngine
 from inflight.errors import StepFailed
 
 
@@ -37,10 +41,11 @@ class Saboteur:
         self.num_faults = 0
         self._skipped_calls = skipped_calls
         self._calls_left: int | None = None
+        self._batch: ScheduledBatch | None = None
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_due = self._is_due()
+            is_due = (self._batch is None or self._batch in args) and self._is_due()
             if is_due and not after:
                 self._raise()
             result = original(*args, **kwargs)
@@ -50,8 +55,9 @@ class Saboteur:
 
         monkeypatch.setattr(owner, name, call)
 
-    def arm(self) -> None:
-        """Be ready to raise."""
+    def arm(self, batch: ScheduledBatch | None = None) -> None:
+        """Be ready to raise; with a batch, in a call that it is handed to: earlier ones may be in flight."""
+        self._batch = batch
         self._calls_left = self._skipped_calls
 
     def disarm(self) -> None:
@@ -72,6 +78,22 @@ class Saboteur:
         self.disarm()
         self.num_faults += 1
         raise Fault("on command")
+
+
+def spoil(engine: TorchEngine, guilty_id: int, num_tokens: int) -> None:
+    """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
+    original, slots = engine._forward, engine._decoding._slots
+
+    def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        logits = original(batch, hidden)
+        for row, slot in enumerate(batch.sampled_slots()):
+            found = slots.requests[slot]
+            is_guilty = found is not None and found.request.request_id == guilty_id
+            if is_guilty and engine._slots.num_tokens[slot] > num_tokens:
+                logits[row] = torch.nan
+        return logits
+
+    engine._forward = forward
 
 
 def serve_through_faults(
@@ -98,28 +120,42 @@ def serve_through_faults(
     errors: list[Exception] = []
     wants_fault = False
     of_slot: dict[int, int] = {}
+    in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
+    armed_for: ScheduledBatch | None = None
+    depth = engine.limits.num_micro_batches
     for iteration in itertools.count():
         arriving = tuple(requests[2 * iteration : 2 * iteration + 2])
         new = scheduler.accept(IterationInput(iteration, 0, arriving))
         batch = scheduler.schedule()
-        if batch is None:
+        if batch is None and not in_flight:
             break
-        wants_fault = wants_fault or iteration % period == 0
-        for slot in batch.released_slots:
-            of_slot.pop(slot, None)
-        of_slot.update({start.slot: start.request.request_id for start in batch.starts})
-        rows = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
-        if saboteur and wants_fault and len({of_slot[slot] for slot in rows if slot in of_slot}) > 1:
-            saboteur.arm()
-        try:
-            output = engine.decode(batch, engine.forward(batch))
-        except (Fault, FloatingPointError) as fault:
-            wants_fault = False
-            new += scheduler.fail(batch, StepFailed(str(fault)))
-        else:
-            new += scheduler.update(batch, output)
-        if saboteur:
-            saboteur.disarm()
+        if batch is not None:
+            wants_fault = wants_fault or iteration % period == 0
+            for slot in batch.released_slots:
+                of_slot.pop(slot, None)
+            of_slot.update({start.slot: start.request.request_id for start in batch.starts})
+            rows = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
+            if saboteur and wants_fault and len({of_slot[slot] for slot in rows if slot in of_slot}) > 1:
+                saboteur.arm(batch if depth > 1 else None)
+                armed_for = batch
+            try:
+                logits = engine.forward(batch)
+            except Fault as fault:
+                logits = fault
+            in_flight.append((batch, logits))
+        if batch is None or len(in_flight) == depth:
+            oldest, logits = in_flight.popleft()
+            try:
+                if isinstance(logits, Fault):
+                    raise logits
+                output = engine.decode(oldest, logits)
+            except (Fault, FloatingPointError, StepFailed) as fault:
+                wants_fault = False
+                new += scheduler.fail(oldest, StepFailed(str(fault)))
+            else:
+                new += scheduler.update(oldest, output)
+            if saboteur and oldest is armed_for:
+                saboteur.disarm()
         scheduler.check_integrity()
         for response in new:
             if response.error is not None:

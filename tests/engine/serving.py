@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from inflight.core.batch import ScheduledBatch
 from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.ports import Engine
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response, Result, merge_responses
 from inflight.core.scheduler import Scheduler
+from inflight.core.stop import StopReason, StopSignal
 from inflight.core.tensor import FloatTensor
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 
@@ -59,11 +63,13 @@ class Served:
         responses: By request id and sequence index, in order.
         num_pauses: How often a request was paused.
         num_iterations: Forward passes.
+        most_in_flight: Batches that had begun and were not decoded, at most.
     """
 
     responses: dict[tuple[int, int], list[Response]] = field(default_factory=dict)
     num_pauses: int = 0
     num_iterations: int = 0
+    most_in_flight: int = 0
 
     def result(self, request: Request | int, sequence_index: int = 0) -> Result:
         """All of a sequence's responses as one."""
@@ -83,25 +89,39 @@ class Served:
 
 
 def serve(
-    engine: TorchEngine, config: SchedulerConfig, requests: Sequence[Request], per_iteration: int = 2
+    engine: Engine,
+    config: SchedulerConfig,
+    requests: Sequence[Request],
+    per_iteration: int = 2,
+    stops: Mapping[int, int] | None = None,
 ) -> Served:
-    """Run `requests` to their ends, so many arriving in an iteration."""
+    """Run `requests` to their ends, so many arriving in an iteration; `stops`: when some are stopped, by id."""
     scheduler = Scheduler(config, engine.limits)
     served = Served()
+    in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
     for iteration in itertools.count():
         arriving = tuple(requests[per_iteration * iteration : per_iteration * (iteration + 1)])
-        responses = scheduler.accept(IterationInput(iteration, 0, arriving))
+        stopped = tuple(
+            StopSignal(key, StopReason.CANCELLED) for key, when in (stops or {}).items() if when == iteration
+        )
+        responses = scheduler.accept(IterationInput(iteration, 0, arriving, stopped))
         batch = scheduler.schedule()
-        if batch is None:
-            break
-        served.num_iterations += 1
-        served.num_pauses += scheduler.stats(batch).num_paused_requests
-        responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
+        if batch is not None:
+            served.num_iterations += 1
+            served.num_pauses += scheduler.stats(batch).num_paused_requests
+            in_flight.append((batch, engine.forward(batch)))
+            served.most_in_flight = max(served.most_in_flight, len(in_flight))
+        has_answer = bool(in_flight) and (batch is None or len(in_flight) == engine.limits.num_micro_batches)
+        if has_answer:
+            oldest, logits = in_flight.popleft()
+            responses += scheduler.update(oldest, engine.decode(oldest, logits))
         scheduler.check_integrity()
         for response in responses:
             assert response.error is None, response.error
             served.responses.setdefault((response.request_id, response.sequence_index), []).append(response)
-    assert scheduler.num_active == 0
+        if batch is None and not in_flight and scheduler.num_active == 0:
+            break
+        assert batch is not None or has_answer, "requests are active, and nothing runs"
     return served
 
 

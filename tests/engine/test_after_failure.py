@@ -18,7 +18,7 @@ from inflight.decoding import decoding as decoding_module
 from inflight.engine.torch import TorchEngine, decoder
 from inflight.engine.torch import engine as engine_module
 from tests.engine.driver import Driver, Row, alone, load_engine
-from tests.engine.failing import Fault, Saboteur, serve_through_faults
+from tests.engine.failing import Fault, Saboteur, serve_through_faults, spoil
 from tests.engine.search import Search
 from tests.engine.serving import config_of, load, to_torch
 from tests.models.zoo import Zoo, ZooModel
@@ -285,30 +285,14 @@ def test_slots_that_nobody_has_can_be_released(zoo: Zoo) -> None:
     )
 
 
-def test_a_request_without_numbers_is_the_only_one_that_ends(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo) -> None:
     """One of four has nan for logits from some token on, whatever batch it is in."""
     model = zoo[CASE]
     requests = make_requests(model)[:4]
     engine = load(model.folder, 100, 7)
     expected = serve_through_faults(engine, CONFIG, requests)
     guilty = requests[1]
-    original, slots = engine._forward, engine._decoding._slots
-
-    def forward(batch: ScheduledBatch) -> torch.Tensor:
-        logits = original(batch)
-        for row, slot in enumerate(batch.sampled_slots()):
-            found = slots.requests[slot]
-            if (
-                found
-                and found.request.request_id == guilty.request_id
-                and engine._slots.num_tokens[slot] > 25
-            ):
-                logits[row] = torch.nan
-        return logits
-
-    monkeypatch.setattr(engine, "_forward", forward)
+    spoil(engine, guilty.request_id, num_tokens=25)
     served = serve_through_faults(engine, CONFIG, requests, guilty_id=guilty.request_id)
     assert served.keys() == expected.keys() - {(guilty.request_id, 0)}
     for key, result in served.items():

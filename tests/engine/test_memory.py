@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.distributed.mapping import Mapping
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import engine as engine_module
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
 from inflight.engine.torch.memory_probe import available_cpu_memory, free_memory
@@ -81,6 +84,7 @@ def test_limits_of_an_engine(zoo: Zoo) -> None:
         ({"dtype": "int8"}, "dtype is 'int8', expected one of float32"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"max_num_sequences": 0}, "max_num_sequences is 0, expected at least 1"),
+        ({"ranks_on_host": 0}, "ranks_on_host is 0, expected at least 1"),
         ({"kv_cache_free_cpu_mem_fraction": 1.5}, "kv_cache_free_cpu_mem_fraction is 1.5"),
     ],
 )
@@ -88,6 +92,39 @@ def test_parameters_that_cannot_be_used(zoo: Zoo, changes: dict[str, Any], messa
     with pytest.raises(ConfigError) as error:
         load_engine(zoo["llama"].folder, **changes)
     assert message in str(error.value)
+
+
+def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
+    asked = []
+
+    def agree(number: int) -> int:
+        asked.append(number)
+        return 7
+
+    config = TorchEngineConfig(
+        str(zoo["llama"].folder),
+        device="cpu",
+        tokens_per_block=8,
+        max_num_sequences=2,
+        max_tokens_in_paged_kv_cache=100,
+    )
+    engine = TorchEngine.load(config, Mapping(1, 2, 1), agree=agree)
+    assert asked == [12]
+    assert (engine.limits.num_blocks, engine.limits.num_micro_batches) == (7, 2)
+    assert engine._cache._blocks.shape[:3] == (1, 2, 8), "one layer of three; seven blocks and the null block"
+
+
+def test_ranks_on_a_host_share_its_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = read_model_description(zoo["llama"].folder).decoder
+    size = block_bytes(decoder, 8, torch.float32)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 601 * size)
+    counts = [
+        load_engine(
+            zoo["llama"].folder, ranks_on_host=ranks, kv_cache_free_cpu_mem_fraction=0.5
+        ).limits.num_blocks
+        for ranks in (1, 2, 3)
+    ]
+    assert counts == [299, 149, 99]
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:

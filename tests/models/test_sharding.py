@@ -1,13 +1,18 @@
-"""Every row of a model belongs to exactly one rank, key heads that are fewer than ranks to several."""
+"""Every row of a layer belongs to one rank, few key heads to several; every layer to one stage."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from inflight.distributed.mapping import Mapping
 from inflight.errors import ConfigError
-from inflight.models import load_weights, read_model_description
-from inflight.models.sharding import WHOLE, Shard
+from inflight.models import DecoderWeights, load_weights, read_model_description
+from inflight.models.sharding import WHOLE, Part, Shard
 from tests.models.zoo import Zoo
 
 CPU = torch.device("cpu")
@@ -37,7 +42,7 @@ def test_key_heads_are_divided_or_shared(zoo: Zoo):
 def test_what_does_not_divide_is_refused_with_what_would(zoo: Zoo, case: str, size: int):
     model = read_model_description(zoo[case].folder)
     with pytest.raises(ConfigError, match=rf"over {size} ranks does not divide .*; it can be 1, 2, 4"):
-        load_weights(model, None, CPU, Shard(size, 0))
+        Part.of(Mapping(size), model.decoder)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-attention-bias", "qwen2", "gpt2"])
@@ -45,7 +50,7 @@ def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
     """Column-parallel rows and row-parallel columns of all ranks, put together, are the whole matrix."""
     model = read_model_description(zoo[case].folder)
     whole = load_weights(model, None, CPU)
-    ranks = [load_weights(model, None, CPU, Shard(2, rank)) for rank in range(2)]
+    ranks = [load_weights(model, None, CPU, Part.of(Mapping(2, 1, rank), model.decoder)) for rank in range(2)]
     assert torch.equal(torch.cat([rank.embedding for rank in ranks]), whole.embedding)
     assert torch.equal(torch.cat([rank.lm_head.weight for rank in ranks]), whole.lm_head.weight)
     decoder = model.decoder
@@ -64,3 +69,60 @@ def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
                 assert torch.equal(torch.cat([part[projection] for part in biases]), expected)
         if layer.down.bias is not None:
             assert all(torch.equal(part.down.bias, layer.down.bias) for part in parts), "added to the sum"
+
+
+def _stages(zoo: Zoo, case: str, pp_size: int) -> tuple[DecoderWeights, list[DecoderWeights]]:
+    """The whole model, and its stages."""
+    model = read_model_description(zoo[case].folder)
+    parts = [Part.of(Mapping(1, pp_size, rank), model.decoder) for rank in range(pp_size)]
+    return load_weights(model, None, CPU), [load_weights(model, None, CPU, part) for part in parts]
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "gpt2"])
+@pytest.mark.parametrize("pp_size", [2, 3])
+def test_stages_hold_their_layers_and_only_the_ends_what_is_around_them(
+    zoo: Zoo, case: str, pp_size: int
+) -> None:
+    whole, stages = _stages(zoo, case, pp_size)
+    counts = [len(stage.layers) for stage in stages]
+    assert counts == {2: [2, 1], 3: [1, 1, 1]}[pp_size]
+    layers = [layer for stage in stages for layer in stage.layers]
+    for layer, expected in zip(layers, whole.layers, strict=True):
+        assert torch.equal(layer.qkv.weight, expected.qkv.weight)
+        assert torch.equal(layer.down.weight, expected.down.weight)
+    first, last = stages[0], stages[-1]
+    assert torch.equal(first.embedding, whole.embedding)
+    assert (first.position_embedding is None) == (case != "gpt2")
+    assert torch.equal(last.final_norm.weight, whole.final_norm.weight)
+    assert torch.equal(last.lm_head.weight, whole.lm_head.weight), "also where it is the embedding"
+    assert all(stage.embedding is None and stage.position_embedding is None for stage in stages[1:])
+    assert all(stage.final_norm is None and stage.lm_head is None for stage in stages[:-1])
+
+
+def test_a_stage_computes_with_its_layers_windows(zoo: Zoo) -> None:
+    decoder = read_model_description(zoo["qwen2-window"].folder).decoder
+    parts = [Part.of(Mapping(1, 2, rank), decoder) for rank in range(2)]
+    held = [part.of_model(decoder) for part in parts]
+    assert [config.num_layers for config in held] == [2, 1]
+    assert (*held[0].sliding_windows, *held[1].sliding_windows) == decoder.sliding_windows
+    assert len(set(decoder.sliding_windows)) == 2
+
+
+def test_more_stages_than_layers_are_refused(zoo: Zoo) -> None:
+    decoder = read_model_description(zoo["llama"].folder).decoder
+    with pytest.raises(ConfigError, match="pp_size is 4, but the model has 3 layers only"):
+        Part.of(Mapping(1, 4, 0), decoder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_stage_refuses_a_checkpoint_that_lacks_a_tensor_of_any(
+    zoo: Zoo, tmp_path: Path, rank: int
+) -> None:
+    folder = tmp_path / "lacking"
+    shutil.copytree(zoo["llama"].folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    model = read_model_description(folder)
+    with pytest.raises(ConfigError, match=r"missing lm_head\.weight"):
+        load_weights(model, None, CPU, Part.of(Mapping(1, 2, rank), model.decoder))

@@ -57,6 +57,16 @@ class Mapping:
         """Whether this stage makes the logits."""
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def sampler(self) -> int:
+        """The rank that chooses tokens, for all: the last stage's first."""
+        return self.world_size - self.tp_size
+
+    @property
+    def is_sampler(self) -> bool:
+        """Whether this rank is that one."""
+        return self.rank == self.sampler
+
     def layers(self, num_layers: int) -> tuple[int, int]:
         """This stage's layers, first and behind the last; the first stages have one more where they do not divide.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -58,18 +59,28 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The whole model.
+    """The whole model, or a part of it.
 
     Attributes:
-        embedding: [vocab_size, hidden_size].
-        position_embedding: [max_positions, hidden_size]; None with rotary positions.
-        layers: First to last.
-        final_norm: Before the output projection.
-        lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied.
+        embedding: [vocab_size, hidden_size]; None behind the first pipeline stage.
+        position_embedding: [max_positions, hidden_size]; None with rotary positions, and behind the first stage.
+        layers: First to last, at least one.
+        final_norm: Before the output projection; None before the last stage.
+        lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
     """
 
-    embedding: Tensor
+    embedding: Tensor | None
     position_embedding: Tensor | None
     layers: tuple[LayerWeights, ...]
-    final_norm: Norm
-    lm_head: Linear
+    final_norm: Norm | None
+    lm_head: Linear | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them."""
+        return self.layers[0].attention_norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.layers[0].attention_norm.weight.device

@@ -19,14 +19,14 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
 from inflight.models.progress import LoadProgress
 from inflight.models.registry import DTYPES, ModelDescription
-from inflight.models.sharding import WHOLE, Range, Shard
+from inflight.models.sharding import Part, Range, Shard
 from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Rows:
     """A checkpoint tensor of so many rows, and the ranges of them that are wanted."""
 
     name: str
@@ -45,7 +45,7 @@ class _TensorSpec:
         transposed: Whether the checkpoint has columns for rows.
     """
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_Rows, ...]
     columns: int | None
     kept: Range = (0, 0)
     transposed: bool = False
@@ -69,26 +69,23 @@ class _TensorSpec:
 
 
 def load_weights(
-    model: ModelDescription, dtype: torch.dtype | None, device: torch.device, shard: Shard = WHOLE
+    model: ModelDescription, dtype: torch.dtype | None, device: torch.device, part: Part | None = None
 ) -> DecoderWeights:
-    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's. Of a shard only what it holds.
+    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
+
+    Of a part only what it holds is read, but the whole checkpoint is checked: all ranks say what does not fit.
 
     Raises:
-        ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized;
-            or the model cannot be split so.
+        ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
     """
-    shard.check(model.decoder)
+    whole = Part.whole(model.decoder)
+    part = part or whole
     with Checkpoint(model.folder) as checkpoint:
-        specs: list[_TensorSpec] = []
-
-        def note(spec: _TensorSpec) -> Tensor:
-            specs.append(spec)
-            return torch.empty(0)
-
         base = model.names.base if any(n.startswith(model.names.base) for n in checkpoint.tensors) else ""
-        _build(model.decoder, model.names, base, shard, note)
-        _check(checkpoint, model, base, specs)
-        target = dtype or _stored_dtype(model.decoder, checkpoint, specs[0])
+        expected = _specs(model.decoder, model.names, base, whole)
+        _check(checkpoint, model, base, expected)
+        target = dtype or _stored_dtype(model.decoder, checkpoint, expected[0])
+        specs = _specs(model.decoder, model.names, base, part)
         sizes = [torch.Size(spec.shape).numel() * target.itemsize for spec in specs]
         with LoadProgress(f"Loading {model.folder.name}", sum(sizes)) as progress:
 
@@ -97,35 +94,52 @@ def load_weights(
                 progress.advance(tensor.nbytes)
                 return tensor
 
-            return _build(model.decoder, model.names, base, shard, read)
+            return _build(model.decoder, model.names, base, part, read)
+
+
+def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) -> list[_TensorSpec]:
+    specs: list[_TensorSpec] = []
+
+    def note(spec: _TensorSpec) -> Tensor:
+        specs.append(spec)
+        return torch.empty(0)
+
+    _build(decoder, names, base, part, note)
+    return specs
 
 
 def _build(
     decoder: DecoderConfig,
     names: WeightNames,
     base: str,
-    shard: Shard,
+    part: Part,
     make: Callable[[_TensorSpec], Tensor],
 ) -> DecoderWeights:
-    """Walk over the whole model, asking `make` for each of the shard's tensors."""
+    """Walk over the model, asking `make` for each of the part's tensors."""
     hidden = decoder.hidden_size
 
     def matrix(name: str, rows: int, kept: Range) -> Tensor:
-        return make(_TensorSpec((_Part(f"{name}.weight", rows, (kept,)),), hidden, (0, hidden)))
+        return make(_TensorSpec((_Rows(f"{name}.weight", rows, (kept,)),), hidden, (0, hidden)))
 
-    vocabulary = shard.split(decoder.vocab_size)
-    embedding = matrix(base + names.embedding, decoder.vocab_size, vocabulary)
-    position_embedding = None
-    if decoder.rope is None:
-        positions = decoder.max_positions
-        position_embedding = matrix(base + names.position_embedding, positions, (0, positions))
+    vocabulary = part.shard.split(decoder.vocab_size)
+    embedding, position_embedding, final_norm, lm_head = None, None, None, None
+    if part.is_first_stage:
+        embedding = matrix(base + names.embedding, decoder.vocab_size, vocabulary)
+        if decoder.rope is None:
+            positions = decoder.max_positions
+            position_embedding = matrix(base + names.position_embedding, positions, (0, positions))
     layers = tuple(
-        _build_layer(decoder, names, base + names.layers.format(index), shard, make)
-        for index in range(decoder.num_layers)
+        _build_layer(decoder, names, base + names.layers.format(index), part.shard, make)
+        for index in range(*part.layers)
     )
-    final_norm = _build_norm(decoder, base + names.final_norm, hidden, make)
-    lm_head = embedding if decoder.tied_embeddings else matrix(_LM_HEAD, decoder.vocab_size, vocabulary)
-    return DecoderWeights(embedding, position_embedding, layers, final_norm, Linear(lm_head))
+    if part.is_last_stage:
+        final_norm = _build_norm(decoder, base + names.final_norm, hidden, make)
+        table = embedding if decoder.tied_embeddings else None
+        if table is None:
+            name = base + names.embedding if decoder.tied_embeddings else _LM_HEAD
+            table = matrix(name, decoder.vocab_size, vocabulary)
+        lm_head = Linear(table)
+    return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
 
 
 def _build_layer(
@@ -140,20 +154,20 @@ def _build_layer(
     def column_parallel(modules: tuple[str, ...], rows: tuple[tuple[int, Range], ...], bias: bool) -> Linear:
         """`rows`: of each of the fused projections all there are, and this shard's."""
 
-        def parts(kind: str) -> tuple[_Part, ...]:
+        def parts(kind: str) -> tuple[_Rows, ...]:
             if len(modules) > 1:
                 pairs = zip(modules, rows, strict=True)
-                return tuple(_Part(f"{prefix}{m}.{kind}", count, (own,)) for m, (count, own) in pairs)
+                return tuple(_Rows(f"{prefix}{m}.{kind}", count, (own,)) for m, (count, own) in pairs)
             starts = accumulate((count for count, _ in rows), initial=0)
             own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
-            return (_Part(f"{prefix}{modules[0]}.{kind}", sum(count for count, _ in rows), own),)
+            return (_Rows(f"{prefix}{modules[0]}.{kind}", sum(count for count, _ in rows), own),)
 
         weight = make(_TensorSpec(parts("weight"), hidden, (0, hidden), names.transposed))
         return Linear(weight, make(_TensorSpec(parts("bias"), None)) if bias else None)
 
     def row_parallel(module: str, columns: int, own: Range, bias: bool) -> Linear:
         weight, vector = (
-            _Part(f"{prefix}{module}.{kind}", hidden, ((0, hidden),)) for kind in ("weight", "bias")
+            _Rows(f"{prefix}{module}.{kind}", hidden, ((0, hidden),)) for kind in ("weight", "bias")
         )
         matrix = make(_TensorSpec((weight,), columns, own, names.transposed))
         return Linear(matrix, make(_TensorSpec((vector,), None)) if bias else None)
@@ -177,7 +191,7 @@ def _build_layer(
 
 def _build_norm(decoder: DecoderConfig, name: str, size: int, make: Callable[[_TensorSpec], Tensor]) -> Norm:
     def vector(kind: str) -> Tensor:
-        return make(_TensorSpec((_Part(f"{name}.{kind}", size, ((0, size),)),), None))
+        return make(_TensorSpec((_Rows(f"{name}.{kind}", size, ((0, size),)),), None))
 
     return Norm(vector("weight"), vector("bias") if decoder.norm == "layer" else None)
 

@@ -1,17 +1,21 @@
-"""Which part of a model one tensor-parallel rank holds: whole attention heads, slices of everything else. Pure.
+"""Which part of a model one rank holds: of some of the layers whole attention heads and slices of the rest. Pure.
 
     column parallel   qkv, up, gate: each rank computes some of the outputs (Megatron's split)
     row parallel      output, down: each rank has some of the inputs; the ranks' results are added up
     vocabulary        embedding and output projection: each rank has some of the token ids
     replicated        norms, biases of row-parallel layers, learned positions
+    pipeline          each stage has consecutive layers; the first embeds the tokens, the last makes the logits
 
-A rank has whole key heads. Where there are fewer key heads than ranks, several ranks hold the same one.
+A rank has whole key heads. Where there are fewer key heads than ranks, several ranks hold the same one. A low-rank
+delta B A of a projection is split as that is: of a column-parallel one the rows of B, of a row-parallel one the
+columns of A, and the other factor is replicated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from inflight.distributed.mapping import Mapping
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
 
@@ -66,6 +70,45 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds.
+
+    Attributes:
+        shard: Which part of each of its layers.
+        layers: Its pipeline stage's.
+        is_first_stage: Whether it has the embedding.
+        is_last_stage: Whether it has the output projection.
+    """
+
+    shard: Shard
+    layers: Range
+    is_first_stage: bool = True
+    is_last_stage: bool = True
+
+    @classmethod
+    def of(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
+        """A rank's part of a model; ConfigError if it cannot be divided so."""
+        shard = Shard(mapping.tp_size, mapping.tp_rank)
+        shard.check(decoder)
+        layers = mapping.layers(decoder.num_layers)
+        return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)
+
+    @classmethod
+    def whole(cls, decoder: DecoderConfig) -> Part:
+        """All of a model."""
+        return cls(WHOLE, (0, decoder.num_layers))
+
+    def of_model(self, decoder: DecoderConfig) -> DecoderConfig:
+        """The model as this rank computes it: its layers alone, the first of which is layer 0, of its shard."""
+        begin, end = self.layers
+        return replace(
+            self.shard.part_of(decoder),
+            num_layers=end - begin,
+            sliding_windows=decoder.sliding_windows[begin:end],
+        )
 
 
 def _divides(size: int, decoder: DecoderConfig) -> bool:

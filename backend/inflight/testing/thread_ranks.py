@@ -1,27 +1,29 @@
-"""Several tensor-parallel ranks as threads of one process: the real engines, without MPI between them.
+"""All ranks of a model as threads of one process: real engines in step, without MPI between them.
 
-For tests. `ThreadRanks` looks like one engine; every batch runs on all its ranks at once, and they have to agree.
+For tests. `ThreadRanks` looks like one engine. Every rank has a thread of its own, which takes batches as a rank's
+loop does, one call after the other, so that pipeline stages work on different batches at the same time. All ranks
+have to say the same of every batch.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.distributed.mapping import Mapping
+from inflight.distributed.rank_engine import RankEngine
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
-from inflight.models.sharding import Shard
-
-_T = TypeVar("_T")
 
 
 class _Meeting:
-    """Where the ranks lay down their tensors and pick up everybody's."""
+    """Where the ranks of a stage lay down their tensors and pick up everybody's."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -40,7 +42,12 @@ class _Meeting:
 
 
 class ThreadCollectives:
-    """Implements `inflight.engine.torch.collectives.Collectives` for one rank."""
+    """Implements `inflight.engine.torch.collectives.Collectives` for one rank of a stage.
+
+    Attributes:
+        size: Ranks of the stage.
+        num_calls: How often the others were asked.
+    """
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self.size = size
@@ -58,55 +65,109 @@ class ThreadCollectives:
         self.num_calls += 1
         return self._meeting.exchange(self._rank, tensor, lambda all_: torch.cat(list(all_), dim=-1))
 
+    def leave(self) -> None:
+        """Never ask again: the others' calls raise."""
+        self._meeting.leave()
+
+
+class ThreadStageLink:
+    """Implements `inflight.distributed.rank_engine.StageLink`."""
+
+    def __init__(self, before: SimpleQueue[Tensor | None], behind: SimpleQueue[Tensor | None]) -> None:
+        self._before = before
+        self._behind = behind
+
+    def send(self, hidden: Tensor | None) -> None:
+        """To the next stage."""
+        self._behind.put(hidden)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """From the stage before."""
+        hidden = self._before.get()
+        assert hidden is None or (hidden.shape == shape and hidden.dtype == dtype), (hidden.shape, shape)
+        return hidden
+
+
+class ThreadOutcomes:
+    """Implements `inflight.distributed.rank_engine.Outcomes` for one rank; `told` has a queue for each hearer."""
+
+    def __init__(self, rank: int, told: dict[int, SimpleQueue[bytes]]) -> None:
+        self._rank = rank
+        self._told = told
+
+    def tell(self, outcome: bytes) -> None:
+        """To all others."""
+        for queue in self._told.values():
+            queue.put(outcome)
+
+    def settle(self) -> None:
+        """A queue keeps what it is given."""
+
+    def hear(self) -> bytes:
+        """The next one."""
+        return self._told[self._rank].get()
+
 
 class ThreadRanks:
-    """Implements `inflight.core.ports.Engine` with `size` shards of one checkpoint.
+    """Implements `inflight.core.ports.Engine` with `tp_size` times `pp_size` ranks of one checkpoint.
 
     Attributes:
-        engines: By rank.
+        stages: By rank.
         limits: Of every one.
         collectives: By rank.
+        failures: (rank, iteration) of every forward pass that raised.
     """
 
-    def __init__(self, config: TorchEngineConfig, size: int) -> None:
-        meeting = _Meeting(size)
-        self._meeting = meeting
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="rank")
-        self.collectives = [ThreadCollectives(meeting, rank, size) for rank in range(size)]
-        self.engines = [
-            TorchEngine.load(config, Shard(size, rank), collectives)
-            for rank, collectives in enumerate(self.collectives)
+    def __init__(self, config: TorchEngineConfig, tp_size: int, pp_size: int = 1) -> None:
+        mappings = [Mapping(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
+        meetings = [_Meeting(tp_size) for _ in range(pp_size)]
+        self.collectives = [ThreadCollectives(meetings[m.pp_rank], m.tp_rank, tp_size) for m in mappings]
+        self.stages = [
+            TorchEngine.load(config, mapping, collectives)
+            for mapping, collectives in zip(mappings, self.collectives)
         ]
-        self.limits: EngineLimits = self.engines[0].limits
-        assert all(engine.limits == self.limits for engine in self.engines)
+        self.limits: EngineLimits = self.stages[0].limits
+        assert all(stage.limits == self.limits for stage in self.stages)
+        self.failures: list[tuple[int, int]] = []
+        told = {mapping.rank: SimpleQueue() for mapping in mappings if not mapping.is_sampler}
+        # One before each rank; those behind the last stage are not used.
+        links = [SimpleQueue() for _ in range(len(mappings) + tp_size)]
+        self._ranks = [
+            RankEngine(
+                stage,
+                mapping,
+                ThreadStageLink(links[mapping.rank], links[mapping.rank + tp_size]),
+                ThreadOutcomes(mapping.rank, told),
+                lambda iteration, rank=mapping.rank: self.failures.append((rank, iteration)),
+            )
+            for stage, mapping in zip(self.stages, mappings)
+        ]
+        self._threads = [ThreadPoolExecutor(1, f"rank-{mapping.rank}") for mapping in mappings]
 
-    def forward(self, batch: ScheduledBatch) -> Tensor:
-        """The logits of every rank, which are the same bits."""
-        logits = self._on_all(lambda rank: self.engines[rank].forward(batch))
-        assert all(torch.equal(logits[0], other) for other in logits[1:]), "the ranks' logits differ"
-        return logits[0]
+    def forward(self, batch: ScheduledBatch) -> list[Future[Any]]:
+        """Begin on every rank."""
+        return [
+            thread.submit(rank.forward, batch)
+            for rank, thread in zip(self._ranks, self._threads, strict=True)
+        ]
 
-    def decode(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
-        """What every rank has chosen."""
-        copies = [logits, *(logits.clone() for _ in self.engines[1:])]  # they are written over
-        outputs = self._on_all(lambda rank: self.engines[rank].decode(batch, copies[rank]))
-        assert all(output == outputs[0] for output in outputs[1:]), "the ranks chose differently"
+    def decode(self, batch: ScheduledBatch, begun: list[Future[Any]]) -> ModelOutput:
+        """What every rank says of the batch; AssertionError if they differ."""
+        said = [
+            thread.submit(lambda rank=rank, flight=flight: rank.decode(batch, flight.result()))
+            for rank, flight, thread in zip(self._ranks, begun, self._threads, strict=True)
+        ]
+        errors = [found.exception() for found in said]
+        assert len({repr(error) for error in errors}) == 1, f"the ranks differ: {errors}"
+        if errors[0] is not None:
+            raise errors[0]
+        outputs = [found.result() for found in said]
+        assert all(output == outputs[0] for output in outputs[1:]), "the ranks' outputs differ"
         return outputs[0]
 
     def close(self) -> None:
         """Free all ranks."""
-        for engine in self.engines:
-            engine.close()
-        self._threads.shutdown()
-
-    def _on_all(self, work: Callable[[int], _T]) -> list[_T]:
-        def run(rank: int) -> _T:
-            try:
-                return work(rank)
-            except BaseException:
-                self._meeting.leave()
-                raise
-
-        return [
-            future.result() for future in [self._threads.submit(run, r) for r in range(len(self.engines))]
-        ]
+        for thread in self._threads:
+            thread.shutdown()
+        for rank in self._ranks:
+            rank.close()

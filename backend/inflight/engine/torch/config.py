@@ -23,6 +23,7 @@ class TorchEngineConfig:
         max_tokens_in_paged_kv_cache: Most tokens of KV cache; None: as many as the fraction allows.
         kv_cache_free_gpu_mem_fraction: Share for the KV cache of the device memory that is free after the load.
         kv_cache_free_cpu_mem_fraction: The same on a CPU, of the memory this process may still use.
+        ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
         num_threads: Threads of torch's operators on a CPU, in this whole process; None: torch's choice.
         attention_windows: `max_attention_window_size`: how many tokens a token sees, itself included; layer i has
             entry i % n. Empty: all before it. Where the checkpoint has a sliding window too, the smaller one
@@ -41,6 +42,7 @@ class TorchEngineConfig:
     max_tokens_in_paged_kv_cache: int | None = None
     kv_cache_free_gpu_mem_fraction: float = 0.9
     kv_cache_free_cpu_mem_fraction: float = 0.5
+    ranks_on_host: int = 1
     num_threads: int | None = None
     attention_windows: tuple[int, ...] = ()
     sink_token_length: int = 0
@@ -55,6 +57,7 @@ class TorchEngineConfig:
             "max_sequence_length",
             "tokens_per_block",
             "max_tokens_in_paged_kv_cache",
+            "ranks_on_host",
             "num_threads",
         ):
             value = getattr(self, name)

@@ -22,9 +22,15 @@ _SLICE_BYTES = 1 << 25
 
 
 class ContextOutputs:
-    """The requests, by slot, that want something of their prompts' positions."""
+    """The requests, by slot, that want something of their prompts' positions.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        vocab_size: Length of a row.
+        is_kept: Whether anything comes back. All ranks of a pipeline stage have to ask for the logits if one does.
+    """
+
+    def __init__(self, vocab_size: int, is_kept: bool = True) -> None:
+        self._is_kept = is_kept
         self._slice_rows = max(16, _SLICE_BYTES // (4 * vocab_size))
         self._requests: dict[int, Request] = {}
 
@@ -66,6 +72,8 @@ class ContextOutputs:
         log_probs: list[float] = []
         for begin in range(0, hidden.shape[0], self._slice_rows):
             logits = decoder.logits(hidden[begin : begin + self._slice_rows])
+            if not self._is_kept:
+                continue
             if request.output.return_context_logits:
                 kept.write(logits.cpu().numpy().data)
             if request.output.return_prompt_log_probs:

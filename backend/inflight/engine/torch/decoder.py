@@ -1,5 +1,7 @@
 """The forward pass: packed token ids in, what the model makes of them out. One class for all families.
 
+A pipeline stage has some of the layers: what goes in then is what the stage before made.
+
 Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
 DecoderConfig names.
 """
@@ -21,7 +23,7 @@ from inflight.engine.torch.packing import PackedBatch
 from inflight.engine.torch.windows import AttentionWindow
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm
 from inflight.models.rope import rope_tables
-from inflight.models.sharding import WHOLE, Shard
+from inflight.models.sharding import Part
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -39,15 +41,15 @@ class Decoder:
 
     Args:
         config: What the checkpoint says.
-        weights: Of that model, or of this shard of it.
-        layer_windows: Per layer what a token sees, instead of `config.sliding_windows`.
+        weights: Of that model, or of this part of it.
+        layer_windows: Per layer of the whole model what a token sees, instead of `config.sliding_windows`.
         max_sequence_length: Longest sequence in tokens.
-        shard: Which part of the model this is.
-        collectives: The ranks that have the other parts; all of them run the same batches.
+        part: Which part of the model this is; None: all of it.
+        collectives: The ranks that have the other parts of these layers; all of them run the same batches.
 
     Attributes:
         config: Of the whole model.
-        windows: The different ones among `layer_windows`.
+        windows: The different ones among the part's layers.
     """
 
     def __init__(
@@ -56,37 +58,38 @@ class Decoder:
         weights: DecoderWeights,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
-        shard: Shard = WHOLE,
+        part: Part | None = None,
         collectives: Collectives = ALONE,
     ) -> None:
+        part = part or Part.whole(config)
         self.config = config
-        self._part = shard.part_of(config)
-        self._vocabulary = shard.split(config.vocab_size)
+        self._part = part.of_model(config)
+        self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
-        self.windows = tuple(dict.fromkeys(layer_windows))
-        self._layer_windows = layer_windows
+        self._layer_windows = layer_windows[slice(*part.layers)]
+        self.windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
         self._cos, self._sin = None, None
         if config.rope is not None:
             cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
-            device = weights.embedding.device
-            self._cos, self._sin = cos.to(device), sin.to(device)
+            self._cos, self._sin = cos.to(weights.device), sin.to(weights.device)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights, activations and KV cache."""
-        return self._weights.embedding.dtype
+        return self._weights.dtype
 
-    def forward(self, packed: PackedBatch, plans: Plans, cache: KvCache) -> Tensor:
-        """The last layer's output [rows, hidden_size], which `logits` takes; fills the cache."""
+    def forward(
+        self, packed: PackedBatch, plans: Plans, cache: KvCache, hidden: Tensor | None = None
+    ) -> Tensor:
+        """The last layer's output [rows, hidden_size]; fills the cache.
+
+        The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
+        """
         weights = self._weights
-        x = self._embed(packed.token_ids)
-        rotation = None
-        if weights.position_embedding is not None:
-            x = x + F.embedding(packed.positions, weights.position_embedding)
-        else:
-            rotation = self._rotation(packed.positions)
+        x = self._embed(packed) if hidden is None else hidden
+        rotation = None if self._cos is None else self._rotation(packed.positions)
         for index, layer in enumerate(weights.layers):
             plan = plans[self._layer_windows[index]]
             x = x + self._attention(
@@ -104,7 +107,12 @@ class Decoder:
         padded = F.pad(logits, (0, widest - logits.shape[-1]))
         return self._collectives.all_gather(padded)[..., : self.config.vocab_size].contiguous()
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, packed: PackedBatch) -> Tensor:
+        x = self._embed_tokens(packed.token_ids)
+        positions = self._weights.position_embedding
+        return x if positions is None else x + F.embedding(packed.positions, positions)
+
+    def _embed_tokens(self, token_ids: Tensor) -> Tensor:
         embedding = self._weights.embedding
         if self._collectives.size == 1:
             return F.embedding(token_ids, embedding)

@@ -1,13 +1,16 @@
 """TorchEngine: `inflight.core.ports.Engine` on torch.
 
 Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls
-it, the loop's, and `decode` of a batch before `forward` of the next. On a GPU `forward` waits for the device only
-where context outputs are wanted.
+it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted.
+
+It may be one rank's part of a model. Then `inflight.distributed.rank_engine` takes its place before the loop, and
+what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
+from inflight.distributed.mapping import Mapping
 from inflight.engine.torch.attention_plan import plan_attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
@@ -29,13 +33,14 @@ from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, load_weights, read_model_description
-from inflight.models.sharding import WHOLE, Shard
+from inflight.models.sharding import Part
 
 _logger = logging.getLogger(__name__)
+_ALONE = Mapping()
 
 
 class TorchEngine:
-    """A loaded model and everything it remembers between iterations. Made by `load`.
+    """A loaded model, or a part of one, and everything it remembers between iterations. Made by `load`.
 
     Attributes:
         limits: What requests and batches may ask for.
@@ -44,7 +49,14 @@ class TorchEngine:
         eos_token_ids: Ids that end a sequence, by the checkpoint.
     """
 
-    def __init__(self, decoder: Decoder, cache: KvCache, limits: EngineLimits, max_num_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        limits: EngineLimits,
+        max_num_tokens: int,
+        mapping: Mapping = _ALONE,
+    ) -> None:
         self.limits = limits
         self.decoder_config = decoder.config
         self.dtype = str(decoder.dtype).removeprefix("torch.")
@@ -59,22 +71,33 @@ class TorchEngine:
             cache.null_block,
             cache.device,
         )
-        self._decoding = Decoding(
-            limits.max_num_sequences, limits.max_sequence_length, limits.vocab_size, cache.device
-        )
         self._void_slots = VoidSlots()
-        self._context_outputs = ContextOutputs(limits.vocab_size)
+        self._decoding, self._context_outputs = None, None
+        if mapping.is_last_stage:
+            self._context_outputs = ContextOutputs(limits.vocab_size, is_kept=mapping.is_sampler)
+        if mapping.is_sampler:
+            self._decoding = Decoding(
+                limits.max_num_sequences, limits.max_sequence_length, limits.vocab_size, cache.device
+            )
         self._context: dict[int, ContextDetails] = {}  # of the batch between forward and decode
 
     @classmethod
     @torch.inference_mode()
     def load(
-        cls, config: TorchEngineConfig, shard: Shard = WHOLE, collectives: Collectives = ALONE
+        cls,
+        config: TorchEngineConfig,
+        mapping: Mapping = _ALONE,
+        collectives: Collectives = ALONE,
+        agree: Callable[[int], int] = int,
     ) -> TorchEngine:
         """Read a checkpoint and allocate the KV cache.
 
-        With a shard, of a model that several ranks hold together: all of them run the same batches, `collectives`
-        connects them, and each gets the whole logits.
+        Args:
+            config: What to load, and how.
+            mapping: Which rank this is of those that hold the model together.
+            collectives: Connects the ranks of this one's pipeline stage.
+            agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
+                ranks'. With its ConfigError, this one's load fails too.
 
         Raises:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
@@ -92,30 +115,37 @@ class TorchEngine:
             max_sequence_length,
         )
         dtype = getattr(torch, config.dtype) if config.dtype else None
-        weights = load_weights(model, dtype, device, shard)
-        decoder = Decoder(model.decoder, weights, windows, max_sequence_length, shard, collectives)
-        part = shard.part_of(model.decoder)
-        num_blocks = _num_blocks(config, part, max_sequence_length, decoder.dtype, device)
-        cache = KvCache(part, num_blocks, config.tokens_per_block, decoder.dtype, device)
+        part = Part.of(mapping, model.decoder)
+        weights = load_weights(model, dtype, device, part)
+        decoder = Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives)
+        held = part.of_model(model.decoder)
+        num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, agree)
+        cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
         limits = EngineLimits(
             vocab_size=model.decoder.vocab_size,
             max_sequence_length=max_sequence_length,
             max_num_sequences=config.max_num_sequences,
             num_blocks=num_blocks,
             tokens_per_block=config.tokens_per_block,
+            num_micro_batches=mapping.pp_size,
         )
-        return cls(decoder, cache, limits, config.max_num_tokens)
+        return cls(decoder, cache, limits, config.max_num_tokens, mapping)
 
     @torch.inference_mode()
-    def forward(self, batch: ScheduledBatch) -> Tensor:
+    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
         """Take over the batch's slots and blocks, then run the packed forward pass.
 
         If this or `decode` raises, whatever for, the sequences of the batch have to start again; nothing else is
         affected.
 
+        Args:
+            batch: What to run.
+            hidden: Behind the first pipeline stage, what the stage before returned.
+
         Returns:
-            Logits [rows, vocab_size] float32, in the order of `ScheduledBatch.sampled_slots`, 1 + num_draft_tokens
-            rows for a chunk and one for a generation slot.
+            At the last stage logits [rows, vocab_size] float32, in the order of `ScheduledBatch.sampled_slots`,
+            1 + num_draft_tokens rows for a chunk and one for a generation slot. Before, what the next stage takes:
+            [batch.num_tokens, hidden_size] in the engine's dtype.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, a row without a block, or one
@@ -123,12 +153,14 @@ class TorchEngine:
         """
         with self._void_slots.watch(batch):
             self._void_slots.refuse(batch)
-            return self._forward(batch)
+            return self._forward(batch, hidden)
 
-    def _forward(self, batch: ScheduledBatch) -> Tensor:
+    def _forward(self, batch: ScheduledBatch, hidden: Tensor | None) -> Tensor:
         fresh_blocks = self._slots.apply(batch)
-        self._decoding.apply(batch)
-        self._context_outputs.apply(batch)
+        if self._decoding is not None:
+            self._decoding.apply(batch)
+        if self._context_outputs is not None:
+            self._context_outputs.apply(batch)
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
@@ -140,11 +172,12 @@ class TorchEngine:
             )
             for window in self._decoder.windows
         }
-        hidden = self._decoder.forward(packed, plans, self._cache)
-        self._context = self._context_outputs.compute(batch, packed.chunks, hidden, self._decoder)
-        logits = self._decoder.logits(hidden[packed.sampled_rows])
+        result = self._decoder.forward(packed, plans, self._cache, hidden)
+        if self._context_outputs is not None:
+            self._context = self._context_outputs.compute(batch, packed.chunks, result, self._decoder)
+            result = self._decoder.logits(result[packed.sampled_rows])
         self._slots.advance(batch)
-        return logits
+        return result
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
         """Copies first: nothing that is copied may be cleared or written before."""
@@ -156,16 +189,41 @@ class TorchEngine:
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
-        """Choose what follows every sampled row and remember it as the slot's last token; beams only rank.
+        """`choose` and `remember`: for an engine that is all of a model, called before the next `forward`.
+
+        Raises:
+            FloatingPointError: As `choose`.
+        """
+        with self._void_slots.watch(batch):
+            output = self._choose(batch, logits)
+            self._slots.remember(batch, output)
+        return output
+
+    @torch.inference_mode()
+    def choose(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
+        """What follows every sampled row, at the rank that chooses, before its next `forward`; beams only rank.
 
         Raises:
             FloatingPointError: The model's logits are no numbers; names the slots.
         """
+        return self._choose(batch, logits)
+
+    def _choose(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
         context, self._context = self._context, {}
-        with self._void_slots.watch(batch):
-            output = self._decoding.decode(batch, logits, self._slots.positions(batch))
-            self._slots.remember(batch, output)
+        output = self._decoding.decode(batch, logits, self._slots.positions(batch))
         return replace(output, context=context) if context else output
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """What was chosen is what the slots are fed next; batches without rows of theirs may have begun since."""
+        self._slots.remember(batch, output)
+
+    def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
+        """The batch failed on some rank: its slots are void, as if it had here.
+
+        Batches that have begun `since` may have started some of those slots anew.
+        """
+        self._void_slots.add(batch, since)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent; a later forward raises."""
@@ -201,6 +259,7 @@ def _num_blocks(
     max_sequence_length: int,
     dtype: torch.dtype,
     device: torch.device,
+    agree: Callable[[int], int],
 ) -> int:
     on_gpu = device.type == "cuda"
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
@@ -211,18 +270,19 @@ def _num_blocks(
             tokens_per_block=config.tokens_per_block,
             max_num_sequences=config.max_num_sequences,
             max_sequence_length=max_sequence_length,
-            free_bytes=free_memory(device),
+            free_bytes=free_memory(device) // (1 if on_gpu else config.ranks_on_host),
             fraction=getattr(config, name),
             fraction_name=name,
             max_tokens=config.max_tokens_in_paged_kv_cache,
             bounded_by_use=not on_gpu,
         )
     )
+    num_blocks = agree(plan.num_blocks)
     _logger.info(
         "KV cache: %d blocks of %d tokens, %.0f MiB; %s decides",
-        plan.num_blocks,
+        num_blocks,
         config.tokens_per_block,
-        plan.num_blocks * size / 2**20,
-        plan.decided_by,
+        num_blocks * size / 2**20,
+        plan.decided_by if num_blocks == plan.num_blocks else "another rank",
     )
-    return plan.num_blocks
+    return num_blocks

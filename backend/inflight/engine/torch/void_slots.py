@@ -1,13 +1,14 @@
 """Slots of failed batches: what is remembered of them may be anything, until a sequence starts in them again.
 
 A batch may have been made before an earlier one was known to have failed, and then carry on sequences of that one.
-Their block tables may be those of the slots' earlier owners, so that running such a batch would write into blocks
-that are others' by now. It is refused before anything is touched. Called by the loop thread.
+Where that failed before the forward pass, their block tables may be those of the slots' earlier owners, so that
+running such a batch would write into blocks that are others' by now. It is refused before anything is touched.
+Called by the loop thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from inflight.core.batch import ScheduledBatch
@@ -27,6 +28,13 @@ class VoidSlots:
         except BaseException:
             self._slots |= _named(batch)
             raise
+
+    def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
+        """A batch turns out to have failed when others, `since`, have begun: void is what they did not start anew.
+
+        A sequence may take a slot, get no row and end before its batch is back; the next has the slot by then.
+        """
+        self._slots |= _named(batch) - {start.slot for later in since for start in later.starts}
 
     def refuse(self, batch: ScheduledBatch) -> None:
         """Raise ValueError if the batch carries on in a void slot. Starts and moves from sound ones mend slots."""

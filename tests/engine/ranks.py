@@ -1,0 +1,58 @@
+"""Several ranks as one engine, for tests: the topologies, and what their answers are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.core.response import Result
+from inflight.engine.torch import TorchEngineConfig
+from inflight.testing.thread_ranks import ThreadRanks
+from tests.engine.serving import Served, to_torch
+
+TOPOLOGIES = {"tp2": (2, 1), "pp2": (1, 2), "pp3": (1, 3), "tp2-pp2": (2, 2)}
+"""(tp_size, pp_size)."""
+
+
+@contextmanager
+def ranks(
+    folder: Path, topology: tuple[int, int], num_blocks: int = 64, max_num_sequences: int = 4, **changes: Any
+) -> Iterator[ThreadRanks]:
+    """As `tests.engine.serving.load` makes one."""
+    values = {
+        "dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8,
+        "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,
+    }  # fmt: skip
+    engine = ThreadRanks(TorchEngineConfig(str(folder), **values), *topology)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def assert_same(many: Served, one: Served) -> None:
+    """Tokens exactly; what is a sum over ranks as far as its rounding."""
+    assert many.responses.keys() == one.responses.keys()
+    for key in one.responses:
+        assert_same_result(many.result(*key), one.result(*key))
+
+
+def assert_same_result(result: Result, expected: Result) -> None:
+    """The same of one sequence."""
+    assert result.output_token_ids == expected.output_token_ids
+    assert result.finish_reasons == expected.finish_reasons
+    for found, wanted in zip(result.log_probs or (), expected.log_probs or (), strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    assert (result.prompt_log_probs or ()) == pytest.approx(expected.prompt_log_probs or (), abs=1e-4)
+    for found, wanted in zip(_logits(result), _logits(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+
+
+def _logits(result: Result) -> list[torch.Tensor]:
+    context = () if result.context_logits is None else (result.context_logits,)
+    return [to_torch(tensor) for tensor in (*context, *(result.generation_logits or ()))]

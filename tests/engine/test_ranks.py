@@ -1,0 +1,293 @@
+"""Ranks that share every layer, pipeline stages, and both: what they give is what one gives, in float32."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.stop import FinishReason
+from inflight.distributed.vitals import NEVER
+from inflight.errors import StepFailed, Unavailable
+from tests.engine import test_served_beams as beams
+from tests.engine import test_served_controls as controls
+from tests.engine import test_served_details as details
+from tests.engine import test_served_drafts as drafts
+from tests.engine.driver import Driver
+from tests.engine.failing import Saboteur, serve_through_faults, spoil
+from tests.engine.ranks import TOPOLOGIES, assert_same, assert_same_result, ranks
+from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
+from tests.models.zoo import Zoo, ZooModel
+
+NUM_TOKENS = 20
+LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
+
+every_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+
+
+@pytest.mark.parametrize("topology", [*TOPOLOGIES.values(), (4, 1)], ids=[*TOPOLOGIES, "tp4"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama", "llama-gqa", "llama-gqa-tied", "llama-mlp-bias", "mistral-window", "qwen2", "qwen2-window",
+        "qwen3", "gpt2",
+    ],
+)  # fmt: skip
+def test_tokens_and_logits_of_every_family_are_those_of_transformers(
+    zoo: Zoo, case: str, topology: tuple[int, int]
+) -> None:
+    model = zoo[case]
+    requests = [Request(n, model.prompt(27 + n, n), NUM_TOKENS, output=LOGITS) for n in range(3)]
+    with ranks(model.folder, topology) as engine:
+        served = serve(engine, config_of("no-evict"), requests)
+        calls = [collectives.num_calls for collectives in engine.collectives]
+        caches = [stage._cache for stage in engine.stages]
+
+    for request in requests:
+        tokens = served.tokens(request)
+        assert tokens == model.greedy(request.input_token_ids, NUM_TOKENS)
+        expected = model.logits([*request.input_token_ids, *tokens])
+        result, length = served.result(request), request.prompt_length
+        for found, wanted in (
+            (to_torch(result.generation_logits[0]), expected[length - 1 : -1]),
+            (to_torch(result.context_logits), expected[:length]),
+        ):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    tp_size, pp_size = topology
+    assert served.most_in_flight == pp_size
+    layers, kv_heads = 3, getattr(model.oracle.config, "num_key_value_heads", None) or 4
+    assert sum(cache._blocks.shape[0] for cache in caches) == tp_size * layers, "every layer is in one stage"
+    assert {cache._head_shape[0] for cache in caches} == {max(1, kv_heads // tp_size)}, (
+        "its own key heads alone"
+    )
+    if tp_size > 1:
+        sums, gathers = (2 * layers + 1) * served.num_iterations, served.num_iterations + len(requests)
+        assert sum(calls) == tp_size * (sums + gathers), "two sums a layer, the embedding's, and the logits"
+
+
+def _some_of_everything(model: ZooModel) -> list[Request]:
+    prompt, other = model.prompt(33), model.prompt(21, seed=1)
+    sampled = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, random_seed=3, repetition_penalty=1.2)
+    log_probs = OutputConfig(return_log_probs=True, num_top_log_probs=3, return_prompt_log_probs=True)
+    return [
+        Request(1, prompt, 20, streaming=True),
+        Request(2, prompt, 20, sampling=sampled, output=log_probs),
+        Request(3, other, 16, sampling=SamplingConfig(beam_width=3, length_penalty=1.0)),
+        Request(4, (*prompt, 7), 16, prompt_lookup_num_tokens=3),
+        Request(5, other, 12, draft=ExternalDraft((5, 6, 7))),
+        Request(6, other[:9], 14, sampling=SamplingConfig(num_return_sequences=2, top_k=5, random_seed=1)),
+        *(Request(number, model.prompt(6 + number, number), 40) for number in (7, 8, 9, 10)),
+    ]
+
+
+@every_topology
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_at_once_in_every_way(zoo: Zoo, way: str, topology: tuple[int, int]) -> None:
+    """Samples, penalties, beams, drafts, siblings, log probs; with chunks, reuse and pauses."""
+    model = zoo["llama-gqa"]
+    requests = _some_of_everything(model)
+    one = serve(load(model.folder, 20, 8), config_of(way), requests)
+    with ranks(model.folder, topology, 20, 8) as engine:
+        many = serve(engine, config_of(way), requests)
+    assert many.most_in_flight == topology[1]
+    assert_same(many, one)
+    if "utilization" in way:
+        assert many.num_pauses > 0
+    if topology[1] == 1:
+        assert (many.num_iterations, many.num_pauses) == (one.num_iterations, one.num_pauses)
+
+
+@cache
+def _requests(kind: str, model: ZooModel) -> tuple[Request, ...]:
+    """Those of the tests that hold one rank against transformers or the reference."""
+    if kind == "processors":
+        return tuple(controls.processed(model)[0])
+    if kind == "bans":
+        return tuple(controls.banned(model)[0])
+    if kind == "sampling":
+        return tuple(controls.sampling_requests(model))
+    if kind == "beams":
+        changes = [{}, {"sampling": {"no_repeat_ngram_size": 2}}, {"sampling": {"repetition_penalty": 1.3}}]
+        asked = [
+            beams.make_request(model, number, **change)
+            for number, change in zip((4, 13, 30), changes, strict=True)
+        ]
+        return (*asked, replace(asked[0], request_id=90, streaming=False, output=details.EVERYTHING))
+    if kind == "details":
+        return tuple(details.make_requests(model))
+    plain = drafts.make_requests(model)
+    if kind == "lookup":
+        return tuple(
+            replace(r, input_token_ids=r.input_token_ids * 2, prompt_lookup_num_tokens=5) for r in plain
+        )
+    assert kind == "drafts"
+    tokens = drafts.plain_run(model, plain)
+    return tuple(
+        replace(r, draft=ExternalDraft((*found[: r.request_id % 4], 3, 4)))
+        for r, found in zip(plain, tokens, strict=True)
+    )
+
+
+@cache
+def _answers(kind: str, model: ZooModel) -> Served:
+    return serve(load(model.folder, 300, 20), config_of("no-evict"), _requests(kind, model))
+
+
+@every_topology
+@pytest.mark.parametrize("kind", ["processors", "bans", "sampling", "beams", "details", "drafts", "lookup"])
+def test_every_control_is_what_one_rank_makes_of_it(zoo: Zoo, kind: str, topology: tuple[int, int]) -> None:
+    """With a small cache, in chunks."""
+    model = zoo["llama-gqa"]
+    slots = 20 if kind == "beams" else 6
+    with ranks(model.folder, topology, 60 if kind in ("beams", "lookup") else 40, slots) as engine:
+        many = serve(engine, config_of("utilization-chunked-no-reuse"), _requests(kind, model))
+    assert many.most_in_flight == topology[1]
+    assert_same(many, _answers(kind, model))
+
+
+@every_topology
+def test_a_stopped_request_leaves_the_others_as_they_are(zoo: Zoo, topology: tuple[int, int]) -> None:
+    """One is stopped in its context, one in generation, a beam search too; batches with them are in flight."""
+    model = zoo["llama-gqa"]
+    requests = _some_of_everything(model)
+    one = serve(load(model.folder, 64, 8), config_of("chunked"), requests)
+    stops = {1: 2, 3: 8, 5: 5}
+    with ranks(model.folder, topology, 64, 8) as engine:
+        many = serve(engine, config_of("chunked"), requests, per_iteration=3, stops=stops)
+        again = serve(engine, config_of("chunked"), requests)
+    for key in one.responses:
+        if key[0] in stops:
+            assert set(many.result(*key).finish_reasons) == {FinishReason.CANCELLED}
+        else:
+            assert_same_result(many.result(*key), one.result(*key))
+    assert_same(again, one)
+
+
+# ---------------------------------------------------------------- when something fails
+
+STAGES = {
+    "first stage": (0, "_forward", False),
+    "first stage, having computed": (0, "_forward", True),
+    "last stage": (-1, "_forward", False),
+    "choice of tokens": (-1, "choose", False),
+}
+
+
+@pytest.mark.parametrize("topology", [(1, 1), (1, 2), (1, 3)], ids=["pp1", "pp2", "pp3"])
+@pytest.mark.parametrize("where", STAGES)
+def test_failed_batches_change_no_token(
+    zoo: Zoo, topology: tuple[int, int], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage before and the stage behind hear of it; batches behind it are in flight."""
+    model = zoo["mistral-window"]
+    requests = _some_of_everything(model)
+    config = config_of("chunked")
+    expected = serve_through_faults(load(model.folder, 64, 8), config, requests)
+    stage, name, after = STAGES[where]
+    with ranks(model.folder, topology, 64, 8) as engine:
+        saboteur = Saboteur(monkeypatch, engine.stages[stage], name, after)
+        served = serve_through_faults(engine, config, requests, saboteur)
+        failures = list(engine.failures)
+    assert saboteur.num_faults > 0, "nothing failed"
+    assert len(failures) >= (saboteur.num_faults if name == "_forward" else 0)
+    assert served.keys() == expected.keys()
+    for key, result in served.items():
+        assert_same_result(result, expected[key])
+
+
+@every_topology
+def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology: tuple[int, int]) -> None:
+    """One of ten has nan for logits from some token on; no rank's forward pass fails for it."""
+    model = zoo["llama-gqa"]
+    requests = _some_of_everything(model)
+    expected = serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), requests)
+    with ranks(model.folder, topology, 64, 8) as engine:
+        sampler = next(stage for stage in engine.stages if stage._decoding is not None)
+        spoil(sampler, requests[1].request_id, num_tokens=38)
+        served = serve_through_faults(
+            engine, config_of("chunked"), requests, guilty_id=requests[1].request_id
+        )
+        assert engine.failures == []
+    assert served.keys() == expected.keys() - {(requests[1].request_id, 0)}
+    for key, result in served.items():
+        assert_same_result(result, expected[key])
+
+
+@every_topology
+def test_a_batch_that_breaks_the_contract_is_refused_by_all_ranks_alike(
+    zoo: Zoo, topology: tuple[int, int]
+) -> None:
+    """Every rank of every stage refuses it before it waits for another; the next batch is well."""
+    model = zoo["llama-gqa"]
+    with ranks(model.folder, topology) as engine:
+        driver = Driver(engine)
+        row = driver.start(model.prompt(20))
+        batch = driver.batch({row: 20})
+        reason = "slot 0 has 0 blocks of 8 tokens, too few for position 0"
+        with pytest.raises(StepFailed, match=reason if topology[1] == 1 else "failed in a pipeline stage"):
+            engine.decode(batch, engine.forward(replace(batch, new_blocks=())))
+        assert {rank for rank, _ in engine.failures} >= set(range(topology[0])), "the first stage's ranks"
+        again = replace(batch, iteration=1)
+        output = engine.decode(again, engine.forward(again))
+    assert [list(tokens) for tokens in output.token_ids] == [model.greedy(model.prompt(20), 1)]
+
+
+def test_a_rank_that_fails_alone_says_so_and_is_of_no_more_use(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails when it has given the others all that they wait for, so they go on."""
+    model = zoo["llama-gqa"]
+    with ranks(model.folder, (2, 1)) as engine:
+        saboteur = Saboteur(monkeypatch, engine.stages[1], "_forward", after=True)
+        saboteur.arm()
+        driver = Driver(engine)
+        row = driver.start(model.prompt(20))
+        batch = driver.batch({row: 20})
+        begun = engine.forward(batch)
+        with pytest.raises(
+            AssertionError, match=r"the ranks differ: .None, Unavailable.+rank 1 failed alone"
+        ):
+            engine.decode(batch, begun)
+        assert engine.failures == [(1, 0), (1, NEVER)], (
+            "its forward pass raised, and then it was alone with that"
+        )
+        with pytest.raises(Unavailable, match="rank 1 failed alone in iteration 0: Fault"):
+            engine._ranks[1].forward(batch)
+
+
+def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other waits for it, until somebody ends that."""
+    model = zoo["llama-gqa"]
+    with ranks(model.folder, (2, 1)) as engine:
+        saboteur = Saboteur(monkeypatch, engine.stages[1]._decoder, "_mlp", after=False)
+        saboteur.arm()
+        noticed = threading.Event()
+        original = engine.failures.append
+        engine.failures = _Listener(original, noticed)
+        driver = Driver(engine)
+        row = driver.start(model.prompt(20))
+        batch = driver.batch({row: 20})
+        begun = engine.forward(batch)
+        assert noticed.wait(10)
+        assert not begun[0].done(), "rank 0 waits in a collective"
+        engine.collectives[1].leave()
+        with pytest.raises(StepFailed, match="BrokenBarrierError"):
+            engine.decode(batch, begun)
+
+
+class _Listener(list):
+    def __init__(self, append, noticed: threading.Event) -> None:
+        super().__init__()
+        self._append, self._noticed = append, noticed
+
+    def append(self, item) -> None:
+        self._append(item)
+        self._noticed.set()
