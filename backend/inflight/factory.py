@@ -1,36 +1,36 @@
 """Composition root: parameters → engine, scheduler, GptManager, client and endpoint, wired together.
 
-The only module that knows every part. Imports the parts lazily, inside functions, so that a front end that never
-builds an engine never imports torch. Called once, on the thread that loads the model.
+With `composition`, the only code that knows every part. Imports the parts lazily, inside functions, so that a
+front end that never builds an engine never imports torch, and one rank alone no MPI. Called once, on the thread
+that loads the model.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.errors import ConfigError
+from inflight.composition.settings import check_parameters
 
 if TYPE_CHECKING:
     from inflight.batch_manager import GptManager
-    from inflight.batch_manager.instruments import Instruments
-    from inflight.core.batch import EngineLimits
-    from inflight.core.config import SchedulerConfig
-    from inflight.core.description import EngineDescription
-    from inflight.core.ports import Engine, ReturnMetricsCallback
+    from inflight.composition.models import LoadedModel
+    from inflight.composition.station import Station
+    from inflight.core.ports import GetInferenceRequestsCallback, ReturnMetricsCallback
+    from inflight.core.request import Request
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
+    from inflight.endpoint.supervision import Supervision
+    from inflight.errors import InflightError
     from inflight.triton.parameters import Parameters
 
-DEMO_MODEL = "demo_model"
+__all__ = ["UNLOAD_TIMEOUT_S", "RunningEngine", "build_engine", "check_parameters", "follow"]
+
 UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,14 @@ class RunningEngine:
     client: LocalEngineClient
     _manager: GptManager
     _endpoint: EndpointServer
+    _release: Callable[[], None] = lambda: None
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
         """Take no more requests, finish or end those in flight, end every thread, free the device. Idempotent.
 
         Any thread but the loop's. Takes `timeout_s` seconds at most, and up to seven more where the device hangs.
+        The other ranks, if there are any, end too.
 
         Args:
             timeout_s: How long requests in flight may go on before they are ended with UNAVAILABLE.
@@ -61,30 +63,21 @@ class RunningEngine:
         with self._closing:
             try:
                 self.client.drain(timeout_s, "the model is being unloaded")
-                return self._manager.shutdown(_LOOP_END_S)
+                has_ended = self._manager.shutdown(_LOOP_END_S)
+                if has_ended:
+                    self._release()
+                return has_ended
             finally:
                 self.client.close()
                 self._endpoint.close()  # last: it sends on what has been answered
 
+    def fail(self, error: InflightError) -> None:
+        """Answer everything with `error`, in other processes too, although the loop may hang; any thread but its.
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """An engine, and what its checkpoint says to front ends."""
-
-    engine: Engine
-    model_path: str
-    dtype: str
-    eos_token_ids: tuple[int, ...]
-
-
-def check_parameters(parameters: Parameters) -> None:
-    """Raise ConfigError where these parameters do not go together, whatever the checkpoint is.
-
-    For whoever has to give something up before an engine can be built.
-    """
-    _scheduler_config(parameters).validate(parameters.max_num_sequences, parameters.tokens_per_block)
-    if parameters.fake_engine:
-        _parse_fake(parameters.fake_engine)
+        The process is of no further use then.
+        """
+        self.client.fail_all(error)
+        self._endpoint.close()
 
 
 def build_engine(
@@ -92,147 +85,129 @@ def build_engine(
     version_dir: str,
     endpoint_path: str,
     return_metrics: ReturnMetricsCallback | None = None,
+    station: Station | None = None,
+    supervision: Supervision | None = None,
 ) -> RunningEngine:
-    """Load the model and start serving it.
+    """Load the model and start serving it; with several ranks, on rank 0.
 
     Args:
         parameters: What config.pbtxt says.
         version_dir: The Triton model's version folder; the demo model lies in it.
         endpoint_path: Unix socket for front ends in other processes.
         return_metrics: Takes statistics and metrics, at most once in `stats_check_period_ms`.
+        station: Rank 0's among several ranks; the others call `follow` meanwhile. Left when the engine is closed
+            in order; where this raises, the caller leaves it.
+        supervision: For an engine whose life another process decides about.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
     """
     from inflight.batch_manager import GptManager
+    from inflight.composition.models import load
+    from inflight.composition.settings import describe, instruments, scheduler_config
     from inflight.core.scheduler import Scheduler
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
 
-    model = _load_fake(parameters) if parameters.fake_engine else _load_checkpoint(parameters, version_dir)
-    config = _scheduler_config(parameters)
+    config = scheduler_config(parameters)
+    model = load(parameters, version_dir, station)
     scheduler = Scheduler(config, model.engine.limits)
     client = LocalEngineClient(
-        _describe(parameters, model, config),
+        describe(parameters, model, config),
         lambda: manager.notify(),
         (lambda timeout_s: manager.state(timeout_s)) if parameters.enable_state_requests else None,
     )
+
     manager = GptManager(
         model.engine,
         scheduler,
-        client.get_inference_requests,
+        _counting(client.get_inference_requests, station),
         client.send_response,
         client.poll_stop_signals,
         stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
-        on_death=client.fail_all,
-        instruments=_instruments(parameters, config, model.engine.limits, return_metrics),
+        on_death=_dying(client, station),
+        instruments=instruments(parameters, config, model.engine.limits, return_metrics),
+        ranks=None if station is None else station.ranks,
     )
-    endpoint = EndpointServer(client, endpoint_path, client.drain, lambda timeout_s: running.close(timeout_s))
-    running = RunningEngine(client, manager, endpoint)
+
+    release = _releasing(model, station)
+    retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
+    try:
+        endpoint = EndpointServer(client, endpoint_path, client.drain, retire, supervision)
+    except Exception:
+        if manager.shutdown(_LOOP_END_S):
+            release()
+        raise
+    running = RunningEngine(client, manager, endpoint, release)
     return running
 
 
-def _scheduler_config(parameters: Parameters) -> SchedulerConfig:
-    from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+def _counting(
+    get_inference_requests: GetInferenceRequestsCallback, station: Station | None
+) -> GetInferenceRequestsCallback:
+    """The callback that begins an iteration, which the pulse wants to know of."""
+    if station is None:
+        return get_inference_requests
 
-    is_static = parameters.gpt_model_type == "V1"
-    return SchedulerConfig(
-        policy=CapacitySchedulerPolicy.STATIC_BATCH if is_static else parameters.batch_scheduler_policy,
-        max_num_tokens=parameters.max_num_tokens,
-        enable_chunked_context=parameters.enable_chunked_context,
-        enable_kv_cache_reuse=parameters.enable_kv_cache_reuse,
-        max_beam_width=parameters.max_beam_width,
-        max_queue_size=parameters.max_queue_size,
-        context_chunking_policy=parameters.context_chunking_policy,
-    )
+    def get(max_num: int) -> Sequence[Request]:
+        station.ranks.advance()
+        return get_inference_requests(max_num)
+
+    return get
 
 
-def _instruments(
-    parameters: Parameters,
-    config: SchedulerConfig,
-    limits: EngineLimits,
-    return_metrics: ReturnMetricsCallback | None,
-) -> Instruments:
+def _dying(client: LocalEngineClient, station: Station | None) -> Callable[[InflightError], None]:
+    """What is to be done when the loop has died: nobody may wait for it, neither clients nor ranks."""
+
+    def die(error: InflightError) -> None:
+        client.fail_all(error)
+        if station is not None:
+            station.report_dead_loop()
+
+    return die
+
+
+def _releasing(model: LoadedModel, station: Station | None) -> Callable[[], None]:
+    """What ends this rank's ties to the others, once."""
+    steps = [] if station is None else [model.release, station.leave]
+
+    def release() -> None:
+        while steps:
+            steps.pop(0)()
+
+    return release
+
+
+def follow(parameters: Parameters, version_dir: str, station: Station) -> bool:
+    """Run a rank other than 0, from its load to rank 0's end.
+
+    Returns whether that was in order; all ranks have left then.
+
+    Raises ConfigError, on all ranks, if the model cannot be loaded.
+    """
+    from inflight.batch_manager import GptManager
     from inflight.batch_manager.instruments import Instruments
-    from inflight.batch_manager.recording import JsonRecorder
-    from inflight.batch_manager.statistics_rings import StatisticsRings
     from inflight.batch_manager.watchdog import Watchdog
-    from inflight.triton.memory import measure_memory
+    from inflight.composition.models import load
+    from inflight.composition.settings import scheduler_config
+    from inflight.core.scheduler import Scheduler
 
-    timeout_ms, path = parameters.watchdog_timeout_ms, parameters.record_path
-    return Instruments(
-        recorder=JsonRecorder(path, config, limits) if path else None,
-        watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None,
-        rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
-        return_metrics=return_metrics,
-        measure_memory=measure_memory,
+    model = load(parameters, version_dir, station)
+    deaths: list[InflightError] = []
+    timeout_ms = parameters.watchdog_timeout_ms
+    manager = GptManager(
+        model.engine,
+        Scheduler(scheduler_config(parameters), model.engine.limits),
+        lambda max_num: (),
+        lambda response: None,
+        on_death=deaths.append,
+        instruments=Instruments(watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None),
+        ranks=station.ranks,
     )
-
-
-def _load_checkpoint(parameters: Parameters, version_dir: str) -> LoadedModel:
-    from inflight.engine.torch import TorchEngine, TorchEngineConfig
-
-    model_path = parameters.gpt_model_path or str(Path(version_dir) / DEMO_MODEL)
-    engine = TorchEngine.load(
-        TorchEngineConfig(
-            model_path=model_path,
-            dtype=parameters.dtype,
-            max_num_sequences=parameters.max_num_sequences,
-            max_num_tokens=parameters.max_num_tokens,
-            max_sequence_length=parameters.max_sequence_length,
-            tokens_per_block=parameters.tokens_per_block,
-            max_tokens_in_paged_kv_cache=parameters.max_tokens_in_paged_kv_cache,
-            kv_cache_free_gpu_mem_fraction=parameters.kv_cache_free_gpu_mem_fraction,
-            kv_cache_free_cpu_mem_fraction=parameters.kv_cache_free_cpu_mem_fraction,
-            num_threads=parameters.engine_threads,
-            attention_windows=parameters.max_attention_window_size,
-            sink_token_length=parameters.sink_token_length,
-        )
-    )
-    # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
-    end_ids = tuple(token_id for token_id in engine.eos_token_ids if token_id < engine.limits.vocab_size)
-    return LoadedModel(engine, model_path, engine.dtype, end_ids)
-
-
-def _load_fake(parameters: Parameters) -> LoadedModel:
-    """An engine without a model, for tests and for measuring everything around a forward pass."""
-    from inflight.core.batch import EngineLimits
-    from inflight.testing.fake_engine import FakeEngine
-
-    vocab_size, step_us = _parse_fake(parameters.fake_engine or "")
-    max_sequence_length = parameters.max_sequence_length or 4096
-    size = parameters.tokens_per_block
-    num_tokens = parameters.max_tokens_in_paged_kv_cache or parameters.max_num_sequences * max_sequence_length
-    limits = EngineLimits(
-        vocab_size, max_sequence_length, parameters.max_num_sequences, max(1, num_tokens // size), size
-    )
-    _log.warning("fake_engine is set: tokens are made up, no model is loaded")
-    return LoadedModel(FakeEngine(limits, step_us * 1e-6, attend_to_all=False), "", "none", ())
-
-
-def _parse_fake(text: str) -> tuple[int, int]:
-    """(vocab_size, microseconds per step) from "vocab=1000,step_us=200"."""
-    values = {"vocab": 1000, "step_us": 0}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        if key.strip() not in values or not value.strip().isdigit():
-            raise ConfigError(f"fake_engine: got {text!r}, expected vocab=N,step_us=N")
-        values[key.strip()] = int(value)
-    return values["vocab"], values["step_us"]
-
-
-def _describe(parameters: Parameters, model: LoadedModel, config: SchedulerConfig) -> EngineDescription:
-    from inflight.core.description import EngineDescription
-
-    beside_weights = Path(model.model_path) / "tokenizer.json"
-    found = model.model_path if model.model_path and beside_weights.is_file() else ""
-    return EngineDescription(
-        limits=config.model_limits(model.engine.limits),
-        model_path=model.model_path,
-        tokenizer_dir=parameters.tokenizer_dir or found,
-        eos_token_ids=model.eos_token_ids,
-        default_end_ids=parameters.default_end_ids,
-        exclude_input_from_output=bool(parameters.exclude_input_in_output),
-        dtype=model.dtype,
-        state_enabled=parameters.enable_state_requests,
-    )
+    manager.join()
+    if deaths:
+        return False
+    manager.shutdown()
+    model.release()
+    station.leave()
+    return True

@@ -272,8 +272,8 @@ def drain_engine(path: str, timeout_s: float) -> bool:
     return False
 
 
-def retire_predecessor(path: str, timeout_s: float, patience_s: float = 30.0) -> bool:
-    """End the engine that still holds `path` for the process that started this one too.
+def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s: float = 30.0) -> bool:
+    """End the engine that still holds `path` for the process that started this one too, or works for `server`.
 
     A server may start a model's next process while its last one lives on. That one is told to end what is in
     flight and to free what it has, and is waited for. Engines of anybody else are left alone.
@@ -281,6 +281,7 @@ def retire_predecessor(path: str, timeout_s: float, patience_s: float = 30.0) ->
     Args:
         path: The socket.
         timeout_s: How long its requests may go on.
+        server: The tritonserver of an engine in a process that tritonserver has not started (`Hello.server`).
         patience_s: How much longer to wait for its end.
 
     Returns:
@@ -290,7 +291,9 @@ def retire_predecessor(path: str, timeout_s: float, patience_s: float = 30.0) ->
         connection.settimeout(timeout_s + patience_s)
         try:
             connection.connect(path)
-            if not (peer_is_this_user(connection) and peer_has_this_parent(connection)):
+            if not peer_is_this_user(connection):
+                return False
+            if not peer_has_this_parent(connection) and not _works_for(server, connection):
                 return False
             _log.warning("the engine at %s is told to make room for this one", path)
             connection.sendall(encode(Retire(timeout_s)))
@@ -299,3 +302,9 @@ def retire_predecessor(path: str, timeout_s: float, patience_s: float = 30.0) ->
             return True
         except (OSError, BadFrame):
             return False
+
+
+def _works_for(server: str, connection: socket.socket) -> bool:
+    body = read_frame(connection) if server else None
+    frame = decode_from_engine(body) if body is not None else None
+    return isinstance(frame, Hello) and frame.server == server

@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 
 from inflight.core.description import EngineDescription
+from inflight.core.metrics import MetricsSnapshot
 from inflight.core.request import Request
 from inflight.core.response import Response, Result
+from inflight.core.stats import IterationStats, MemoryUsage
 from inflight.core.stop import StopReason
 from inflight.core.tensor import FloatTensor
 from inflight.errors import InflightError, error_from_code
@@ -33,10 +35,30 @@ class BadFrame(InflightError):
     """The other side does not speak this protocol, or no longer."""
 
 
+class Launch(msgspec.Struct, frozen=True):
+    """How the processes of an engine were started.
+
+    Attributes:
+        launcher: The process that ends them all, `ProcessId` as text.
+        folder: Their folder for shared memory, removed after their end.
+    """
+
+    launcher: str
+    folder: str
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end, once, first."""
+    """Engine → front end, once, first.
+
+    Attributes:
+        description: Of the engine.
+        server: Which tritonserver it works for, where that is not its parent: `ProcessId` as text.
+        job: What it was started with, where it waits for a process of that tritonserver's to take it over.
+    """
 
     description: EngineDescription
+    server: str = ""
+    job: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -85,6 +107,33 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: every request has its final response."""
 
 
+class Supervise(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor → engine: say Supervised, and from then on that you live; end when nobody supervises you."""
+
+
+class Supervised(msgspec.Struct, frozen=True, tag=True):
+    """Engine → supervisor: what there is to end if the engine does not end by itself."""
+
+    launch: Launch
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Engine → supervisor: the engine's process lives."""
+
+
+class Statistics(msgspec.Struct, frozen=True, tag=True):
+    """Engine → supervisor: what has been observed, when, and what the engine's process holds."""
+
+    stats: IterationStats
+    metrics: MetricsSnapshot
+    wall_clock_s: float
+    memory: MemoryUsage
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """Engine → supervisor: it has been told to end; what follows is in order."""
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Engine → front end: one response, without its logits.
 
@@ -102,8 +151,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     generation_logits: tuple[_Shape, ...] | None = None
 
 
-FromEngine = Hello | Answer | State | Drained
-FromFrontEnd = Submit | Stop | ReadState | Drain | Retire
+FromEngine = Hello | Answer | State | Drained | Supervised | Beat | Statistics | Leaving
+FromFrontEnd = Submit | Stop | ReadState | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)

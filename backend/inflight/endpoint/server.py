@@ -27,6 +27,7 @@ from inflight.endpoint.frames import (
     State,
     Stop,
     Submit,
+    Supervise,
     decode_from_front_end,
     encode,
     encode_response,
@@ -34,6 +35,7 @@ from inflight.endpoint.frames import (
 )
 from inflight.endpoint.mailbox import Mailbox
 from inflight.endpoint.path import listen, remove
+from inflight.endpoint.supervision import Supervision, Supervisor
 from inflight.errors import InflightError, StepFailed
 
 _log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class EndpointServer:
             in flight is answered.
         retire: Called with a number of seconds, on a thread of its own, when another process is to take this
             engine's place; has to end everything, this server too.
+        supervision: Who decides about the life of this engine, if that is another process.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class EndpointServer:
         path: str,
         drain: Callable[[float], object] | None = None,
         retire: Callable[[float], object] | None = None,
+        supervision: Supervision | None = None,
     ) -> None:
         self._client = client
+        self._supervision = supervision
         self._drain = drain
         self._retire = retire
         self._path = path
@@ -103,7 +108,9 @@ class EndpointServer:
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
-            connection = _Connection(self._client, accepted, self._forget, self._drain, self._retire)
+            connection = _Connection(
+                self._client, accepted, self._forget, self._drain, self._retire, self._supervision
+            )
             with self._lock:
                 self._connections.add(connection)
             connection.start()
@@ -123,10 +130,13 @@ class _Connection:
         on_end: Callable[[_Connection], None],
         drain: Callable[[float], object] | None,
         retire: Callable[[float], object] | None,
+        supervision: Supervision | None,
     ) -> None:
         self._client = client
         self._drain = drain
         self._retire = retire
+        self._supervision = supervision
+        self._supervisor: Supervisor | None = None
         self._socket = connected
         self._on_end = on_end
         self._mailbox = Mailbox()
@@ -173,6 +183,9 @@ class _Connection:
                         threading.Thread(
                             target=self._retire, args=(frame.timeout_s,), name="endpoint-retire", daemon=True
                         ).start()
+                elif isinstance(frame, Supervise):
+                    if self._supervision is not None and self._supervisor is None:
+                        self._supervisor = self._supervision.attach(self._send)
                 elif self._drain is not None:
                     self._drain(frame.timeout_s)  # a supervisor sends nothing else: nobody waits behind this
                     self._send([encode(Drained())])
@@ -226,9 +239,13 @@ class _Connection:
             left = list(self._engine_ids.values())
         for engine_id in left:
             self._client.stop(engine_id, StopReason.CANCELLED)
+        if self._supervision is not None and self._supervisor is not None:
+            self._supervision.detach(self._supervisor)
         self._mailbox.close()
         self._disconnect()
         self._writer.join()
+        if self._supervisor is not None:
+            self._supervisor.thread.join()
         self._socket.close()
         self._on_end(self)
 
@@ -236,13 +253,19 @@ class _Connection:
 
     def _write(self) -> None:
         try:
-            self._send([encode(Hello(self._client.describe()))])
+            self._send([encode(self._hello())])
             while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
                 self._send([part for response in responses for part in self._parts(response)])
         except (OSError, InflightError) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:
             self._disconnect()  # the reader ends the connection
+
+    def _hello(self) -> Hello:
+        description = self._client.describe()
+        if self._supervision is None:
+            return Hello(description)
+        return Hello(description, self._supervision.server, self._supervision.awaited_job)
 
     def _parts(self, response: Response) -> list[bytes]:
         try:

@@ -6,6 +6,7 @@ Owns the life of the sender and cancellation threads of one model instance. Does
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,12 @@ class FrontEnd:
         for entry in self._in_flight.close():  # only if the client broke its promise of a final response
             self._refuse(entry.stream, Unavailable("the model was unloaded before the request was done"))
             self._budget.release(entry.ticket)
+
+    def flush(self, timeout_s: float) -> None:
+        """Hand what the engine has answered to Triton, for so long at most, and nothing later. Any thread."""
+        flushing = threading.Thread(target=self._sender.close, name="inflight-flush", daemon=True)
+        flushing.start()
+        flushing.join(timeout_s)
 
     def _admit(self, triton_request: Any, stream: ClientStream) -> None:
         parameters = read_request_parameters(

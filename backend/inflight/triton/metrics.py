@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.core.metrics import MetricsSnapshot
-from inflight.core.stats import IterationStats, microseconds
+from inflight.core.stats import IterationStats, MemoryUsage, microseconds
 from inflight.triton.memory import measure_memory
 from inflight.triton.metric_families import Courtesy, FamilyMaker, News, Published
 from inflight.triton.metric_table import FAMILIES, Batching, GaugeFamily
@@ -33,6 +33,8 @@ class _Publication:
     stats: IterationStats
     metrics: MetricsSnapshot
     wall_clock_s: float
+    memory: MemoryUsage | None
+    engine: int
 
 
 class MetricsPublisher:
@@ -57,16 +59,35 @@ class MetricsPublisher:
         self._log_stats = log_stats
         self._seconds_per_call = seconds_per_call
         self._waiting: _Publication | None = None
+        self._engine = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="inflight-metrics", daemon=True)
         self._thread.start()
 
-    def put(self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float) -> None:
-        """Publish these, `wall_clock_s` being when they were taken; instead of others that wait. Never waits."""
+    def put(
+        self,
+        stats: IterationStats,
+        metrics: MetricsSnapshot,
+        wall_clock_s: float,
+        memory: MemoryUsage | None = None,
+    ) -> None:
+        """Publish these instead of others that wait. Never waits.
+
+        Args:
+            stats, metrics: What was observed.
+            wall_clock_s: When.
+            memory: What the engine's process holds; None: it is this one.
+        """
         with self._change:
-            self._waiting = _Publication(stats, metrics, wall_clock_s)
+            self._waiting = _Publication(stats, metrics, wall_clock_s, memory, self._engine)
             self._change.notify()
+
+    def start_over(self) -> None:
+        """What follows is of another engine, which counts from nothing: it is added to what is on the page."""
+        with self._change:
+            self._waiting = None
+            self._engine += 1
 
     def close(self) -> None:
         """Publish what waits and end the thread; the page keeps what is on it. Idempotent."""
@@ -79,9 +100,11 @@ class MetricsPublisher:
 
     def _run(self) -> None:
         courtesy = Courtesy()
-        page = _Page(self._pb_utils, self._labels, courtesy)
+        page, engine = _Page(self._pb_utils, self._labels, courtesy), 0
         while (publication := self._take()) is not None:
             num_before = courtesy.num_calls
+            if publication.engine != engine:
+                page, engine = _Page(self._pb_utils, self._labels, courtesy), publication.engine
             try:
                 self._publish(publication, page)
             except Exception:
@@ -99,7 +122,8 @@ class MetricsPublisher:
 
     def _publish(self, publication: _Publication, page: _Page) -> None:
         stats = publication.stats
-        fields = stats.log_fields(publication.wall_clock_s, measure_memory())
+        memory = publication.memory or measure_memory()
+        fields = stats.log_fields(publication.wall_clock_s, memory)
         batching = Batching.INFLIGHT if stats.static_batch is None else Batching.STATIC
         page.show(News(fields, microseconds(publication.wall_clock_s), publication.metrics), batching)
         # The page first: who has read the line finds nothing older there.

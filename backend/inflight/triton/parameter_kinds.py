@@ -94,3 +94,4 @@ def _integers(expected: str, minimum: int) -> Kind:
 
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
+DEVICES = _integers("numbers >= 0 with commas between", 0)

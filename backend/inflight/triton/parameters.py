@@ -19,6 +19,7 @@ from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.errors import ConfigError
 from inflight.triton.parameter_kinds import (
     BOOLEAN,
+    DEVICES,
     TEXT,
     TOKEN_IDS,
     WINDOWS,
@@ -76,6 +77,12 @@ class Parameters:
     watchdog_timeout_ms: int
     engine_endpoint: str | None
     engine_threads: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    launch_mode: str | None
+    mpirun_arguments: str | None
+    rank_timeout_ms: int
+    gpu_device_ids: tuple[int, ...]
     fake_engine: str | None
     tensorrt_llm_model_name: str
     add_special_tokens: bool
@@ -255,7 +262,26 @@ _BUILT: tuple[ParameterSpec, ...] = (
     ParameterSpec(
         "engine_endpoint", TEXT, None, "path of the engine's socket; unique per server without one", _MODELS
     ),
-    ParameterSpec("engine_threads", integer(1), None, "threads of the forward pass; all cores without one"),
+    ParameterSpec(
+        "engine_threads",
+        integer(1),
+        None,
+        "threads of a rank's forward pass; its share of the cores without one",
+    ),
+    ParameterSpec("tensor_parallel_size", integer(1), 1, "ranks that share every layer"),
+    ParameterSpec("pipeline_parallel_size", integer(1), 1, "stages that share out the layers"),
+    ParameterSpec(
+        "launch_mode",
+        choice("in_process", "leader", "orchestrator"),
+        None,
+        "who starts the ranks: nobody, for one rank; mpirun or srun around tritonserver; this model. Found out "
+        "without one",
+    ),
+    ParameterSpec("mpirun_arguments", TEXT, None, "more arguments for an orchestrator's mpirun"),
+    ParameterSpec("rank_timeout_ms", integer(100), 5000, "a rank that is silent for longer is lost"),
+    ParameterSpec(
+        "gpu_device_ids", DEVICES, (), "GPUs to use, one for each rank of a host; the first without"
+    ),
     ParameterSpec("fake_engine", TEXT, None, "a fake in place of the model: vocab=1000,step_us=200"),
     ParameterSpec(
         "tensorrt_llm_model_name",
@@ -291,7 +317,6 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
     _unbuilt("normalize_log_probs", BOOLEAN, "log probs of the kept tokens alone", False),
     _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
-    _unbuilt("gpu_device_ids", TEXT, "GPUs to use"),
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
     _unbuilt("executor_worker_path", TEXT, "program of a worker rank"),

@@ -1,27 +1,50 @@
-"""`tensorrt_llm`: the model that holds the engine, in this process, and serves its endpoint to other models.
+"""`tensorrt_llm`: the model that holds the engine, and serves its endpoint to other models.
 
-Owns the engine's life. Triton calls it on one thread.
+Owns the engine's life, be it in this process, or in ranks of which this is one, or in ranks that it starts. Triton
+calls it on one thread.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from inflight.core.ports import EngineClient
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.path import endpoint_path
+from inflight.errors import ConfigError, InflightError
+from inflight.job import Job
+from inflight.processes import this_parent
+from inflight.server.guard import Guard
 from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.launch_mode import LaunchMode, find_launch_mode, waits_for_leader
+from inflight.triton.leader import Leader, refuse_ranks, take_seat
 from inflight.triton.log import log_to_triton
 from inflight.triton.metrics import MetricsPublisher
-from inflight.triton.model_args import read_model_args
+from inflight.triton.model_args import ModelArgs, read_model_args
+from inflight.triton.model_control import TritonModelControl, has_explicit_control
+from inflight.triton.orchestrator import Orchestrator, Surroundings
 from inflight.triton.parameters import Role
 from inflight.triton.tensor_spec import Vocabulary
 
 _EXIT_TIMEOUT_S = 10
+_FLUSH_S = 2.0
+
+
+class _Engine(Protocol):
+    """However it runs."""
+
+    @property
+    def client(self) -> EngineClient:
+        """The way to it."""
+
+    def close(self) -> bool:
+        """Answer everything and end it; whether nothing hangs. Idempotent."""
 
 
 class TritonPythonModel:
@@ -31,45 +54,108 @@ class TritonPythonModel:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
         import triton_python_backend_utils as pb_utils
 
-        from inflight.factory import UNLOAD_TIMEOUT_S, build_engine, check_parameters
-
         log_to_triton(pb_utils)
-        model = read_model_args(args, Role.ENGINE)
-        check_parameters(model.parameters)
+        self._pb_utils = pb_utils
+        self._engine: _Engine | None = None
+        self._front_end: FrontEnd | None = None
+        self._guard: Guard | None = None
+        model, self._mode = _read(args)
         # The stub's parent is the server, so that two servers on one machine do not meet.
         path = model.parameters.engine_endpoint or endpoint_path(os.getppid(), model.name)
-        # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
-        # nor memory for two engines.
-        retire_predecessor(path, UNLOAD_TIMEOUT_S)
-        self._publisher = publisher = MetricsPublisher(
+        self._publisher = MetricsPublisher(
             pb_utils, model.name, model.version_dir.name, pb_utils.Logger.log_verbose
         )
         try:
-            self._engine = engine = build_engine(
-                model.parameters,
-                str(model.version_dir),
-                path,
-                lambda stats, metrics: publisher.put(stats, metrics, time.time()),
-            )
-        except Exception:  # Triton calls no finalize where initialize fails
-            publisher.close()
+            self._engine = engine = self._make_engine(model, path)
+            tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
+            tokenizers.find(engine.client.describe().tokenizer_dir)
+            serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters)
+            self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, serving, tokenizers)
+            if self._guard is not None:
+                self._guard.beat(model.parameters.rank_timeout_ms / 1000)
+        except BaseException:  # Triton calls no finalize where initialize fails
+            if self._engine is not None:
+                self._engine.close()
+            self._end()
             raise
-        tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
-        tokenizers.find(engine.client.describe().tokenizer_dir)
-        serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters)
-        self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, serving, tokenizers)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests; their responses come later, from the sender thread."""
+        assert self._front_end is not None, "Triton executes what it has initialized"
         self._front_end.execute(requests)
 
     def finalize(self) -> None:
         """Answer what is in flight and free the engine."""
+        assert self._front_end is not None, "Triton finalizes what it has initialized"
         self._front_end.close()
-        self._publisher.close()
+        self._end()
         if not self._has_ended:
             # What hangs in the device may hang at the process's exit too, and Triton waits for that without end.
             signal.alarm(_EXIT_TIMEOUT_S)
 
     def _close_engine(self) -> None:
+        assert self._engine is not None, "a front end has one"
         self._has_ended = self._engine.close()
+
+    def _end(self) -> None:
+        self._publisher.close()
+        if self._guard is None:
+            return
+        if self._mode is LaunchMode.LEADER:
+            self._guard.rest()
+        else:
+            self._guard.dismiss()
+
+    # ---------------------------------------------------------------- where the engine is
+
+    def _make_engine(self, model: ModelArgs, path: str) -> _Engine:
+        job = Job.of(model.parameters, str(model.version_dir.absolute()), path)
+        if self._mode is LaunchMode.ORCHESTRATOR:
+            return self._orchestrate(job, model.name)
+        if self._mode is LaunchMode.LEADER:
+            return self._lead(job)
+        from inflight.factory import UNLOAD_TIMEOUT_S, build_engine
+
+        # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
+        # nor memory for two engines.
+        retire_predecessor(path, UNLOAD_TIMEOUT_S)
+        return build_engine(job.parameters, job.version_dir, path, self._publish)
+
+    def _lead(self, job: Job) -> Leader:
+        with take_seat() as seat:
+            self._guard = guard = Guard(sys.executable, seat.fileno())
+        leader = Leader(job, self._publish, self._end_server)
+        guard.remove_later(leader.shared_memory)
+        return leader
+
+    def _orchestrate(self, job: Job, name: str) -> Orchestrator:
+        from inflight.factory import UNLOAD_TIMEOUT_S
+
+        self._guard, server = Guard(sys.executable), this_parent()
+        control = TritonModelControl(self._pb_utils, name) if has_explicit_control(server) else None
+        around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
+        return Orchestrator(job, around)
+
+    def _publish(self, stats: Any, metrics: Any) -> None:
+        self._publisher.put(stats, metrics, time.time())
+
+    def _end_server(self, error: InflightError) -> None:
+        """A rank is lost: on the pulse's thread, once everybody is answered."""
+        self._pb_utils.Logger.log_error(f"the server ends: {error}")
+        if self._front_end is not None:
+            self._front_end.flush(_FLUSH_S)
+        assert self._guard is not None, "a leader has one"
+        self._guard.end_server()
+
+
+def _read(args: Mapping[str, str]) -> tuple[ModelArgs, LaunchMode]:
+    from inflight.factory import check_parameters
+
+    try:
+        model = read_model_args(args, Role.ENGINE)
+        check_parameters(model.parameters)
+        return model, find_launch_mode(model.parameters)
+    except ConfigError as error:
+        if waits_for_leader():
+            refuse_ranks(str(error))
+        raise

@@ -1,0 +1,1 @@
+"""Parts of the composition root `inflight.factory`: what parameters mean to each, and one rank among others."""

@@ -1,0 +1,44 @@
+"""The beginning that all ranks have in common: join MPI, hear the job from rank 0, take a place among the ranks.
+
+On the thread that loads the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from inflight.composition.station import Station
+from inflight.distributed.mpi import MpiWorld
+from inflight.errors import ConfigError, Unavailable
+from inflight.job import Briefing, Job
+
+
+def lead(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> Station:
+    """Rank 0's. Raises ConfigError, as on all ranks; the world has been left then."""
+    world.broadcast(msgspec.json.encode(Briefing(job)))
+    return _take_place(world, job, on_loss)
+
+
+def refuse(world: MpiWorld, why: str) -> None:
+    """Rank 0's, where there is nothing to do: the others end."""
+    world.broadcast(msgspec.json.encode(Briefing(refusal=why)))
+    world.leave()
+
+
+def attend(world: MpiWorld, on_loss: Callable[[Unavailable], None]) -> tuple[Job, Station]:
+    """The other ranks'. Raises ConfigError, as on all ranks; the world has been left then."""
+    briefing = msgspec.json.decode(world.broadcast(), type=Briefing)
+    if briefing.job is None:
+        world.leave()
+        raise ConfigError(briefing.refusal)
+    return briefing.job, _take_place(world, briefing.job, on_loss)
+
+
+def _take_place(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> Station:
+    try:
+        return Station(world, job.parameters, on_loss)
+    except ConfigError:
+        world.leave()
+        raise

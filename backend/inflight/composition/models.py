@@ -1,0 +1,171 @@
+"""A checkpoint, or the fake in its place, as an engine: all of it, or one rank's part.
+
+Imports torch and MPI only where they are needed. On the thread that loads the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inflight.composition.settings import parse_fake
+
+if TYPE_CHECKING:
+    import torch
+
+    from inflight.composition.station import Station
+    from inflight.core.ports import Engine
+    from inflight.distributed.rank_engine import StageLink
+    from inflight.engine.torch import TorchEngine, TorchEngineConfig
+    from inflight.engine.torch.collectives import Collectives
+    from inflight.triton.parameters import Parameters
+
+DEMO_MODEL = "demo_model"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine, and what its checkpoint says to front ends.
+
+    Attributes:
+        engine: Closed by whoever runs it.
+        model_path: The checkpoint; "" for none.
+        dtype: Of the weights.
+        eos_token_ids: Ids that end a sequence, by the checkpoint.
+        release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
+    """
+
+    engine: Engine
+    model_path: str
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    release: Callable[[], None] = lambda: None
+
+
+def load(parameters: Parameters, version_dir: str, station: Station | None) -> LoadedModel:
+    """What `station` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
+    if station is None:
+        return load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
+    if parameters.fake_engine:
+        return load_fake(parameters)  # each rank's makes up the same tokens
+    return _load_part(parameters, version_dir, station)
+
+
+def load_fake(parameters: Parameters) -> LoadedModel:
+    """An engine without a model, for tests and for measuring everything around a forward pass."""
+    from inflight.core.batch import EngineLimits
+    from inflight.testing.fake_engine import FakeEngine
+
+    vocab_size, step_us = parse_fake(parameters.fake_engine or "")
+    max_sequence_length = parameters.max_sequence_length or 4096
+    size = parameters.tokens_per_block
+    num_tokens = parameters.max_tokens_in_paged_kv_cache or parameters.max_num_sequences * max_sequence_length
+    limits = EngineLimits(
+        vocab_size,
+        max_sequence_length,
+        parameters.max_num_sequences,
+        max(1, num_tokens // size),
+        size,
+        parameters.pipeline_parallel_size,
+    )
+    _log.warning("fake_engine is set: tokens are made up, no model is loaded")
+    return LoadedModel(FakeEngine(limits, step_us * 1e-6, attend_to_all=False), "", "none", ())
+
+
+def _load_whole(parameters: Parameters, version_dir: str) -> LoadedModel:
+    from inflight.engine.torch import TorchEngine
+
+    device = None
+    if parameters.gpu_device_ids:
+        import torch
+
+        from inflight.distributed.hosts import this_host
+        from inflight.distributed.placement import Placement
+
+        device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), parameters.gpu_device_ids)
+    engine = TorchEngine.load(_engine_config(parameters, version_dir, device))
+    return _loaded(parameters, version_dir, engine, engine)
+
+
+def _load_part(parameters: Parameters, version_dir: str, station: Station) -> LoadedModel:
+    import torch
+
+    from inflight.distributed.mpi import MpiOutcomes
+    from inflight.distributed.placement import Placement
+    from inflight.distributed.rank_engine import RankEngine
+    from inflight.engine.torch import TorchEngine
+
+    mapping, agreement = station.mapping, station.agreement
+    with agreement.step():
+        placement = Placement.of(mapping.rank, station.hosts, parameters.engine_threads)
+        device = placement.device(torch.cuda.device_count(), parameters.gpu_device_ids)
+    with agreement.step():
+        collectives, link, release = _connections(station, torch.device(device))
+    with agreement.step():
+        config = _engine_config(
+            parameters, version_dir, device, placement.num_threads, placement.ranks_on_host
+        )
+        stage = TorchEngine.load(config, mapping, collectives, agreement.least)
+    engine = RankEngine(stage, mapping, link, MpiOutcomes(mapping.sampler), station.report_failure)
+    return _loaded(parameters, version_dir, stage, engine, release)
+
+
+def _connections(station: Station, device: torch.device) -> tuple[Collectives, StageLink, Callable[[], None]]:
+    """How this rank's tensors get to the others'. Every rank makes these at the same time."""
+    from inflight.distributed.mpi import MpiCollectives, MpiStageLink
+
+    mapping = station.mapping
+    if device.type == "cpu":
+        return MpiCollectives(mapping), MpiStageLink(mapping), lambda: None
+    from inflight.distributed.torch_collectives import TorchRanks
+
+    ranks = TorchRanks(station.world, mapping, station.leader_addresses, device)
+    return ranks.collectives(), ranks.stage_link(MpiStageLink(mapping)), ranks.leave
+
+
+def _loaded(
+    parameters: Parameters,
+    version_dir: str,
+    stage: TorchEngine,
+    engine: Engine,
+    release: Callable[[], None] = lambda: None,
+) -> LoadedModel:
+    # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
+    end_ids = tuple(token_id for token_id in stage.eos_token_ids if token_id < stage.limits.vocab_size)
+    return LoadedModel(engine, _model_path(parameters, version_dir), stage.dtype, end_ids, release)
+
+
+def _model_path(parameters: Parameters, version_dir: str) -> str:
+    return parameters.gpt_model_path or str(Path(version_dir) / DEMO_MODEL)
+
+
+def _engine_config(
+    parameters: Parameters,
+    version_dir: str,
+    device: str | None,
+    num_threads: int | None = None,
+    ranks_on_host: int = 1,
+) -> TorchEngineConfig:
+    from inflight.engine.torch import TorchEngineConfig
+
+    return TorchEngineConfig(
+        model_path=_model_path(parameters, version_dir),
+        dtype=parameters.dtype,
+        device=device,
+        max_num_sequences=parameters.max_num_sequences,
+        max_num_tokens=parameters.max_num_tokens,
+        max_sequence_length=parameters.max_sequence_length,
+        tokens_per_block=parameters.tokens_per_block,
+        max_tokens_in_paged_kv_cache=parameters.max_tokens_in_paged_kv_cache,
+        kv_cache_free_gpu_mem_fraction=parameters.kv_cache_free_gpu_mem_fraction,
+        kv_cache_free_cpu_mem_fraction=parameters.kv_cache_free_cpu_mem_fraction,
+        num_threads=num_threads or parameters.engine_threads,
+        attention_windows=parameters.max_attention_window_size,
+        sink_token_length=parameters.sink_token_length,
+        ranks_on_host=ranks_on_host,
+    )

@@ -1,0 +1,151 @@
+"""An engine in a process of its own, as its supervisors see it: alive or not, and what it has observed.
+
+Owns, on the engine's side, one thread for each supervisor, which sends a sign of life or the newest statistics. An
+engine without supervisors is of no use to anybody: it ends. What is sent waits for a supervisor that does not take
+it, in that thread; the loop, which brings statistics, waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from inflight.core.metrics import MetricsSnapshot
+from inflight.core.stats import IterationStats, MemoryUsage
+from inflight.endpoint.frames import Beat, Launch, Leaving, Statistics, Supervised, encode
+
+Send = Callable[[Sequence[bytes]], None]
+
+_BEATS_PER_TIMEOUT = 5
+
+
+class Supervision:
+    """Of one engine.
+
+    Args:
+        server: The tritonserver that it works for, `ProcessId` as text.
+        job: What it was started with.
+        awaits_heir: Whether it was started for a process to come, which will take it over.
+        launch: For supervisors.
+        timeout_s: Silence after which a supervisor takes it for lost.
+        measure_memory: What this process holds.
+
+    Attributes:
+        server: As above.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        job: str,
+        awaits_heir: bool,
+        launch: Launch,
+        timeout_s: float,
+        measure_memory: Callable[[], MemoryUsage],
+    ) -> None:
+        self.server = server
+        self._job = job
+        self._launch = launch
+        self._period_s = timeout_s / _BEATS_PER_TIMEOUT
+        self._measure_memory = measure_memory
+        self._changed = threading.Condition()
+        # This and all below: under the condition's lock.
+        self._num_supervisors_awaited = 2 if awaits_heir else 1
+        self._supervisors: set[Supervisor] = set()
+        self._notice_s: float | None = None
+        self._is_abandoned = False
+
+    @property
+    def awaited_job(self) -> str:
+        """What it was started with, "" if nobody is to take it over."""
+        with self._changed:
+            is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
+            return self._job if is_awaited and self._notice_s is None else ""
+
+    def put(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
+        """Tell supervisors, instead of what they have not been told yet. Never waits."""
+        news = _News(stats, metrics, time.time())
+        with self._changed:
+            for supervisor in self._supervisors:
+                supervisor.news = news
+            self._changed.notify_all()
+
+    def attach(self, send: Send) -> Supervisor:
+        """Somebody supervises the engine from now on; `send` raises OSError once it is gone."""
+        with self._changed:
+            self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
+            supervisor = Supervisor(self, send)
+            self._supervisors.add(supervisor)
+        supervisor.thread.start()
+        return supervisor
+
+    def retire(self, notice_s: float) -> None:
+        """The engine is to end within `notice_s` seconds; its supervisors are told that this is in order."""
+        with self._changed:
+            if self._notice_s is None:
+                self._notice_s = notice_s
+            self._changed.notify_all()
+
+    def wait_for_end(self) -> float | None:
+        """Until the engine is retired: how long requests may still go on; None once its supervisors are lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_abandoned or self._notice_s is not None)
+            return self._notice_s
+
+    # ---------------------------------------------------------------- for a supervisor's thread and its reader
+
+    def detach(self, supervisor: Supervisor) -> None:
+        """It is gone."""
+        with self._changed:
+            self._supervisors.discard(supervisor)
+            self._is_abandoned = not self._supervisors
+            self._changed.notify_all()
+
+    def run(self, supervisor: Supervisor) -> None:
+        """What its thread does."""
+        with contextlib.suppress(OSError):
+            supervisor.send([encode(Supervised(self._launch))])
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: supervisor.news or self._is_over(supervisor), self._period_s
+                    )
+                    news, supervisor.news = supervisor.news, None
+                    is_over = self._is_over(supervisor)
+                if news is not None:
+                    supervisor.send([encode(news.frame(self._measure_memory()))])
+                elif is_over:
+                    break
+                else:
+                    supervisor.send([encode(Beat())])
+            supervisor.send([encode(Leaving())])
+
+    def _is_over(self, supervisor: Supervisor) -> bool:
+        return self._notice_s is not None or supervisor not in self._supervisors
+
+
+class Supervisor:
+    """One of them.
+
+    Attributes:
+        send: The way to it.
+        thread: Sends.
+        news: What it is to be told next. Under the supervision's lock.
+    """
+
+    def __init__(self, supervision: Supervision, send: Send) -> None:
+        self.send = send
+        self.news: _News | None = None
+        self.thread = threading.Thread(
+            target=supervision.run, args=(self,), name="endpoint-supervision", daemon=True
+        )
+
+
+class _News:
+    def __init__(self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float) -> None:
+        self._stats, self._metrics, self._wall_clock_s = stats, metrics, wall_clock_s
+
+    def frame(self, memory: MemoryUsage) -> Statistics:
+        return Statistics(self._stats, self._metrics, self._wall_clock_s, memory)

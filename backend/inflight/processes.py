@@ -1,0 +1,94 @@
+"""Processes by an identity that no later one with the same number has. Linux. Any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PARENT, _START_TIME = 1, 19  # fields of /proc/PID/stat behind the name
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process of this machine, alive or not; `str` gives a text that `parse` takes."""
+
+    pid: int
+    start_time: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process with this number now; None if there is none."""
+        fields = _stat(pid)
+        return None if fields is None else cls(pid, int(fields[_START_TIME]))
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessId:
+        """Of the text that `str` gives."""
+        pid, start_time = text.split("-")
+        return cls(int(pid), int(start_time))
+
+    def __str__(self) -> str:
+        return f"{self.pid}-{self.start_time}"
+
+    def children(self) -> list[ProcessId]:
+        """Processes that it has started and that have not ended."""
+        pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+        return [ProcessId(pid, int(fields[_START_TIME])) for pid, fields in _stats(pids) if self._has(fields)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing if it has ended."""
+        with self.opened() as descriptor:
+            if descriptor is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, by now or within `timeout_s` seconds. It need not be a child of this process."""
+        with self.opened() as descriptor:
+            if descriptor is None:
+                return True
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int | None]:
+        """A descriptor of it, readable once it has ended; None if it has."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            yield None
+            return
+        try:
+            yield descriptor if ProcessId.of(self.pid) == self else None
+        finally:
+            os.close(descriptor)
+
+    def _has(self, fields: list[str]) -> bool:
+        return int(fields[_PARENT]) == self.pid
+
+
+def this_parent() -> ProcessId:
+    """Whoever started this process; of the Triton stub, tritonserver."""
+    parent = ProcessId.of(os.getppid())
+    assert parent is not None, "a process always has a parent"
+    return parent
+
+
+def _stats(pids: list[int]) -> Iterator[tuple[int, list[str]]]:
+    for pid in pids:
+        if (fields := _stat(pid)) is not None:
+            yield pid, fields
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        # The name, in brackets, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,178 @@
+"""`python -m inflight.worker`: one rank of an engine, started by mpirun or srun together with the others.
+
+    leader mode         rank 0 is Triton's process of the model; the others run this
+    orchestrator mode   that process starts all ranks, which run this; it tells rank 0 what to serve on one line of
+                        its standard input, hears on one line of its standard output that it does, and supervises
+                        it over the engine's endpoint
+
+The main thread loads the model and then waits for the end. A rank that loses another one ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+
+from inflight.composition.launch import attend, lead, refuse
+from inflight.distributed.mpi import MpiWorld
+from inflight.endpoint.supervision import Supervision
+from inflight.errors import ConfigError, Unavailable
+from inflight.factory import RunningEngine, build_engine, follow
+from inflight.job import Orders, Report, decode_orders, encode_line
+from inflight.triton.memory import measure_memory
+
+_log = logging.getLogger("inflight.worker")
+
+_PR_SET_PDEATHSIG = 1
+_BACKING = "OMPI_MCA_btl_sm_backing_directory"
+_ORDERS_TIMEOUT_S = 30.0
+_WRONG_USE = 2
+_NO_ORDERS = (
+    "rank 0 has got no job on its standard input within {:g} s. In orchestrator mode the model starts this; "
+    "in leader mode: mpirun --enable-recovery -n 1 tritonserver ... : -n N-1 python -m inflight.worker"
+)
+
+
+def main() -> int:
+    """The exit status: 0 for an end in order, 1 for a model that does not load, 2 for wrong use."""
+    _parser().parse_args()
+    if not _is_started_with_others():
+        print("inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)", file=sys.stderr)  # noqa: T201
+        return _WRONG_USE
+    _end_with_parent()
+    report = _take_stdout()
+    if folder := os.environ.get(_BACKING):  # of the host that started the ranks; another does not have it
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    world = MpiWorld()
+    logging.basicConfig(
+        level=logging.INFO, format=f"rank {world.rank}: %(levelname)s %(message)s", stream=sys.stderr
+    )
+    return _lead(world, report) if world.rank == 0 else _follow(world)
+
+
+def _parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="python -m inflight.worker",
+        description="One rank of an engine. Beside tritonserver in leader mode: mpirun --enable-recovery -n 1 "
+        "tritonserver ARGUMENTS : -n N-1 python -m inflight.worker. In orchestrator mode the model starts it.",
+        epilog="It takes no arguments: rank 0 hears what to serve, and tells the others.",
+    )
+
+
+def _is_started_with_others() -> bool:
+    return "PMIX_RANK" in os.environ or "PMI_RANK" in os.environ
+
+
+def _end_with_parent() -> None:
+    """No rank outlives whoever started it, however that ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _take_stdout() -> int:
+    """A descriptor of standard output, for the report alone; what is printed goes to standard error."""
+    report = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return report
+
+
+def _end_at_once() -> None:
+    """Without goodbyes, from which the other ranks learn of it.
+
+    By a signal: a rank that exits with another status than 0 has mpirun end rank 0 too, --enable-recovery or not,
+    before that has answered its clients.
+    """
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- rank 0
+
+
+def _lead(world: MpiWorld, report: int) -> int:
+    try:
+        orders = _read_orders()
+    except ConfigError as error:
+        _log.error("%s", error)
+        refuse(world, str(error))
+        return _WRONG_USE
+    engines: list[RunningEngine] = []
+
+    def on_loss(error: Unavailable) -> None:
+        for engine in engines:
+            engine.fail(error)
+        _end_at_once()
+
+    parameters = orders.job.parameters
+    supervision = Supervision(
+        orders.server,
+        orders.job.digest(),
+        orders.awaits_heir,
+        orders.launch,
+        parameters.rank_timeout_ms / 1000,
+        measure_memory,
+    )
+    try:
+        engines.append(_build(world, orders, supervision, on_loss))
+    except ConfigError as error:
+        os.write(report, encode_line(Report(str(error))))
+        return 1
+    os.write(report, encode_line(Report()))
+    os.close(report)
+    notice_s = supervision.wait_for_end()
+    if notice_s is None:
+        engines[0].fail(Unavailable("the engine was lost by the model that holds it; a later try may work"))
+    if not engines[0].close(notice_s or 0.0):
+        _end_at_once()  # the loop hangs
+    return 0
+
+
+def _read_orders() -> Orders:
+    ready, _, _ = select.select([sys.stdin], [], [], _ORDERS_TIMEOUT_S)
+    line = sys.stdin.buffer.readline() if ready else b""
+    if not line:
+        raise ConfigError(_NO_ORDERS.format(_ORDERS_TIMEOUT_S))
+    return decode_orders(line)
+
+
+def _build(world: MpiWorld, orders: Orders, supervision: Supervision, on_loss) -> RunningEngine:
+    job = orders.job
+    station = lead(world, job, on_loss)
+    try:
+        return build_engine(
+            job.parameters, job.version_dir, job.endpoint_path, supervision.put, station, supervision
+        )
+    except ConfigError:
+        station.leave()
+        raise
+
+
+# ---------------------------------------------------------------------- the other ranks
+
+
+def _follow(world: MpiWorld) -> int:
+    """Always 0: that the model does not load is for rank 0 to say, which mpirun would not let it after another."""
+    try:
+        job, station = attend(world, lambda error: _end_at_once())
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 0
+    try:
+        in_order = follow(job.parameters, job.version_dir, station)
+    except ConfigError as error:
+        _log.error("%s", error)
+        station.leave()
+        return 0
+    if not in_order:
+        _end_at_once()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
