@@ -19,7 +19,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY backend backend
 COPY client client
 COPY model_repository model_repository
-RUN python3 -m pip install -c constraints.txt . ./client
+RUN python3 -m pip install -c constraints.txt ".[mpi]" ./client
 
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM

@@ -99,7 +99,7 @@ apt_install() {
 }
 
 install() {
-  local extra="" quiet=(-qq)
+  local extra="[mpi]" quiet=(-qq)
   [ "$1" = test ] && extra="[test]"
   [ -t 2 ] && quiet=()
   say "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a minute or two, once)"

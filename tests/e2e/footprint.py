@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inflight.server import runtime_directory
+from inflight.server import belongings, runtime_directory
 from inflight.server.launch import TritonServer
 
 
@@ -47,6 +47,17 @@ class Footprint:
         """Whether nothing has been added; a client that has just gone may have counted then, and not now."""
         same = replace(self, threads=earlier.threads, files=earlier.files, resident_kib=earlier.resident_kib)
         return same == earlier and self.threads <= earlier.threads and self.files <= earlier.files
+
+
+def folder_of(server: TritonServer) -> Path:
+    """Its private folder."""
+    return server.repository.path.parent
+
+
+def left_of(folder: Path) -> list[object]:
+    """What there is of a server: processes, shared memory, the private folder itself."""
+    shared_memory = runtime_directory.shared_memory_files(folder)
+    return [*belongings.find(folder), *shared_memory, *folder.parent.glob(folder.name)]
 
 
 def _members(group: int) -> list[int]:

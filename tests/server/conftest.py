@@ -1,4 +1,4 @@
-"""A model repository that needs no engine: one decoupled model that counts, and that can be told to fail."""
+"""Model repositories that need no engine: a model that counts, and can be told to fail or to be rank 0."""
 
 from pathlib import Path
 
@@ -25,6 +25,7 @@ parameters { key: "fail_with" value { string_value: "" } }
 
 MODEL = """
 import json
+import os
 import threading
 import time
 
@@ -38,6 +39,11 @@ class TritonPythonModel:
         reason = parameters["fail_with"]["string_value"]
         if reason:
             raise ValueError(reason)
+        self.world = None
+        if parameters.get("launch_mode", {}).get("string_value") == "leader":
+            from mpi4py import MPI
+            self.world = MPI.COMM_WORLD
+            self.world.bcast(os.getpid())
         print("serving", parameters["gpt_model_path"]["string_value"], flush=True)
 
     def execute(self, requests):
@@ -54,6 +60,20 @@ class TritonPythonModel:
             tensor = pb_utils.Tensor("NUMBER", numpy.array([number], numpy.int32))
             sender.send(pb_utils.InferenceResponse([tensor]))
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def finalize(self):
+        for rank in range(1, self.world.size if self.world else 1):
+            self.world.send(None, rank, tag=1)
+        if self.world:
+            from mpi4py import MPI
+            MPI.Finalize()
+"""
+
+RANKS = """
+parameters { key: "tensor_parallel_size" value { string_value: "${tensor_parallel_size}" } }
+parameters { key: "pipeline_parallel_size" value { string_value: "" } }
+parameters { key: "launch_mode" value { string_value: "" } }
+parameters { key: "mpirun_arguments" value { string_value: "" } }
 """
 
 
@@ -67,3 +87,11 @@ def counting_repository(tmp_path: Path) -> Path:
     (version / "model.py").write_text(MODEL)
     (repository / "tensorrt_llm" / "config.pbtxt").write_text(CONFIG)
     return repository
+
+
+@pytest.fixture
+def ranked_repository(counting_repository: Path) -> Path:
+    """The same, and it can be told to have several ranks."""
+    config = counting_repository / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text() + RANKS)
+    return counting_repository

@@ -33,9 +33,6 @@ def test_a_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--tp", "2"],
-        ["--pp", "2"],
-        ["--mode", "leader"],
         ["--engine", "tensorrt"],
         ["--engine-dir", "somewhere"],
         ["--dtype", "int8"],
@@ -50,12 +47,28 @@ def test_what_is_not_available_says_so(arguments: list[str], capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--set", "novalue"], ["--http-port", "99999"], ["--exit-timeout", "-1"], ["--nonsense"]],
+    [
+        ["--set", "novalue"],
+        ["--http-port", "99999"],
+        ["--exit-timeout", "-1"],
+        ["--tp", "0"],
+        ["--pp", "two"],
+        ["--mode", "follower"],
+        ["--nonsense"],
+    ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.parse(arguments)
     assert ended.value.code == 2
+
+
+def test_ranks_and_who_starts_them() -> None:
+    options = cli.parse(
+        ["--tp", "2", "--pp", "3", "--mode", "leader", "--mpirun-arguments", "--hostfile hosts"]
+    )
+    assert (options.tp, options.pp, options.mode) == (2, 3, "leader")
+    assert options.mpirun_arguments == "--hostfile hosts"
 
 
 def test_a_single_rank_may_be_spelled_out() -> None:

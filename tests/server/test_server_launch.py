@@ -77,6 +77,12 @@ class Command:
             pid for pid in map(int, listed.split()) if "tritonserver" in os.readlink(f"/proc/{pid}/exe")
         )
 
+    def folder(self) -> Path:
+        """The private folder, which is where tritonserver or mpirun runs."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        folders = {Path(os.readlink(f"/proc/{child}/cwd")) for child in children}
+        return next(folder for folder in folders if folder != Path("/"))
+
 
 @contextlib.contextmanager
 def command(repository: Path, *arguments: str) -> Iterator[Command]:

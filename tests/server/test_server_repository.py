@@ -57,34 +57,69 @@ def test_each_model_gets_the_parameters_it_has(counting_repository: Path, tmp_pa
     assert "add_special_tokens" not in parameters_of(runtime.path)
 
 
+def filled(wanted: Wanted, present: dict[str, str] = PRESENT, source: Path = NO_DEMO) -> dict[str, str]:
+    """The parameters of a repository's one engine."""
+    return fill({"tensorrt_llm": present}, wanted, source)["tensorrt_llm"]
+
+
+def demo_in(source: Path) -> str:
+    folder = source / "tensorrt_llm" / "1" / "demo_model"
+    folder.mkdir(parents=True)
+    return str(folder)
+
+
 def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
-    values = fill(PRESENT, Wanted(model=tmp_path, dtype="bfloat16"), NO_DEMO)
-    assert values == {"gpt_model_path": str(tmp_path), "tokenizer_dir": str(tmp_path), "dtype": "bfloat16"}
+    values = filled(Wanted(model=tmp_path, dtype="bfloat16"))
+    assert values == PRESENT | {
+        "gpt_model_path": str(tmp_path),
+        "tokenizer_dir": str(tmp_path),
+        "dtype": "bfloat16",
+    }
 
 
 def test_settings_win(tmp_path: Path) -> None:
     wanted = Wanted(model=tmp_path, dtype="bfloat16", settings={"dtype": "float32", "tokenizer_dir": "/t"})
-    values = fill(PRESENT, wanted, NO_DEMO)
-    assert values == {"gpt_model_path": str(tmp_path), "tokenizer_dir": "/t", "dtype": "float32"}
+    values = filled(wanted)
+    assert values == PRESENT | {"gpt_model_path": str(tmp_path), "tokenizer_dir": "/t", "dtype": "float32"}
 
 
 def test_a_repository_that_names_its_model_keeps_it(tmp_path: Path) -> None:
+    demo_in(tmp_path)
     present = PRESENT | {"gpt_model_path": "/own"}
-    assert fill(present, Wanted(), tmp_path) == {"tokenizer_dir": "/own"}
-    assert fill(present | {"tokenizer_dir": "/own_too"}, Wanted(), tmp_path) == {}
+    assert filled(Wanted(), present, tmp_path) == present | {"tokenizer_dir": "/own"}
+    present |= {"tokenizer_dir": "/own_too"}
+    assert filled(Wanted(), present, tmp_path) == present
 
 
-def test_another_model_brings_its_own_tokenizer(tmp_path: Path) -> None:
+def test_another_model_brings_its_own_tokenizer() -> None:
     present = PRESENT | {"gpt_model_path": "/own", "tokenizer_dir": "/own"}
-    values = fill(present, Wanted(settings={"gpt_model_path": "/other"}), tmp_path)
-    assert values == {"gpt_model_path": "/other", "tokenizer_dir": "/other"}
+    values = filled(Wanted(settings={"gpt_model_path": "/other"}), present)
+    assert (values["gpt_model_path"], values["tokenizer_dir"]) == ("/other", "/other")
+
+
+def test_every_model_takes_the_tokenizer_of_the_engine_it_talks_to(tmp_path: Path) -> None:
+    demo = demo_in(tmp_path)
+    present = {
+        "ensemble": {"tokenizer_dir": "", "tensorrt_llm_model_name": "tensorrt_llm"},
+        "ensemble_2": {"tokenizer_dir": "", "tensorrt_llm_model_name": "second"},
+        "second": PRESENT | {"gpt_model_path": "/second"},
+        "tensorrt_llm": PRESENT,
+    }
+    values = fill(present, Wanted(), tmp_path)
+    assert {model: known["tokenizer_dir"] for model, known in values.items()} == {
+        "ensemble": demo,
+        "ensemble_2": "/second",
+        "second": "/second",
+        "tensorrt_llm": demo,
+    }
+    assert values["tensorrt_llm"]["gpt_model_path"] == demo
 
 
 def test_a_record_is_written_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     present = PRESENT | {"record_path": "${record_path}"}
     for given, expected in (("a/b", str(tmp_path / "a" / "b")), ("/a/b", "/a/b"), ("", "")):
-        values = fill(present, Wanted(settings={"record_path": given}), NO_DEMO)
+        values = filled(Wanted(settings={"record_path": given}), present)
         assert values["record_path"] == expected
 
 
@@ -97,9 +132,9 @@ def test_the_queues_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> Non
 
 def test_an_unknown_key_is_refused_with_what_is_near() -> None:
     with pytest.raises(OptionError, match=r"'polcy'.*did you mean policy\?"):
-        fill(PRESENT, Wanted(settings={"polcy": "b"}), NO_DEMO)
+        filled(Wanted(settings={"polcy": "b"}))
     with pytest.raises(OptionError, match=r"'xyzzy'.*there are dtype, gpt_model_path"):
-        fill(PRESENT, Wanted(settings={"xyzzy": "b"}), NO_DEMO)
+        filled(Wanted(settings={"xyzzy": "b"}))
 
 
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,13 @@ def test_free_ports_differ() -> None:
     assert 0 not in (ports.http, ports.grpc, ports.metrics)
 
 
+def test_free_ports_are_none_that_the_system_gives_away() -> None:
+    """The server binds them seconds later, and ranks open many a connection meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = resolve_ports(LOCALHOST, Ports())
+    assert max(ports.http, ports.grpc, ports.metrics) < first
+
+
 def test_a_port_in_use_is_named_with_its_flag() -> None:
     with socket.create_server((LOCALHOST, 0)) as taken:
         port = taken.getsockname()[1]
@@ -46,10 +53,13 @@ def test_removing_the_folder_takes_its_shared_memory_along() -> None:
     mine, other = (Path("/dev/shm") / f"{name}-test" for name in (prefix, "inflight-other"))
     for path in (mine, other):
         path.touch()
+    of_ranks = runtime_directory.make_shared_memory_folder(folder)
+    (of_ranks / "segment").touch()
     try:
-        assert runtime_directory.shared_memory_files(folder) == [mine]
+        assert runtime_directory.shared_memory_files(folder) == [of_ranks, mine]
         runtime_directory.remove(folder)
         assert not mine.exists()
+        assert not of_ranks.exists()
         assert other.exists()
         assert not folder.exists()
     finally:
@@ -67,7 +77,6 @@ def test_a_temporary_folder_with_spaces_is_not_used(tmp_path: Path, monkeypatch:
 
 def test_a_dismissed_keeper_removes_nothing(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path)
-    keeper.watch(os.getpgid(0))
     keeper.dismiss()
     assert tmp_path.exists()
 

@@ -10,11 +10,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer
 from inflight.server.ports import Ports
+from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,6 +49,10 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         log_verbose=given.log_verbose,
         exit_timeout_s=given.exit_timeout,
         model_control=given.model_control,
+        tp=given.tp,
+        pp=given.pp,
+        mode=given.mode,
+        mpirun_arguments=given.mpirun_arguments,
     )
 
 
@@ -91,20 +97,26 @@ def _parser() -> argparse.ArgumentParser:
         "--model-control",
         choices=("none", "explicit"),
         default="none",
-        help="explicit: models can be unloaded and loaded by request (default: %(default)s)",
+        help="explicit: models can be unloaded and loaded by request, as an orchestrator does itself "
+        "(default: %(default)s)",
     )
     add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
     add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
     add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
     add("--engine", choices=("torch", "tensorrt"), default="torch", help="only torch in this version")
     add("--engine-dir", metavar="DIR", help="not in this version")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks; only 1 in this version")
-    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks; only 1 in this version")
+    add("--tp", type=_count, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
+    add("--pp", type=_count, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
     add(
         "--mode",
-        choices=("in_process", "leader", "orchestrator"),
-        default="in_process",
-        help="where the engine runs; only in_process in this version",
+        choices=get_args(Mode),
+        help="who starts the ranks: leader, this command; orchestrator, the model itself, which starts them again "
+        "if one is lost (default: in_process for one rank, orchestrator for several)",
+    )
+    add(
+        "--mpirun-arguments",
+        metavar="ARGUMENTS",
+        help='further arguments for mpirun, as one word: --mpirun-arguments "--hostfile hosts"',
     )
     return parser
 
@@ -119,6 +131,12 @@ def _setting(text: str) -> tuple[str, str]:
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"expected a port number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
 
 
@@ -137,12 +155,6 @@ def _refuse_unavailable(given: argparse.Namespace) -> None:
         raise OptionError(f"--engine {given.engine} is not available in this version, only torch is")
     if given.engine_dir is not None:
         raise OptionError("--engine-dir is not available in this version; --model names a checkpoint")
-    if given.tp != 1 or given.pp != 1:
-        raise OptionError(
-            f"--tp {given.tp} --pp {given.pp}: more than one rank is not available in this version"
-        )
-    if given.mode != "in_process":
-        raise OptionError(f"--mode {given.mode} is not available in this version, only in_process is")
 
 
 def _serve(options: ServerOptions) -> int:

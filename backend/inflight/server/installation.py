@@ -24,11 +24,13 @@ class Installation:
     library_path: tuple[Path, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """The environment to start it in: the Python stub takes its interpreter from the first on PATH."""
-        environment = dict(os.environ)
-        _prepend(environment, "PATH", [Path(sys.executable).parent])
-        _prepend(environment, "LD_LIBRARY_PATH", list(self.library_path))
-        return environment
+        """The environment to start it in."""
+        return dict(os.environ) | self.variables()
+
+    def variables(self) -> dict[str, str]:
+        """What is other in it: the Python stub takes its interpreter from the first on PATH."""
+        folders = {"PATH": [Path(sys.executable).parent], "LD_LIBRARY_PATH": list(self.library_path)}
+        return {name: _prepended(name, before) for name, before in folders.items() if before}
 
 
 def external(program: Path) -> Installation:
@@ -101,8 +103,6 @@ def _libpython() -> Path | None:
     )
 
 
-def _prepend(environment: dict[str, str], name: str, folders: list[Path]) -> None:
-    before = [str(folder) for folder in folders]
-    after = [environment[name]] if environment.get(name) else []
-    if before:
-        environment[name] = os.pathsep.join(before + after)
+def _prepended(name: str, folders: list[Path]) -> str:
+    after = [os.environ[name]] if os.environ.get(name) else []
+    return os.pathsep.join([str(folder) for folder in folders] + after)

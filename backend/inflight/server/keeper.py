@@ -9,14 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from inflight.server import runtime_directory
+from inflight.server import belongings, runtime_directory
+from inflight.server.process import read_pid
 
 _DONE = b"done\n"
 _GRACE_S = 10.0
-_POLL_INTERVAL_S = 0.1
 
 
 class Keeper:
@@ -32,45 +31,29 @@ class Keeper:
             start_new_session=True,
         )
 
-    def watch(self, group: int) -> None:
-        """Tell it which process group is the server's."""
-        self._tell(b"%d\n" % group)
-
     def dismiss(self) -> None:
         """The server has ended and left nothing; so does the keeper."""
-        self._tell(_DONE)
-        if self._process.stdin:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the keeper
+            self._process.communicate(_DONE)
         self._process.wait()
-
-    def _tell(self, line: bytes) -> None:
-        if self._process.stdin:
-            with contextlib.suppress(BrokenPipeError):  # somebody has killed the keeper
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
 
 
 def main(folder: Path) -> None:
     """Wait for the launcher's word or its end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher
-    lines = sys.stdin.buffer.readlines()
-    if _DONE in lines:
+    if sys.stdin.buffer.read() == _DONE:
         return
-    for line in lines:
-        _end_group(int(line))
+    _ask_to_end(folder)
+    belongings.end_all(folder)
     runtime_directory.remove(folder)
 
 
-def _end_group(group: int) -> None:
-    deadline = time.monotonic() + _GRACE_S
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(group, signal.SIGTERM)
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(_POLL_INTERVAL_S)
-        os.killpg(group, signal.SIGKILL)
+def _ask_to_end(folder: Path) -> None:
+    if pid := read_pid(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            belongings.wait_for_end(pid, _GRACE_S)
 
 
 if __name__ == "__main__":

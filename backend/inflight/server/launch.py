@@ -1,26 +1,25 @@
 """One running tritonserver: started on a private runtime repository, waited for, and ended without leftovers.
 
 `serve` is the context manager for tests and benchmarks, `TritonServer` the object behind it and behind the
-command line. The server and its stubs are a process group of their own, which a keeper ends if the launcher dies.
+command line. A keeper ends the server, its stubs and its ranks if the launcher dies.
 """
 
 import contextlib
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from inflight.server import installation, probe, runtime_directory
+from inflight.server import installation, mpirun, probe, ranks, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.farewell import Farewell
 from inflight.server.idle import IdleWatch, stubs_processor_time
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
 from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.process import PID_FILE, ServerProcess
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
 
 _POLL_INTERVAL_S = 0.1
@@ -41,8 +40,9 @@ class ServerOptions:
 
     Attributes:
         ports: Those that are 0 are chosen free.
-        model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request;
-            everything in the repository is loaded at first in any mode.
+        model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
+            an orchestrator does itself; everything in the repository is loaded at first in any mode.
+        tp, pp, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
     """
 
     model_repository: Path = field(default_factory=default_repository)
@@ -53,6 +53,10 @@ class ServerOptions:
     log_verbose: bool = False
     exit_timeout_s: int = 30
     model_control: Literal["none", "explicit"] = "none"
+    tp: int | None = None
+    pp: int | None = None
+    mode: ranks.Mode | None = None
+    mpirun_arguments: str | None = None
 
 
 class TritonServer:
@@ -65,12 +69,14 @@ class TritonServer:
         self.ports = resolve_ports(self._address, options.ports)
         self._folder = runtime_directory.make()
         self._keeper: Keeper | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
         self._log: ServerLog | None = None
         self._ready = False
         try:
             self._installation = _find(options.tritonserver, self._folder)
             self.repository = self._assemble()
+            self._leader = self._find_leader()
+            self._environment = self._make_environment()
         except BaseException:
             runtime_directory.remove(self._folder)
             raise
@@ -92,13 +98,16 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        """The server's process id, which is its process group's too."""
-        return self._started().pid
+        """The server's process id, which is the process group's of it and its stubs too."""
+        pid = self._started().pid
+        if pid is None:
+            raise ServeError("mpirun has not started the server yet")
+        return pid
 
     @property
     def returncode(self) -> int | None:
-        """The server's exit status, None while it runs."""
-        return self._started().poll()
+        """The server's exit status, or in leader mode mpirun's; None while it runs."""
+        return self._started().returncode
 
     def log_text(self) -> str:
         """Everything the server and its models have written so far."""
@@ -107,25 +116,14 @@ class TritonServer:
     def start(self) -> None:
         """Start the process; returns at once."""
         self._keeper = Keeper(self._folder)
+        command = self._command()
+        if self._leader:
+            command = self._leader_command(command, self._leader)
         try:
-            self._process = self._spawn()
+            self._process = ServerProcess(command, self._environment, self._folder, bool(self._leader))
         except OSError as error:
-            raise ServeError(f"{self._installation.program} cannot be run: {error.strerror}") from None
-        self._keeper.watch(self._process.pid)
-        assert self._process.stdout is not None
-        self._log = ServerLog(self._process.stdout, self._echo, _has_gpu() or self._options.log_verbose)
-
-    def _spawn(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            self._command(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=self._folder,
-            # The folder is where the engine's socket goes, so that none is left behind by a server that is killed.
-            env={**self._installation.environment(), "XDG_RUNTIME_DIR": str(self._folder)},
-            start_new_session=True,
-        )
+            raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None
+        self._log = ServerLog(self._process.output, self._echo, _has_gpu() or self._options.log_verbose)
 
     def wait_ready(
         self, timeout: float | None = None, interrupted: Callable[[], bool] = lambda: False
@@ -162,8 +160,9 @@ class TritonServer:
 
         Returns whether it ended in order, everything in flight answered within the exit timeout.
         """
-        with contextlib.suppress(ProcessLookupError):
-            self._started().send_signal(signal.SIGTERM)
+        if not self._started().ask_to_end():
+            self.kill()
+            return False
         deadline = time.monotonic() + self._grace_s
         watch = self._say_farewell() or IdleWatch(lambda: stubs_processor_time(self.pid))
         drained = False
@@ -183,10 +182,8 @@ class TritonServer:
         return Farewell(sockets, max(timeout - _FAREWELL_MARGIN_S, timeout / 2)) if sockets else None
 
     def kill(self) -> None:
-        """End the server and its stubs at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._started().wait()
+        """End the server, its stubs and its ranks at once."""
+        self._started().kill()
         if self._log:
             self._log.join(timeout=5)
 
@@ -196,7 +193,7 @@ class TritonServer:
             if self._process and self.returncode is None:
                 self.shut_down()
             elif self._process:
-                self.kill()  # stubs that have outlived it
+                self.kill()  # stubs and ranks that have outlived it
         finally:
             runtime_directory.remove(self._folder)
             if self._keeper:
@@ -208,12 +205,33 @@ class TritonServer:
         return self._options.exit_timeout_s + _DRAINED_GRACE_S if self._ready else _UNREADY_GRACE_S
 
     def _assemble(self) -> RuntimeRepository:
-        target = self._folder / "models"
-        return assemble(self._options.model_repository, target, self._options.wanted)
+        given = self._options
+        wanted = ranks.settings(given.tp, given.pp, given.mode, given.mpirun_arguments)
+        return assemble(given.model_repository, self._folder / "models", given.wanted, wanted)
+
+    def _find_leader(self) -> ranks.Launch | None:
+        """The engine whose ranks this launcher starts: not those that were started around it."""
+        leader = ranks.find_leader(self.repository.launches)
+        return leader if ranks.num_ranks_around() == 1 else None
+
+    def _make_environment(self) -> dict[str, str]:
+        """Of tritonserver; in leader mode of mpirun and the workers."""
+        environment = dict(os.environ) if self._leader else self._installation.environment()
+        if all(launch.mode == "in_process" for launch in self.repository.launches):
+            return environment
+        shared_memory = runtime_directory.make_shared_memory_folder(self._folder)
+        return environment | mpirun.session_variables(self._folder, shared_memory)
+
+    def _leader_command(self, tritonserver: list[str], leader: ranks.Launch) -> list[str]:
+        variables, pid_file = self._installation.variables(), self._folder / PID_FILE
+        return mpirun.leader_command(
+            tritonserver, variables, pid_file, leader.num_ranks, leader.mpirun_arguments
+        )
 
     def _command(self) -> list[str]:
         gpu = () if _has_gpu() else ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0")
-        is_explicit = self._options.model_control == "explicit"
+        has_orchestrator = any(launch.mode == "orchestrator" for launch in self.repository.launches)
+        is_explicit = has_orchestrator or self._options.model_control == "explicit"
         control = ("--model-control-mode=explicit", "--load-model=*") if is_explicit else ()
         backend = "--backend-config=python,"
         return [
@@ -242,10 +260,9 @@ class TritonServer:
         return probe.is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
 
     def _wait(self, timeout: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._started().wait(timeout)
+        self._started().wait(timeout)
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> ServerProcess:
         if self._process is None:
             raise ServeError("the server has not been started")
         return self._process

@@ -1,10 +1,15 @@
 """The three ports of a server: found free, or checked to be free before anything is started."""
 
 import contextlib
+import random
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from inflight.server.errors import OptionError
+
+_LOWEST_FREE = 15_000
+_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,10 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
         # A connection of an earlier server that is still in TIME_WAIT does not make the port taken.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port))
+        if port:
+            listener.bind((address, port))
+        else:
+            _bind_to_free(listener, address)
         listener.listen()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -49,3 +57,21 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
             f"port {port} on {address} cannot be used ({reason}): choose another with {flag}, 0 for any free one"
         ) from None
     return int(listener.getsockname()[1])
+
+
+def _bind_to_free(listener: socket.socket, address: str) -> None:
+    """Where the system gives nobody else a port by itself: the server binds it only when its models are loaded."""
+    ports = range(_LOWEST_FREE, _first_of_systems())
+    for port in random.sample(ports, min(_TRIES, len(ports))):
+        with contextlib.suppress(OSError):
+            listener.bind((address, port))
+            return
+    listener.bind((address, 0))
+
+
+def _first_of_systems() -> int:
+    """The lowest port that a connection, or a socket bound to port 0, may get."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return _LOWEST_FREE

@@ -7,18 +7,20 @@ processes, nor what a parameter does.
 
 import difflib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from inflight.server import ranks
 from inflight.server.config_text import is_filled, read_parameters, set_max_batch_size, set_parameters
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
+ENGINE_NAME = "tensorrt_llm_model_name"
 RECORD_PATH = "record_path"
 MAX_BATCH_SIZE = "max_batch_size"
 _CONFIG = "config.pbtxt"
-_DEMO_MODEL = Path("tensorrt_llm", "1", "demo_model")
+_DEMO_MODEL = "demo_model"
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class RuntimeRepository:
-    """A folder that tritonserver can load: its models' names, and the checkpoint it serves if it has one."""
+    """A folder that tritonserver can load.
+
+    Attributes:
+        models: Their names.
+        checkpoint: What its engines serve, separated by commas; None if there is none.
+        launches: Who starts the ranks of each engine.
+    """
 
     path: Path
     models: tuple[str, ...]
     checkpoint: str | None
+    launches: tuple[ranks.Launch, ...] = ()
 
 
 def default_repository() -> Path:
@@ -44,34 +53,65 @@ def default_repository() -> Path:
     return Path(__file__).resolve().parents[3] / "model_repository"
 
 
-def assemble(source: Path, target: Path, wanted: Wanted) -> RuntimeRepository:
-    """Lay out `source` under `target`; raises OptionError for a setting that no model has."""
+def assemble(
+    source: Path, target: Path, wanted: Wanted, ranks_wanted: Mapping[str, str] | None = None
+) -> RuntimeRepository:
+    """Lay out `source` under `target`; raises OptionError for a setting that no model has.
+
+    Args:
+        ranks_wanted: Parameters that --tp, --pp, --mode and --mpirun-arguments stand for.
+    """
     source = source.resolve()
     configs = _read_configs(source)
-    present = _merged(configs.values())
-    settings = dict(wanted.settings)
+    present = {model: read_parameters(text) for model, text in configs.items()}
+    _check_ranks_known(ranks_wanted or {}, present, source)
+    settings = {**wanted.settings, **(ranks_wanted or {})}
     batch_size = _batch_size(settings.pop(MAX_BATCH_SIZE, None))
-    values = fill(present, replace(wanted, settings=settings), source / _DEMO_MODEL)
+    filled = fill(present, replace(wanted, settings=settings), source)
+    launches = _launches(filled)
+    for launch in launches:
+        if launch.mode != "in_process" and ranks.LAUNCH_MODE in filled[launch.model]:
+            filled[launch.model][ranks.LAUNCH_MODE] = launch.mode
     for model, text in configs.items():
-        known = read_parameters(text)
         folder = target / model
         folder.mkdir(parents=True)
         _lay_out(source / model, folder)
-        mine = {key: value for key, value in values.items() if key in known}
-        text = set_parameters(text, mine)
+        changed = {key: value for key, value in filled[model].items() if value != present[model][key]}
+        text = set_parameters(text, changed)
         if batch_size is not None:
             text = set_max_batch_size(text, batch_size)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
-    checkpoint = (present | values).get(MODEL_PATH)
-    return RuntimeRepository(target, tuple(configs), checkpoint if is_filled(checkpoint) else None)
+    return RuntimeRepository(target, tuple(configs), _checkpoints(filled), launches)
 
 
-def fill(present: Mapping[str, str], wanted: Wanted, demo_model: Path) -> dict[str, str]:
-    """The parameters to write over those that are `present`.
+def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path) -> dict[str, dict[str, str]]:
+    """Every model's parameters: those that are `present`, with what is wanted written over them.
 
-    Where nothing says which checkpoint to serve it is the demo model; where nothing else says which tokenizer
-    to use it is the checkpoint's.
+    An engine that nothing names a checkpoint for serves the demo model. A model that nothing names a tokenizer for
+    takes the one of its engine's checkpoint.
     """
+    settings = _settings(wanted)
+    _check_known(settings, {key: value for known in present.values() for key, value in known.items()})
+    filled = {
+        model: dict(known) | {key: value for key, value in settings.items() if key in known}
+        for model, known in present.items()
+    }
+    engines = [model for model, known in filled.items() if MODEL_PATH in known]
+    own = {model for model in engines if MODEL_PATH not in settings and is_filled(filled[model][MODEL_PATH])}
+    for model in engines:
+        if not is_filled(filled[model][MODEL_PATH]) and (demo := _demo_model(source, model)):
+            filled[model][MODEL_PATH] = demo
+    for model, known in filled.items():
+        engine = _engine_of(model, known, engines)
+        if engine is None or TOKENIZER not in known or TOKENIZER in settings:
+            continue
+        checkpoint = filled[engine][MODEL_PATH]
+        if is_filled(checkpoint) and not (engine in own and is_filled(known[TOKENIZER])):
+            known[TOKENIZER] = checkpoint
+    return filled
+
+
+def _settings(wanted: Wanted) -> dict[str, str]:
     values: dict[str, str] = {}
     if wanted.dtype is not None:
         values[DTYPE] = wanted.dtype
@@ -80,16 +120,41 @@ def fill(present: Mapping[str, str], wanted: Wanted, demo_model: Path) -> dict[s
     values |= wanted.settings
     if values.get(RECORD_PATH):  # the server runs in a folder that goes with it
         values[RECORD_PATH] = str(Path(values[RECORD_PATH]).absolute())
-    _check_known(values, present)
-    if MODEL_PATH not in present:
-        return values
-    if not is_filled((present | values)[MODEL_PATH]) and demo_model.is_dir():
-        values[MODEL_PATH] = str(demo_model)
-    checkpoint = (present | values)[MODEL_PATH]
-    keeps_tokenizer = MODEL_PATH not in values and is_filled(present.get(TOKENIZER))
-    if is_filled(checkpoint) and TOKENIZER in present and TOKENIZER not in values and not keeps_tokenizer:
-        values[TOKENIZER] = checkpoint
     return values
+
+
+def _demo_model(source: Path, engine: str) -> str | None:
+    for folder in (source / engine / "1" / _DEMO_MODEL, source / "tensorrt_llm" / "1" / _DEMO_MODEL):
+        if folder.is_dir():
+            return str(folder)
+    return None
+
+
+def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) -> str | None:
+    """The model that holds the engine which `model` is, talks to, or shares the repository with."""
+    named = parameters.get(ENGINE_NAME, "")
+    return next((name for name in (model, named, *engines) if name in engines), None)
+
+
+def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ...]:
+    return tuple(ranks.launch_of(model, known) for model, known in filled.items() if MODEL_PATH in known)
+
+
+def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
+    found = [known[MODEL_PATH] for known in filled.values() if is_filled(known.get(MODEL_PATH))]
+    return ",".join(dict.fromkeys(found)) or None
+
+
+def _check_ranks_known(
+    wanted: Mapping[str, str], present: Mapping[str, Mapping[str, str]], source: Path
+) -> None:
+    """Say which option it is, as nobody has written these as --set."""
+    for key in wanted:
+        if not any(key in known for known in present.values()):
+            raise OptionError(
+                f"{ranks.OPTIONS[key]}: no model of {source} has the parameter {key} in its {_CONFIG}, "
+                "so none of them can have several ranks"
+            )
 
 
 def _batch_size(value: str | None) -> int | None:
@@ -109,16 +174,6 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
                 else f"there are {', '.join(sorted(present)) or 'none'}"
             )
             raise OptionError(f"no model has a parameter {key!r} (--set {key}=...); {hint}")
-
-
-def _merged(configs: Iterable[str]) -> dict[str, str]:
-    """All models' parameters; of several values of one name, a filled one."""
-    merged: dict[str, str] = {}
-    for text in configs:
-        for key, value in read_parameters(text).items():
-            if not is_filled(merged.get(key)):
-                merged[key] = value
-    return merged
 
 
 def _read_configs(source: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A private folder for one running server, and what else on the machine carries its name.
 
-Owns the folder and the shared-memory files whose names start with the folder's name. Does not know what is put
+Owns the folder and what lies in /dev/shm under names that start with the folder's name. Does not know what is put
 into the folder, nor when the server has ended.
 """
 
@@ -30,8 +30,18 @@ def shared_memory_files(folder: Path) -> list[Path]:
     return sorted(_SHARED_MEMORY.glob(shared_memory_prefix(folder) + "*"))
 
 
+def make_shared_memory_folder(folder: Path) -> Path:
+    """A folder for further shared memory of the server's, among its shared-memory files."""
+    path = _SHARED_MEMORY / f"{shared_memory_prefix(folder)}-ranks"
+    path.mkdir(mode=0o700)
+    return path
+
+
 def remove(folder: Path) -> None:
     """Delete the folder and the shared memory; for when the server's processes have ended."""
     for path in shared_memory_files(folder):
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

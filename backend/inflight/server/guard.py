@@ -1,0 +1,217 @@
+"""A process beside a model that several ranks compute for: it ends the server if the model's process is killed.
+
+Triton neither answers the requests of a model whose process is gone nor takes the model for unready. `Guard` is
+the model's side; `python -m inflight.server.guard` the other. It reads a pipe that only the model's process holds:
+one that ends without a goodbye, falls silent or asks for it has the server ended within seconds, and with it the
+other models' processes, the ranks, and what all of them had in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from inflight.processes import ProcessId, this_parent
+
+_END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
+_RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
+_SHARED_MEMORY = Path("/dev/shm")
+_REGION = 2  # of a stub's arguments: the name of its shared memory
+_STUB = b"triton_python_backend_stub"
+_SERVER_GRACE_S = 2.0
+_RANKS_GRACE_S = 1.0
+_KILLED_S = 2.0
+_BEATS_PER_TIMEOUT = 5
+_STOPPED = 1.5  # a wait that takes so many times as long: this process was stopped itself
+
+
+class Guard:
+    """One for each process of the model; tritonserver is its parent. Any thread."""
+
+    def __init__(self, python: str, *kept_open: int) -> None:
+        """Args:
+        python: The interpreter.
+        kept_open: File descriptors that the guard holds as long as it lives.
+        """
+        self._process = subprocess.Popen(
+            # Its own region too, as the arguments of a process that has been killed cannot be read.
+            [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid())],
+            bufsize=0,  # so that a line is one write, from any thread
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=kept_open,
+        )
+        self._has_ended = threading.Event()
+
+    def watch(self, launcher: ProcessId, folder: str) -> None:
+        """These ranks end with the server: the process that ends them, and their folder in shared memory."""
+        self._tell(b"%s %s %s" % (_RANKS, str(launcher).encode(), os.fsencode(folder)))
+
+    def remove_later(self, files: str) -> None:
+        """When the server has been ended, files whose paths start like this go too; "" for none."""
+        if files:
+            self._tell(b"%s %s" % (_FILES, os.fsencode(files)))
+
+    def beat(self, timeout_s: float) -> None:
+        """From now on this process says that it lives: silence for `timeout_s` seconds is taken for its end."""
+        threading.Thread(target=self._beat, args=(timeout_s,), name="guard-beat", daemon=True).start()
+
+    def end_server(self) -> None:
+        """End everything; this process too."""
+        self._tell(_END)
+
+    def dismiss(self) -> None:
+        """This process ends in order, or another takes its place. Idempotent."""
+        self._has_ended.set()
+        self._tell(_DISMISS)
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self._process.wait()
+
+    def rest(self) -> None:
+        """Do nothing any more, but live as long as the server, and hold what is to be held."""
+        self._has_ended.set()
+        self._tell(_REST)
+
+    def _beat(self, timeout_s: float) -> None:
+        while not self._has_ended.is_set():
+            self._tell(b"%s %g" % (_BEAT, timeout_s))
+            self._has_ended.wait(timeout_s / _BEATS_PER_TIMEOUT)
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # somebody has killed the guard, or it is dismissed
+            assert self._process.stdin is not None
+            self._process.stdin.write(line + b"\n")
+
+
+class _Word(Enum):
+    """How the wait for the model's process ends."""
+
+    END = "the server is to be ended, or has ended"
+    DISMISS = "there is nothing more to do"
+    REST = "nor is there, but the server's end is waited for"
+
+
+@dataclass(slots=True)
+class _Leftovers:
+    """What there is to end beside the server.
+
+    Attributes:
+        region: The name of the model's shared memory.
+        launcher: The process that ends the ranks.
+        folder: The ranks' folder in shared memory.
+        files: What the paths of other files start with.
+        timeout_s: Silence of the model after which it is lost; None before its first beat.
+    """
+
+    region: str
+    launcher: ProcessId | None = None
+    folder: str = ""
+    files: str = ""
+    timeout_s: float | None = None
+
+    def note(self, word: bytes, about: str) -> None:
+        if word == _RANKS:
+            launcher, self.folder = about.split(" ", 1)
+            self.launcher = ProcessId.parse(launcher)
+        elif word == _FILES:
+            self.files = about
+        elif word == _BEAT:
+            self.timeout_s = float(about)
+
+
+def main(server: ProcessId, region: str) -> None:
+    """Wait for the word or the end of the model's process, or for the server's end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for the server
+    leftovers = _Leftovers(region)
+    with server.opened() as server_end:
+        word = _Word.END if server_end is None else _listen(server_end, leftovers)
+    if word is _Word.END:
+        _end_all(server, leftovers)
+    elif word is _Word.REST:
+        server.wait()
+
+
+def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
+    pipe, unread = sys.stdin.fileno(), b""
+    while pipe in _wait(pipe, server_end, leftovers.timeout_s):
+        part = os.read(pipe, 4096)
+        if not part:
+            break
+        *lines, unread = (unread + part).split(b"\n")
+        for line in lines:
+            word, _, about = line.partition(b" ")
+            if word == _END:
+                return _Word.END
+            if word in (_DISMISS, _REST):
+                return _Word.DISMISS if word == _DISMISS else _Word.REST
+            leftovers.note(word, os.fsdecode(about))
+    return _Word.END
+
+
+def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
+    """What there is to be read; nothing after so much time of this process's own."""
+    while True:
+        begun_s = time.monotonic()
+        ready = select.select([pipe, server_end], [], [], timeout_s)[0]
+        if ready or timeout_s is None or time.monotonic() - begun_s < _STOPPED * timeout_s:
+            return ready
+
+
+def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
+    stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
+    # Exact names, as two servers may share a prefix.
+    regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}
+    launcher = leftovers.launcher
+    server.signal(signal.SIGTERM)
+    if launcher is not None:
+        launcher.signal(signal.SIGTERM)
+    server.wait(_SERVER_GRACE_S)
+    for process in [server, *stubs]:
+        process.signal(signal.SIGKILL)
+    if launcher is not None and not launcher.wait(_RANKS_GRACE_S):
+        launcher.signal(signal.SIGKILL)  # the ranks end with it
+        launcher.wait(_KILLED_S)
+    for process in [server, *stubs]:
+        process.wait(_KILLED_S)
+    for name in regions:
+        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+    if leftovers.folder:
+        shutil.rmtree(leftovers.folder, ignore_errors=True)
+    if leftovers.files:
+        for path in Path(leftovers.files).parent.glob(f"{Path(leftovers.files).name}*"):
+            path.unlink(missing_ok=True)
+
+
+def _region(stub: int) -> str:
+    """The name of a stub's shared memory; "" of any other process."""
+    arguments = _arguments(stub)
+    if _STUB not in arguments[0] or len(arguments) <= _REGION:
+        return ""
+    name = os.fsdecode(arguments[_REGION])
+    return name if Path(name).name == name else ""
+
+
+def _arguments(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return [b""]
+
+
+if __name__ == "__main__":
+    main(ProcessId.parse(sys.argv[1]), sys.argv[2])

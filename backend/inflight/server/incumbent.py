@@ -1,0 +1,202 @@
+"""tensorrtllm_backend's launch_triton_server.py in terms of `scripts/serve`: the same flags and defaults.
+
+Owns what each flag means here. Standard library only, as the script that calls it may run before anything is
+installed.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.server import ranks
+from inflight.server.config_text import is_filled, read_parameters
+from inflight.server.errors import OptionError
+
+_TRITONSERVER = "/opt/tritonserver/bin/tritonserver"
+_CONFIG = "config.pbtxt"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What to start.
+
+    Attributes:
+        arguments: For `scripts/serve`.
+        log_file: Where the log goes instead of the terminal; None for the terminal.
+        notes: What of the flags means nothing here, one line each.
+    """
+
+    arguments: tuple[str, ...]
+    log_file: Path | None
+    notes: tuple[str, ...]
+
+
+def main(serve: Path, arguments: Sequence[str] | None = None) -> int:
+    """Start the server with the program `serve` and return while its models load; the exit status.
+
+    Whether it becomes ready is to be asked of the server itself, as with the original.
+    """
+    given = parser(serve.parents[1] / "model_repository").parse_args(arguments)
+    try:
+        translation = translate(given)
+        _check_alone(given.force)
+    except OptionError as error:
+        print(f"launch_triton_server: {error}", file=sys.stderr)
+        return error.exit_code
+    for note in translation.notes:
+        print(f"launch_triton_server: {note}", file=sys.stderr)
+    process = _start([str(serve), *translation.arguments], translation.log_file)
+    print(f"launch_triton_server: started; `kill {process.pid}` ends it in order", file=sys.stderr)
+    return 0
+
+
+def parser(model_repository: Path) -> argparse.ArgumentParser:
+    """The original's flags."""
+    made = argparse.ArgumentParser(
+        prog="launch_triton_server.py",
+        description="scripts/serve, with the flags of tensorrtllm_backend's launcher.",
+    )
+    add = made.add_argument
+    add("--world_size", type=int, default=1, help="ranks of the engine")
+    add(
+        "--tritonserver",
+        default=_TRITONSERVER,
+        help="its path; the embedded one if the default does not exist",
+    )
+    add("--grpc_port", default="8001")
+    add("--http_port", default="8000")
+    add("--metrics_port", default="8002")
+    add("--force", "-f", action="store_true", help="start although another tritonserver runs")
+    add("--log", action="store_true", help="the verbose log, into --log-file")
+    add("--log-file", default="triton_log.txt")
+    add("--no-mpi", action="store_true", help="one rank, in the model's own process")
+    add("--model_repo", type=Path, default=model_repository)
+    add(
+        "--tensorrt_llm_model_name",
+        default="tensorrt_llm",
+        help="models that hold engines, separated by commas",
+    )
+    add("--multi-model", action="store_true", help="several engines: orchestrator mode")
+    add("--disable-spawn-processes", action="store_true", help="means nothing here")
+    add("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="means nothing here")
+    add("--oversubscribe", action="store_true", help="more ranks than cores")
+    add("--trtllm_llmapi_launch", action="store_true", help="means nothing here")
+    add("--exit_timeout", type=int, help="seconds for requests in flight at the end")
+    return made
+
+
+def translate(given: argparse.Namespace) -> Translation:
+    """What these flags come to; OptionError where they do not go together or not with the repository."""
+    tritonserver = given.tritonserver if Path(given.tritonserver).exists() else None
+    if tritonserver is None and given.tritonserver != _TRITONSERVER:
+        raise OptionError(f"--tritonserver {given.tritonserver}: there is no such program")
+    arguments = ["--model-repository", str(given.model_repo), "--host", "0.0.0.0"]
+    for service in ("grpc", "http", "metrics"):
+        arguments += [f"--{service}-port", getattr(given, f"{service}_port")]
+    if tritonserver:
+        arguments += ["--tritonserver", tritonserver]
+    if given.log:
+        arguments += ["--log-verbose"]
+    if given.exit_timeout is not None:
+        arguments += ["--exit-timeout", str(given.exit_timeout)]
+    arguments += _rank_arguments(given, _engines(given))
+    return Translation(tuple(arguments), Path(given.log_file) if given.log else None, _notes(given))
+
+
+def _rank_arguments(given: argparse.Namespace, engines: Mapping[str, Mapping[str, str]]) -> list[str]:
+    if given.no_mpi and given.world_size != 1:
+        raise OptionError(f"--world_size {given.world_size}: must be 1 with --no-mpi")
+    if given.multi_model:
+        if given.world_size != 1 and not given.disable_spawn_processes:
+            raise OptionError(
+                f"--world_size {given.world_size}: must be 1 with --multi-model; each engine's ranks are its "
+                f"{ranks.TENSOR_PARALLEL} times its {ranks.PIPELINE_PARALLEL} in {_CONFIG}"
+            )
+        arguments = ["--mode", "orchestrator"]
+    else:
+        arguments = _leader_arguments(given.world_size, engines)
+    # `scripts/serve` lets ranks share cores anyway; said, it stays true whatever other arguments do.
+    return (
+        [*arguments, "--mpirun-arguments=--oversubscribe --bind-to none"]
+        if given.oversubscribe
+        else arguments
+    )
+
+
+def _leader_arguments(world_size: int, engines: Mapping[str, Mapping[str, str]]) -> list[str]:
+    launches = [ranks.launch_of(name, known, {}) for name, known in engines.items()]
+    if len(engines) > 1 and (world_size > 1 or any(launch.num_ranks > 1 for launch in launches)):
+        raise OptionError(f"{' and '.join(engines)}: several engines with several ranks need --multi-model")
+    is_leader = ["--mode", "leader"] if world_size > 1 else []
+    for launch in launches:
+        if not _says_ranks(engines[launch.model]):
+            continue
+        if launch.num_ranks != world_size:
+            raise OptionError(
+                f"--world_size {world_size}: {launch.model} has {launch.num_ranks} ranks, by "
+                f"{ranks.TENSOR_PARALLEL} and {ranks.PIPELINE_PARALLEL} in its {_CONFIG}"
+            )
+        return is_leader
+    return ["--tp", str(world_size), *is_leader] if world_size > 1 else []
+
+
+def _says_ranks(parameters: Mapping[str, str]) -> bool:
+    return any(is_filled(parameters.get(key)) for key in (ranks.TENSOR_PARALLEL, ranks.PIPELINE_PARALLEL))
+
+
+def _engines(given: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """The parameters of the models that are said to hold engines."""
+    engines = {}
+    for name in given.tensorrt_llm_model_name.split(","):
+        config = given.model_repo / name / _CONFIG
+        if not config.is_file():
+            raise OptionError(f"--tensorrt_llm_model_name {name}: {given.model_repo} has no such model")
+        engines[name] = read_parameters(config.read_text(encoding="utf-8"))
+    return engines
+
+
+def _notes(given: argparse.Namespace) -> tuple[str, ...]:
+    notes = []
+    if given.disable_spawn_processes:
+        notes.append("--disable-spawn-processes means nothing here: each engine starts its own ranks")
+    if given.trtllm_llmapi_launch:
+        notes.append("--trtllm_llmapi_launch means nothing here: there is one way to start ranks")
+    if given.multimodal_gpu0_cuda_mem_pool_bytes:
+        notes.append(
+            "--multimodal_gpu0_cuda_mem_pool_bytes means nothing here: no model sends tensors on a GPU"
+        )
+    return tuple(notes)
+
+
+def _check_alone(force: bool) -> None:
+    others = " ".join(map(str, running_servers()))
+    if not others:
+        return
+    message = f"tritonserver runs already, with process ids {others}; `kill {others}` ends it"
+    if not force:
+        raise OptionError(f"{message}, and --force starts another one beside it")
+    print(f"launch_triton_server: {message}", file=sys.stderr)
+
+
+def running_servers() -> list[int]:
+    """Process ids of every tritonserver on this machine."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # Its name in brackets, then its state.
+            name, _, rest = (entry / "stat").read_text(errors="replace").partition(" (")[2].rpartition(") ")
+        except OSError:  # it has ended meanwhile
+            continue
+        if name == "tritonserver" and not rest.startswith("Z"):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def _start(command: list[str], log_file: Path | None) -> "subprocess.Popen[bytes]":
+    if log_file is None:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    with log_file.open("wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)

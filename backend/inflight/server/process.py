@@ -1,0 +1,100 @@
+"""A tritonserver as processes: one that was started by itself, or one that is rank 0 under mpirun.
+
+Owns starting it, knowing its process id, and ending all that belongs to it. Does not know whether it is ready, nor
+what its arguments mean. One thread, in leader mode, waits for tritonserver's end.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from inflight.server import belongings
+
+PID_FILE = "tritonserver.pid"
+"""In the server's folder: tritonserver's process id, on a line."""
+
+# What ranks may take to end once tritonserver has; one that is stopped never does.
+_RANKS_END_S = 10.0
+_START_CHECK_S = 0.1
+
+
+def read_pid(folder: Path) -> int | None:
+    """tritonserver's process id; None before it has been started."""
+    with contextlib.suppress(OSError):
+        text = (folder / PID_FILE).read_text()
+        return int(text) if text.endswith("\n") else None
+    return None
+
+
+class ServerProcess:
+    """Started by construction; raises OSError if the program cannot be run."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, is_mpirun: bool
+    ) -> None:
+        self._folder = folder
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**environment, belongings.MARK: str(folder)},
+            start_new_session=True,
+        )
+        if is_mpirun:
+            threading.Thread(target=self._end_with_tritonserver, name="ranks-end", daemon=True).start()
+        else:
+            (folder / PID_FILE).write_text(f"{self._child.pid}\n")
+
+    @property
+    def output(self) -> IO[bytes]:
+        """What it writes to stdout and stderr."""
+        assert self._child.stdout is not None
+        return self._child.stdout
+
+    @property
+    def pid(self) -> int | None:
+        """tritonserver's process id, which is the process group's of it and its stubs; None before it runs."""
+        return read_pid(self._folder)
+
+    @property
+    def returncode(self) -> int | None:
+        """tritonserver's exit status, or what mpirun makes of it; None while either runs."""
+        return self._child.poll()
+
+    def wait(self, timeout: float) -> None:
+        """Until it has ended, or for `timeout` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout)
+
+    def ask_to_end(self) -> bool:
+        """Tell tritonserver to finish what it has; False if it does not run yet."""
+        pid = self.pid
+        if pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        return True
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        belongings.end_all(self._folder)
+        self._child.wait()
+
+    def _end_with_tritonserver(self) -> None:
+        """mpirun waits for every rank, so for one that is stopped it would wait without end."""
+        while (pid := self.pid) is None:
+            if self.returncode is not None:
+                return
+            self.wait(_START_CHECK_S)
+        belongings.wait_for_end(pid)
+        self.wait(_RANKS_END_S)
+        if self.returncode is None:
+            belongings.end_all(self._folder)
+            self.wait(_RANKS_END_S)

@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Start the server with tensorrtllm_backend's flags, and return while its models load; --help lists them."""
+
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(SCRIPTS.parent / "backend"))
+
+from inflight.server.incumbent import main  # noqa: E402 - it need not be installed
+
+sys.exit(main(SCRIPTS / "serve"))

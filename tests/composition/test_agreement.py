@@ -1,0 +1,91 @@
+"""Steps of a load that all ranks do or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from inflight.composition.agreement import Agreement
+from inflight.errors import ConfigError
+from tests.distributed.thread_world import make_worlds, on_all
+
+Step = Callable[[Agreement, int], object]
+
+
+def outcomes(*steps: Step, size: int = 3) -> list[object]:
+    """What each rank has of its steps: the last one's result, or the text of a ConfigError."""
+    worlds = make_worlds(size)
+
+    def load(rank: int) -> object:
+        agreement, result = Agreement(worlds[rank]), None
+        try:
+            for step in steps:
+                with agreement.step():
+                    result = step(agreement, rank)
+        except ConfigError as error:
+            return str(error)
+        return result
+
+    return on_all(size, load)
+
+
+def fails_on(*ranks: int, error: Exception | None = None) -> Step:
+    def step(agreement: Agreement, rank: int) -> str:
+        if rank in ranks:
+            raise error or ConfigError("no room")
+        return "done"
+
+    return step
+
+
+def test_what_succeeds_everywhere_goes_on():
+    assert outcomes(fails_on(), fails_on()) == ["done"] * 3
+
+
+def test_one_rank_that_fails_stops_all_and_is_named():
+    assert outcomes(fails_on(), fails_on(1), fails_on()) == ["rank 1 of 3: no room"] * 3
+
+
+def test_what_all_say_is_said_once():
+    assert outcomes(fails_on(0, 1, 2)) == ["no room"] * 3
+
+
+def test_an_error_of_any_kind_is_told():
+    assert (
+        outcomes(fails_on(2, error=MemoryError("all of it"))) == ["rank 2 of 3: MemoryError: all of it"] * 3
+    )
+
+
+def test_the_least_is_agreed_upon():
+    assert outcomes(lambda agreement, rank: agreement.least(10 - rank)) == [8] * 3
+
+
+def test_a_rank_that_fails_before_the_least_is_agreed_upon_keeps_nobody_waiting():
+    def step(agreement: Agreement, rank: int) -> int:
+        if rank == 1:
+            raise ConfigError("too little memory")
+        return agreement.least(rank)
+
+    assert outcomes(step, fails_on()) == ["rank 1 of 3: too little memory"] * 3
+
+
+def test_a_rank_that_fails_after_it_does_neither():
+    def step(agreement: Agreement, rank: int) -> int:
+        least = agreement.least(rank)
+        if rank == 2:
+            raise ConfigError("allocated in vain")
+        return least
+
+    assert outcomes(step) == ["rank 2 of 3: allocated in vain"] * 3
+
+
+def test_who_failed_first_is_the_cause():
+    worlds = make_worlds(2)
+
+    def load(rank: int) -> str:
+        with pytest.raises(ConfigError) as raised, Agreement(worlds[rank]).step():
+            fails_on(0, error=OSError("gone"))(None, rank)
+        return type(raised.value.__context__).__name__
+
+    assert on_all(2, load) == ["OSError", "NoneType"]

@@ -1,0 +1,79 @@
+"""Leader mode with a real engine: rank 0 is Triton's process of the model, under one mpirun with the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.server import belongings
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from tests.server.test_server_launch import command
+
+from .clients import Stream, ask, completion
+from .conftest import REPOSITORY
+from .footprint import folder_of, left_of
+
+LEADER = ServerOptions(tp=2, mode="leader")
+SETTINGS = {"max_tokens_in_paged_kv_cache": "16384"}
+PROMPTS = ([3, 1, 4, 1, 5], list(range(40, 90)))
+
+
+@pytest.fixture
+def leader(elsewhere) -> Iterator[TritonServer]:
+    with serve(dtype="float32", settings=SETTINGS, options=LEADER) as server:
+        yield server
+
+
+def workers(folder: Path) -> list[int]:
+    """Process ids of the other ranks of a server, by its private folder."""
+    found = []
+    for pid in belongings.find(folder):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if words[1:3] == [b"-m", b"inflight.worker"]:
+            found.append(pid)
+    return found
+
+
+def test_ranks_under_one_mpirun_answer_as_one_rank(leader, exact_server):
+    assert len(workers(folder_of(leader))) == 1
+    for prompt in PROMPTS:
+        request = {"input_ids": prompt, "request_output_len": 24, "end_id": -1}
+        assert completion(leader.grpc, **request).ids == completion(exact_server.grpc, **request).ids
+    text = {"text_input": "Once upon a time", "max_tokens": 12}
+    answers = [ask(server.grpc, "ensemble", **text)[-1] for server in (leader, exact_server)]
+    assert answers[0].text == answers[1].text
+
+
+def test_it_ends_in_order_with_requests_in_flight(elsewhere):
+    with serve(dtype="float32", settings=SETTINGS, options=LEADER) as server:
+        with Stream(server.grpc) as stream:
+            stream.send(
+                "tensorrt_llm", input_ids=[1, 2, 3], request_output_len=100, end_id=-1, streaming=True
+            )
+            stream.receive()
+            assert server.shut_down() is True
+            *_, last = stream.until_final()
+        assert last.finish_reason == "LENGTH"
+    assert left_of(folder_of(server)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, number):
+    arguments = ["--tp", "2", "--mode", "leader", "--set", "max_tokens_in_paged_kv_cache=16384"]
+    with command(REPOSITORY, *arguments) as serving:
+        ready, folder = serving.ready_line(), serving.folder()
+        (worker,) = workers(folder)
+        with Stream(ready["grpc"]) as stream:
+            stream.send("tensorrt_llm", input_ids=[1, 2], request_output_len=900, end_id=-1, streaming=True)
+            stream.receive()
+            os.kill(worker, number)
+            *_, last = stream.until_final()
+        assert last.error is not None
+        _, errors = serving.process.communicate(timeout=30)
+    assert serving.process.returncode == 1
+    assert "serve: tritonserver ended" in errors
+    assert left_of(folder) == []

@@ -1,0 +1,248 @@
+"""Several ranks behind a real tritonserver: the answers of one, and what clients see when a process is lost.
+
+In orchestrator mode the model is unready until its engine is there again; in leader mode the server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from inflight.server.config_text import set_parameters
+from inflight.server.errors import ServeError
+from inflight.server.launch import ServerOptions, TritonServer, serve
+
+from .clients import Answer, Stream, completion, infer, wait_until
+from .rank_processes import Processes, shared_memory
+
+ENGINE = "tensorrt_llm"
+SETTINGS = {"max_tokens_in_paged_kv_cache": "8192", "rank_timeout_ms": "4000"}
+PROMPT = [3, 1, 4, 1, 5]
+NOTICE_S = 10.0
+RESTART_S = 40.0
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.fixture(scope="module")
+def server(elsewhere) -> Iterator[TritonServer]:
+    """Two ranks of the demo model, started by the model itself."""
+    with serve(
+        dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode="orchestrator")
+    ) as running:
+        yield running
+
+
+class Readiness:
+    """Asks all the time whether the model is ready."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.was_unready = threading.Event()
+        self._url = f"http://{server.http}/v2/models/{ENGINE}/ready"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> Readiness:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self._url, timeout=5) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.HTTPError):
+            return False
+
+    def _ask(self) -> None:
+        while not self._closing.wait(0.02):
+            if not self.is_ready():
+                self.was_unready.set()
+
+
+class Clients:
+    """Streams in flight, directly and over a front end."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._streams = [Stream(server.grpc), Stream(server.grpc)]
+        direct, by_front_end = self._streams
+        direct.send(ENGINE, input_ids=PROMPT, request_output_len=1000, end_id=-1, streaming=True)
+        by_front_end.send("ensemble", text_input="def f", max_tokens=1000, end_id=-1, stream=True)
+        for stream in self._streams:
+            stream.receive()
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for stream in self._streams:
+            stream.client.stop_stream()
+            stream.client.close()
+
+    def finals(self) -> list[Answer]:
+        """The last answer of each, which has to come in time."""
+        deadline = time.monotonic() + NOTICE_S
+        return [self._final(stream, deadline) for stream in self._streams]
+
+    @staticmethod
+    def _final(stream: Stream, deadline: float) -> Answer:
+        while True:
+            _, answer = stream.receive(timeout=max(0.0, deadline - time.monotonic()))
+            if answer.final:
+                return answer
+
+
+def tokens(server: TritonServer) -> list[int]:
+    return completion(server.grpc, input_ids=PROMPT, request_output_len=12).ids
+
+
+def answers_again(server: TritonServer) -> bool:
+    with contextlib.suppress(InferenceServerException, AssertionError):
+        return bool(tokens(server))
+    return False
+
+
+def test_two_ranks_answer_like_one(server, exact_server):
+    assert tokens(server) == tokens(exact_server)
+    by_http = [
+        infer(one.http, input_ids=PROMPT, request_output_len=12).as_numpy("output_ids").tolist()
+        for one in (server, exact_server)
+    ]
+    assert by_http[0] == by_http[1]
+
+
+def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
+    def num_seen() -> float:
+        page = urllib.request.urlopen(f"http://{server.metrics}/metrics").read().decode()
+        lines = [line for line in page.splitlines() if line.startswith("inflight_output_tokens_count")]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    before = num_seen()
+    tokens(server)
+    wait_until(lambda: num_seen() > before)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "is_busy"),
+    [
+        ("rank 1", KILL, True),
+        ("rank 1", KILL, False),
+        ("rank 0", KILL, True),
+        ("mpirun", KILL, True),
+        ("rank 1", STOP, True),
+        ("rank 1", STOP, False),
+        ("rank 0", STOP, True),
+    ],
+)
+def test_an_orchestrated_engine_comes_back(server, victim, number, is_busy):
+    before, tokens_before = Processes.of(server), tokens(server)
+    num_before, memory_before = len(before.all), len(shared_memory(server))
+    lost = [before.by_name[name] for name in ("rank 0", "rank 1", "mpirun", "stub")]
+    with Readiness(server) as readiness:
+        if is_busy:
+            with Clients(server) as clients:
+                before.signal(victim, number)
+                finals = clients.finals()
+            assert all("lost" in str(answer.error) for answer in finals), finals
+        else:
+            before.signal(victim, number)
+        assert readiness.was_unready.wait(NOTICE_S)
+        wait_until(readiness.is_ready, timeout=RESTART_S)
+    assert tokens(server) == tokens_before
+    wait_until(lambda: not set(lost) & Processes.of(server).all)
+    wait_until(lambda: len(Processes.of(server).all) == num_before)
+    wait_until(lambda: len(shared_memory(server)) == memory_before)
+
+
+def test_unloading_ends_the_ranks_and_loading_starts_others(server):
+    before, expected = Processes.of(server), tokens(server)
+    with grpc.InferenceServerClient(server.grpc) as client:
+        client.unload_model(ENGINE)
+        wait_until(lambda: "mpirun" not in Processes.of(server).by_name)
+        wait_until(lambda: not {"rank 0", "rank 1", "stub"} & set(Processes.of(server).by_name))
+        client.load_model(ENGINE)
+    assert tokens(server) == expected
+    assert not set(before.by_name.values()) & set(Processes.of(server).by_name.values())
+
+
+def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
+    before, expected = Processes.of(server), tokens(server)
+    path = server.repository.path / ENGINE / "config.pbtxt"
+    path.write_text(set_parameters(path.read_text(), {"iter_stats_max_iterations": "10"}))
+    with grpc.InferenceServerClient(server.grpc) as client:
+        client.load_model(ENGINE)
+    assert tokens(server) == expected
+    wait_until(lambda: not set(before.by_name.values()) & Processes.of(server).all)
+
+
+# ---------------------------------------------------------------- with servers of their own
+
+
+@pytest.mark.parametrize(("mode", "number"), [("orchestrator", KILL), ("leader", KILL), ("leader", STOP)])
+def test_a_lost_stub_takes_the_server_with_it(elsewhere, mode, number):
+    with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode=mode)) as server:
+        processes = Processes.of(server)
+        with Clients(server) as clients:
+            processes.signal("stub", number)
+            finals = clients.finals()
+        assert all(answer.error for answer in finals)
+        wait_until(processes.have_ended, timeout=NOTICE_S)
+        wait_until(lambda: not shared_memory(server))
+        wait_until(lambda: server.returncode is not None)
+
+
+@pytest.mark.parametrize(("number", "is_busy"), [(KILL, True), (KILL, False), (STOP, True)])
+def test_a_leader_that_loses_a_rank_answers_everyone_and_ends(elsewhere, number, is_busy):
+    with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode="leader")) as server:
+        processes = Processes.of(server)
+        if is_busy:
+            with Clients(server) as clients:
+                processes.signal("rank 1", number)
+                finals = clients.finals()
+            assert all("rank 1 of 2" in str(answer.error) for answer in finals), finals
+        else:
+            processes.signal("rank 1", number)
+        wait_until(lambda: server.returncode is not None, timeout=NOTICE_S + 15)
+        wait_until(processes.have_ended)
+    assert not shared_memory(server)
+
+
+def test_a_leaders_model_is_not_loaded_twice(elsewhere):
+    options = ServerOptions(tp=2, mode="leader", model_control="explicit")
+    with (
+        serve(dtype="float32", settings=SETTINGS, options=options) as server,
+        grpc.InferenceServerClient(server.grpc) as client,
+    ):
+        client.unload_model(ENGINE)
+        wait_until(lambda: not {"rank 1", "stub"} & set(Processes.of(server).by_name))
+        with pytest.raises(InferenceServerException, match="start the server again"):
+            client.load_model(ENGINE)
+
+
+def test_two_stages_answer_like_one_rank(elsewhere, exact_server):
+    with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(pp=2)) as server:
+        assert tokens(server) == tokens(exact_server)
+
+
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+def test_what_is_wrong_with_the_ranks_is_said_and_nothing_stays(elsewhere, mode):
+    server = TritonServer(ServerOptions(tp=3, mode=mode))
+    try:
+        server.start()
+        with pytest.raises(ServeError, match="ConfigError: tensor parallelism over 3 ranks"):
+            server.wait_ready(60)
+        wait_until(lambda: not Processes.of(server).all)
+        wait_until(lambda: not shared_memory(server))
+    finally:
+        server.close()

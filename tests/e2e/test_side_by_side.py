@@ -1,0 +1,84 @@
+"""Servers with several ranks on one host, and engines in one server: none knows of the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpc
+
+from inflight.server.config_text import set_parameters
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.testing.make_model import make_model
+
+from .clients import ask, completion, infer, wait_until
+from .conftest import REPOSITORY
+from .footprint import folder_of, left_of
+
+SMALL_CACHE = {"max_tokens_in_paged_kv_cache": "4096"}
+REQUEST = {"input_ids": [3, 1, 4, 1, 5], "request_output_len": 16, "end_id": -1}
+SECOND = "second_model"
+
+
+def tokens(server: TritonServer, model: str = "tensorrt_llm") -> list[int]:
+    (answer,) = ask(server.grpc, model, exclude_input_in_output=True, **REQUEST)
+    assert answer.error is None, answer.error
+    return answer.ids
+
+
+def test_servers_in_two_modes_answer_and_end_on_their_own(exact_server):
+    expected = completion(exact_server.grpc, **REQUEST).ids
+    with serve(dtype="float32", settings=SMALL_CACHE, options=ServerOptions(tp=2)) as orchestrator:
+        leader_options = ServerOptions(tp=2, mode="leader")
+        with serve(dtype="float32", settings=SMALL_CACHE, options=leader_options) as leader:
+            assert tokens(leader) == tokens(orchestrator) == expected
+            assert leader.shut_down() is True
+        assert left_of(folder_of(leader)) == []
+        assert tokens(orchestrator) == expected
+        with serve(dtype="float32", settings=SMALL_CACHE, options=leader_options) as leader:
+            assert tokens(leader) == expected
+            assert orchestrator.shut_down() is True
+            assert tokens(leader) == expected
+    assert left_of(folder_of(orchestrator)) == left_of(folder_of(leader)) == []
+
+
+@pytest.fixture(scope="module")
+def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the demo model, another model of two ranks, and a front end of each."""
+    folder = tmp_path_factory.mktemp("two engines")
+    checkpoint = make_model(folder / "checkpoint", "llama", "tiny", dtype="float32", seed=5)
+    for model in ("tensorrt_llm", "tensorrt_llm_infer"):
+        shutil.copytree(REPOSITORY / model, folder / "models" / model, symlinks=True)
+    copy(folder / "models", "tensorrt_llm", SECOND, gpt_model_path=str(checkpoint), tensor_parallel_size="2")
+    copy(folder / "models", "tensorrt_llm_infer", f"{SECOND}_infer", tensorrt_llm_model_name=SECOND)
+    return folder / "models"
+
+
+def copy(repository: Path, model: str, name: str, **parameters: str) -> None:
+    shutil.copytree(
+        repository / model, repository / name, ignore=shutil.ignore_patterns("demo_model", "__pycache__")
+    )
+    config = repository / name / "config.pbtxt"
+    text = config.read_text().replace(f'name: "{model}"', f'name: "{name}"', 1)
+    config.write_text(set_parameters(text, parameters))
+
+
+def test_two_engines_in_one_server_do_not_know_of_each_other(exact_server, two_engines):
+    (checkpoint,) = two_engines.parent.glob("checkpoint")
+    with serve(model=checkpoint, dtype="float32", settings=SMALL_CACHE) as alone:
+        expected = {"tensorrt_llm": completion(exact_server.grpc, **REQUEST).ids, SECOND: tokens(alone)}
+    assert expected["tensorrt_llm"] != expected[SECOND]
+    options = ServerOptions(two_engines, mode="orchestrator")
+    with serve(two_engines, dtype="float32", settings=SMALL_CACHE, options=options) as server:
+        for model, ids in expected.items():
+            assert tokens(server, model) == ids
+            by_front_end = infer(server.http, f"{model}_infer", exclude_input_in_output=True, **REQUEST)
+            assert by_front_end.as_numpy("output_ids").reshape(-1).tolist() == ids
+        with grpc.InferenceServerClient(server.grpc) as client:
+            client.unload_model(SECOND)
+            wait_until(lambda: not client.is_model_ready(SECOND))
+            assert tokens(server) == expected["tensorrt_llm"]
+            client.load_model(SECOND)
+            assert tokens(server, SECOND) == expected[SECOND]
+    assert left_of(folder_of(server)) == []

@@ -1,0 +1,161 @@
+"""What a guard does for a model whose process is killed or stopped. Server, stubs and ranks are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.processes import ProcessId
+
+# A server starts a stub for the model, which has a guard, and one for another model; then it waits.
+SERVER = """
+import subprocess, sys
+stubs = [
+    subprocess.Popen([sys.argv[1], sys.argv[2], name, ranks], executable=sys.executable, stdin=0, stdout=1)
+    for name, ranks in ((sys.argv[3], sys.argv[5]), (sys.argv[4], ""))
+]
+{reaction}
+for stub in stubs:
+    stub.wait()
+import time
+time.sleep(600)
+"""
+STUB = """
+import os, sys, time
+if sys.argv[2]:
+    from inflight.processes import ProcessId
+    from inflight.server.guard import Guard
+    guard = Guard(os.environ["PYTHON"])
+    pid, folder = sys.argv[2].split(" ")
+    guard.watch(ProcessId.of(int(pid)), folder)
+    print(guard._process.pid, flush=True)
+    word = sys.stdin.readline().strip()
+    if word:
+        guard.beat(1.0) if word == "beat" else getattr(guard, word)()
+        print(word, flush=True)
+time.sleep(600)
+"""
+PATIENT = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+class Stage:
+    """Everything that is running."""
+
+    def __init__(self, folder: Path, reaction: str) -> None:
+        self.ranks = subprocess.Popen(["sleep", "600"])
+        self.ranks_folder = folder / "ranks"
+        self.ranks_folder.mkdir()
+        names = [f"inflight-test-{uuid.uuid4()}" for _ in range(2)]
+        self.regions = [Path("/dev/shm", name) for name in names]
+        for region in self.regions:
+            region.touch()
+        program = folder / "triton_python_backend_stub"
+        program.write_text(STUB)
+        self.server = subprocess.Popen(
+            [sys.executable, "-c", SERVER.format(reaction=reaction), str(program), str(program), *names]
+            + [f"{self.ranks.pid} {self.ranks_folder}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Under another name Python does not find its environment.
+            env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert self.server.stdout is not None
+        self.guard = self._identity(int(self.server.stdout.readline()))
+        children = self._identity(self.server.pid).children()
+        self.model, self.other = sorted(children, key=lambda child: child.pid)
+
+    @staticmethod
+    def _identity(pid: int) -> ProcessId:
+        found = ProcessId.of(pid)
+        assert found is not None
+        return found
+
+    def tell(self, word: str) -> None:
+        assert self.server.stdin is not None
+        self.server.stdin.write(word + "\n")
+        self.server.stdin.flush()
+
+    def have_told(self, word: str) -> None:
+        self.tell(word)
+        assert self.server.stdout is not None and self.server.stdout.readline() == f"{word}\n"
+
+    def is_gone(self) -> bool:
+        assert self.guard.wait(15)
+        self.ranks.poll()
+        processes = [self.model.wait(0), self.other.wait(0), self.server.poll() is not None]
+        return all(processes) and self.ranks.returncode is not None
+
+    def close(self) -> None:
+        for process in (self.server, self.ranks):
+            process.kill()
+            process.wait()
+        for process in (self.model, self.other, self.guard):
+            process.signal(signal.SIGKILL)
+        for region in self.regions:
+            region.unlink(missing_ok=True)
+
+
+@pytest.fixture(params=["", PATIENT], ids=["willing", "stubborn"])
+def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    made = Stage(tmp_path, request.param)
+    yield made
+    made.close()
+
+
+def test_a_model_that_is_killed_takes_everything_with_it(stage: Stage):
+    stage.model.signal(signal.SIGKILL)
+    assert stage.is_gone()
+    assert not stage.ranks_folder.exists()
+    assert not any(region.exists() for region in stage.regions)
+
+
+def test_a_model_can_ask_for_the_servers_end(stage: Stage):
+    stage.tell("end_server")
+    assert stage.is_gone()
+
+
+def test_a_model_that_is_stopped_is_taken_for_dead(stage: Stage):
+    stage.have_told("beat")
+    assert not stage.guard.wait(2.5)
+    stage.model.signal(signal.SIGSTOP)
+    assert stage.is_gone()
+
+
+def test_a_guard_that_was_stopped_with_the_model_goes_on(stage: Stage):
+    stage.have_told("beat")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in (stage.model, stage.guard):
+            process.signal(number)
+        assert not stage.guard.wait(2.5)
+
+
+def test_a_server_that_is_killed_takes_the_ranks_with_it(stage: Stage):
+    stage.server.kill()
+    assert stage.guard.wait(15)
+    stage.ranks.wait(1)
+    assert not stage.ranks_folder.exists()
+
+
+def test_a_model_that_has_said_goodbye_may_end(stage: Stage):
+    stage.have_told("dismiss")
+    assert stage.guard.wait(15)
+    assert stage.server.poll() is None and stage.ranks.poll() is None
+    assert not stage.other.wait(0)
+
+
+def test_a_guard_that_rests_does_nothing_but_live_as_long_as_the_server(stage: Stage):
+    stage.have_told("rest")
+    os.kill(stage.model.pid, signal.SIGKILL)
+    assert not stage.guard.wait(1)
+    assert stage.server.poll() is None and stage.ranks.poll() is None
+    stage.server.kill()
+    assert stage.guard.wait(15)
+    assert stage.ranks.poll() is None

@@ -1,0 +1,221 @@
+"""Leader mode with ranks that have no engine: tritonserver under mpirun is ready, ends and is ended as without."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Queue
+
+import pytest
+
+from inflight.server import belongings, mpirun
+from inflight.server.errors import ServeError
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from tests.server.test_server_launch import ask, eventually, shared_memory_of
+
+pytestmark = pytest.mark.e2e
+
+STAND_IN = Path(__file__).with_name("stand_in_worker.py")
+OPTIONS = ServerOptions(tp=3, mode="leader")
+# What `python -m inflight.server` does, but for the program of the workers.
+COMMAND = f"""
+import sys
+from inflight.server import cli, mpirun
+mpirun._WORKER = ({str(STAND_IN)!r},)
+sys.exit(cli.main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpirun, "_WORKER", (str(STAND_IN),))
+
+
+def workers(server: TritonServer) -> dict[int, int]:
+    """Process ids by rank."""
+    assert eventually(lambda: server.log_text().count("heard") == 2)
+    found = re.findall(r"rank (\d) of 3 is process (\d+)", server.log_text())
+    return {int(rank): int(pid) for rank, pid in found}
+
+
+def belonging(folder: Path) -> list[int]:
+    return belongings.find(folder)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def serve_command(repository: Path) -> list[str]:
+    ports = [word for service in ("http", "grpc", "metrics") for word in (f"--{service}-port", "0")]
+    given = ["--model-repository", str(repository), "--tp", "3", "--mode", "leader", *ports]
+    return [sys.executable, "-c", COMMAND, *given]
+
+
+@contextlib.contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
+    assert process.stdout is not None
+    word, *pairs = process.stdout.readline().rstrip("\n").split(" ", 4)
+    assert word == "READY"
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def folder_of(process: subprocess.Popen[str]) -> Path:
+    """The private folder is where mpirun runs."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    folders = {Path(os.readlink(f"/proc/{child}/cwd")) for child in children}
+    return next(folder for folder in folders if folder != Path("/"))
+
+
+def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path) -> None:
+    numbers: Queue[int | Exception] = Queue()
+    with serve(ranked_repository, options=OPTIONS) as server:
+        folder, ranks = server.repository.path.parent, workers(server)
+        assert sorted(ranks) == [1, 2]
+        assert "tritonserver" in os.readlink(f"/proc/{server.pid}/exe")
+        assert all(is_alive(pid) for pid in ranks.values())
+        client = ask(server.grpc, 3, 0, numbers)
+        assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        client.close()
+        assert server.shut_down() is True
+    assert server.returncode == 0
+    assert server.log_text().count(" ends\n") == 2
+    assert belonging(folder) == []
+    assert shared_memory_of(folder.name) == []
+    assert not folder.exists()
+
+
+def test_the_ranks_libraries_are_not_looked_for_among_the_servers(ranked_repository: Path) -> None:
+    with serve(ranked_repository, options=OPTIONS) as server:
+        workers(server)
+        folder = server.repository.path.parent
+        assert "pytriton" in Path(f"/proc/{server.pid}/environ").read_text()
+        (libraries, *_) = re.findall(r"libraries (.*)", server.log_text())
+        assert "pytriton" not in libraries
+        assert str(folder) not in libraries
+
+
+def test_the_ranks_shared_memory_is_the_servers(ranked_repository: Path) -> None:
+    with serve(ranked_repository, options=OPTIONS) as server:
+        workers(server)
+        assert eventually(lambda: "segments ['sm_segment" in server.log_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_in_flight_finishes(ranked_repository: Path, number: signal.Signals) -> None:
+    numbers: Queue[int | Exception] = Queue()
+    with running(serve_command(ranked_repository)) as process:
+        ready, folder = ready_line(process), folder_of(process)
+        client = ask(ready["grpc"], 10, 100, numbers)
+        assert numbers.get(timeout=10) == 0
+        process.send_signal(number)
+        assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
+        assert process.wait(20) == 0
+        client.close()
+        assert belonging(folder) == []
+        assert shared_memory_of(folder.name) == []
+        assert not folder.exists()
+
+
+def test_it_all_ends_with_a_launcher_that_is_killed(ranked_repository: Path) -> None:
+    with running(serve_command(ranked_repository)) as process:
+        ready_line(process)
+        folder = folder_of(process)
+        assert len(belonging(folder)) >= 5
+        process.kill()
+        assert eventually(lambda: not folder.exists())
+        assert belonging(folder) == []
+        assert shared_memory_of(folder.name) == []
+
+
+def kill_tritonserver(server: TritonServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+
+
+def kill_mpirun(server: TritonServer) -> None:
+    """The parent of tritonserver."""
+    os.kill(int(Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [kill_tritonserver, kill_mpirun])
+def test_what_dies_takes_all_with_it(ranked_repository: Path, kill: Callable[[TritonServer], None]) -> None:
+    with serve(ranked_repository, options=OPTIONS) as server:
+        folder = server.repository.path.parent
+        workers(server)
+        kill(server)
+        assert eventually(lambda: server.returncode is not None)
+        assert server.returncode != 0
+    assert belonging(folder) == []
+    assert shared_memory_of(folder.name) == []
+    assert not folder.exists()
+
+
+def test_a_rank_that_is_stopped_does_not_keep_a_server_that_has_ended(ranked_repository: Path) -> None:
+    with serve(ranked_repository, options=OPTIONS) as server:
+        folder, ranks = server.repository.path.parent, workers(server)
+        os.kill(ranks[2], signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGKILL)
+        assert eventually(lambda: server.returncode is not None)
+        assert server.returncode != 0
+    assert belonging(folder) == []
+
+
+def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
+    server = TritonServer(ServerOptions(ranked_repository, tp=3, mode="leader"))
+    folder = server.repository.path.parent
+    server.start()
+    started = time.monotonic()
+    assert server.wait_ready(30, interrupted=lambda: True) is False
+    server.close()
+    assert time.monotonic() - started < 15
+    assert belonging(folder) == []
+    assert not folder.exists()
+
+
+def test_a_model_that_fails_to_load_is_the_cause(ranked_repository: Path) -> None:
+    with (
+        pytest.raises(ServeError, match="the reason it gave"),
+        serve(ranked_repository, settings={"fail_with": "the reason it gave"}, options=OPTIONS),
+    ):
+        pass
+
+
+def test_ranks_that_were_started_together_are_not_started_again(ranked_repository: Path) -> None:
+    """As Slurm does it: the command itself is rank 0's, and the workers are beside it."""
+    together = [str(mpirun.find()), "--allow-run-as-root", "--oversubscribe", "-n", "1"]
+    workers = [":", "-n", "2", sys.executable, str(STAND_IN)]
+    numbers: Queue[int | Exception] = Queue()
+    with running([*together, *serve_command(ranked_repository), *workers]) as process:
+        assert process.stdout is not None
+        ready = next(line for line in iter(process.stdout.readline, "") if line.startswith("READY"))
+        client = ask(ready.split("grpc=")[1].split()[0], 3, 0, numbers)
+        assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        client.close()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        launcher = next(
+            int(pid) for pid in children if b"cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(launcher, signal.SIGTERM)
+        assert process.wait(20) == 0

@@ -1,0 +1,92 @@
+"""Processes that belong to a server: found, whoever started them, and ended."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight.server import belongings, process
+from inflight.server.process import PID_FILE, ServerProcess
+
+# It starts one in a session of its own, which starts another and ends.
+FAMILY = "setsid sh -c 'sleep 1000 & echo started' & exec sleep 1000"
+
+
+def start(folder: Path, script: str, is_mpirun: bool = False) -> ServerProcess:
+    return ServerProcess(["sh", "-c", script], os.environ, folder, is_mpirun)
+
+
+def test_whatever_a_server_has_started_is_ended(tmp_path: Path) -> None:
+    server = start(tmp_path, FAMILY)
+    assert server.output.readline() == b"started\n"
+    assert len(belongings.find(tmp_path)) >= 2
+    server.kill()
+    assert server.returncode == -9
+    assert belongings.find(tmp_path) == []
+
+
+def test_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "ab").mkdir()
+    mine, other = start(tmp_path / "a", "exec sleep 1000"), start(tmp_path / "ab", "exec sleep 1000")
+    mine.kill()
+    assert other.returncode is None
+    assert belongings.find(tmp_path / "ab") == [other.pid]
+    other.kill()
+
+
+def test_a_process_that_is_stopped_is_ended(tmp_path: Path) -> None:
+    server = start(tmp_path, "kill -STOP $$")
+    server.kill()
+    assert server.returncode == -9
+
+
+def test_the_end_of_a_process_that_is_no_child_is_noticed(tmp_path: Path) -> None:
+    server = start(tmp_path, "sleep 1000 & echo $!; exec sleep 1000")
+    grandchild = int(server.output.readline())
+    assert belongings.wait_for_end(grandchild, 0.01) is False
+    server.kill()
+    assert belongings.wait_for_end(grandchild, 10) is True
+
+
+def test_nobody_is_asked_to_end_before_mpirun_has_started_it(tmp_path: Path) -> None:
+    server = start(tmp_path, "exec sleep 1000", is_mpirun=True)
+    assert server.pid is None
+    assert server.ask_to_end() is False
+    server.kill()
+
+
+def test_mpirun_is_ended_when_a_rank_outlives_tritonserver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_RANKS_END_S", 0.1)
+    server = start(tmp_path, f"sleep 1000 & echo $! >{PID_FILE}; echo; exec sleep 1000", is_mpirun=True)
+    server.output.readline()
+    assert server.pid is not None
+    assert server.ask_to_end() is True
+    server.wait(10)
+    assert server.returncode == -9
+
+
+KILLED_LAUNCHER = """
+import os, sys
+from pathlib import Path
+from inflight.server.keeper import Keeper
+from inflight.server.process import ServerProcess
+folder = Path(sys.argv[1])
+keeper = Keeper(folder)
+server = ServerProcess(["sleep", "1000"], os.environ, folder, False)
+print(server.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_keeper_ends_what_a_killed_launcher_leaves(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    launcher = subprocess.run(
+        [sys.executable, "-c", KILLED_LAUNCHER, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert belongings.wait_for_end(int(launcher.stdout), 20) is True

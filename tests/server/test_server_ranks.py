@@ -1,0 +1,143 @@
+"""How many ranks, and who starts them: what the command line and config.pbtxt come to."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from inflight.server import mpirun, ranks
+from inflight.server.config_text import read_parameters
+from inflight.server.errors import OptionError
+from inflight.server.launch import ServerOptions, TritonServer
+from inflight.server.repository import Wanted, assemble
+
+MODEL = "tensorrt_llm"
+PMIX = {"PMIX_RANK": "0"}
+
+
+def launch(environment: dict[str, str] | None = None, **parameters: str) -> ranks.Launch:
+    return ranks.launch_of(MODEL, parameters, environment or {})
+
+
+def test_one_rank_needs_nobody_to_start_it() -> None:
+    assert launch() == ranks.Launch(MODEL, 1, "in_process")
+    assert launch(tensor_parallel_size="${tensor_parallel_size}", launch_mode="") == launch()
+
+
+def test_several_ranks_have_an_orchestrator_unless_something_else_is_said() -> None:
+    sizes = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}
+    assert launch(**sizes) == ranks.Launch(MODEL, 6, "orchestrator")
+    assert launch(**sizes, launch_mode="leader").mode == "leader"
+    assert launch(launch_mode="orchestrator") == ranks.Launch(MODEL, 1, "orchestrator")
+
+
+def test_ranks_that_were_started_together_have_a_leader() -> None:
+    together = PMIX | {"OMPI_COMM_WORLD_SIZE": "2"}
+    assert launch(together, tensor_parallel_size="2").mode == "leader"
+    assert launch(together).mode == "in_process"
+
+
+def test_the_incumbents_variable_asks_for_an_orchestrator() -> None:
+    asked = {"TRTLLM_ORCHESTRATOR": "1"}
+    assert launch(asked, tensor_parallel_size="2").mode == "orchestrator"
+    assert launch(asked).mode == "orchestrator"
+    assert launch(asked, tensor_parallel_size="2", launch_mode="leader").mode == "leader"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        (PMIX | {"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        (PMIX | {"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 1),
+    ],
+)
+def test_ranks_around_are_counted(environment: dict[str, str], expected: int) -> None:
+    assert ranks.num_ranks_around(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"tensor_parallel_size": "2", "launch_mode": "in_process"},
+            "--tp 2 --pp 1 .* 2 ranks.*orchestrator",
+        ),
+        ({"launch_mode": "leader"}, "--mode leader is for several ranks"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size is 'two'"),
+        ({"pipeline_parallel_size": "0"}, "pipeline_parallel_size is '0'"),
+        ({"launch_mode": "follower"}, "launch_mode is 'follower', expected one of in_process, leader"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(parameters: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        launch(**parameters)
+
+
+def test_one_engine_can_have_a_leader() -> None:
+    launches = [ranks.Launch("a", 2, "leader"), ranks.Launch("b", 2, "orchestrator")]
+    assert ranks.find_leader(launches) == launches[0]
+    assert ranks.find_leader(launches[1:]) is None
+    with pytest.raises(OptionError, match="a and c have one each"):
+        ranks.find_leader([*launches, ranks.Launch("c", 2, "leader")])
+
+
+def test_options_become_parameters(ranked_repository: Path, tmp_path: Path) -> None:
+    wanted = ranks.settings(tp=2, pp=None, mode=None, mpirun_arguments="--hostfile hosts")
+    runtime = assemble(ranked_repository, tmp_path / "out", Wanted(), wanted)
+    written = read_parameters((runtime.path / MODEL / "config.pbtxt").read_text())
+    assert written["tensor_parallel_size"] == "2"
+    assert written["pipeline_parallel_size"] == ""
+    assert written["launch_mode"] == "orchestrator"
+    assert written["mpirun_arguments"] == "--hostfile hosts"
+    assert runtime.launches == (ranks.Launch(MODEL, 2, "orchestrator", "--hostfile hosts"),)
+
+
+def test_a_repository_that_says_nothing_is_not_changed(ranked_repository: Path, tmp_path: Path) -> None:
+    runtime = assemble(ranked_repository, tmp_path / "out", Wanted())
+    assert read_parameters((runtime.path / MODEL / "config.pbtxt").read_text())["launch_mode"] == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"tp": 2}, "--tp"), ({"pp": 2}, "--pp"), ({"mode": "orchestrator"}, "--mode")],
+)
+def test_a_repository_that_cannot_have_ranks_is_named(
+    counting_repository: Path, options: dict, flag: str
+) -> None:
+    with pytest.raises(OptionError, match=rf"{flag}: no model of .*a repository has the parameter"):
+        TritonServer(ServerOptions(counting_repository, **options))
+
+
+def command(arguments: str = "", variables: dict[str, str] | None = None) -> str:
+    words = mpirun.leader_command(["triton", "--flag"], variables or {}, Path("/f/pid"), 3, arguments)
+    return shlex.join(words[1:])
+
+
+def test_tritonserver_is_rank_0_and_alone_gets_its_libraries() -> None:
+    first, _, others = command(variables={"LD_LIBRARY_PATH": "/l"}).partition(" : ")
+    assert "--enable-recovery" in first
+    assert " -n 1 " in first
+    assert first.endswith("/f/pid LD_LIBRARY_PATH=/l triton --flag")
+    assert others.startswith("-n 2 ")
+    assert others.endswith(" -m inflight.worker")
+    assert "LD_LIBRARY_PATH" not in others
+
+
+def test_ranks_share_cores_unless_somebody_places_them() -> None:
+    assert "--oversubscribe --bind-to none --mca btl tcp" in command("--mca btl tcp")
+    placed = command("--map-by core")
+    assert "--map-by core" in placed
+    assert "oversubscribe" not in placed
+
+
+def test_hosts_that_are_named_have_slots() -> None:
+    over_hosts = command("--hostfile 'my hosts'")
+    assert "--bind-to none --hostfile 'my hosts' -n 1" in over_hosts
+    assert "oversubscribe" not in over_hosts
+
+
+def test_arguments_that_are_no_words_are_refused() -> None:
+    with pytest.raises(OptionError, match="mpirun_arguments"):
+        command("--hostfile 'my hosts")

@@ -1,0 +1,52 @@
+"""`python -m inflight.worker`, used as it should not be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+WORKER = (sys.executable, "-m", "inflight.worker")
+
+
+def run(*command: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    mpi_less = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI"))}
+    return subprocess.run(
+        command,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=mpi_less | environment,
+    )
+
+
+def run_ranks(count: int, text: str) -> subprocess.CompletedProcess[str]:
+    return run(str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(count), *WORKER, text=text)
+
+
+def test_help_says_how_it_is_started():
+    shown = run(*WORKER, "--help")
+    assert shown.returncode == 0 and "mpirun" in shown.stdout and "tritonserver" in shown.stdout
+
+
+def test_alone_it_says_who_has_to_start_it():
+    alone = run(*WORKER)
+    assert alone.returncode == 2
+    assert alone.stderr == "inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)\n"
+
+
+def test_rank_0_without_a_job_says_what_to_do_and_ends_all():
+    ended = run_ranks(2, "")
+    assert ended.returncode == 2
+    assert "rank 0: ERROR rank 0 has got no job on its standard input" in ended.stderr
+    assert "python -m inflight.worker" in ended.stderr
+
+
+def test_rank_0_with_another_kind_of_line_says_what_it_got():
+    ended = run_ranks(2, "hello\n")
+    assert ended.returncode == 2
+    assert "got no job on its standard input but b'hello\\n'" in ended.stderr
