@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-MPIRUN = Path(sys.executable).parent / "mpirun"
+from inflight.open_mpi import find_mpirun
+
 WORKER = (sys.executable, "-m", "inflight.worker")
+IMPATIENT_WORKER = (
+    sys.executable,
+    "-c",
+    "import sys; from inflight import worker; worker._ORDERS_TIMEOUT_S = 0.5; sys.exit(worker.main())",
+)
 
 
 def run(*command: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,8 +29,8 @@ def run(*command: str, text: str = "", **environment: str) -> subprocess.Complet
     )
 
 
-def run_ranks(count: int, text: str) -> subprocess.CompletedProcess[str]:
-    return run(str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(count), *WORKER, text=text)
+def run_ranks(program: tuple[str, ...], text: str) -> subprocess.CompletedProcess[str]:
+    return run(find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2", *program, text=text)
 
 
 def test_help_says_how_it_is_started():
@@ -40,13 +45,25 @@ def test_alone_it_says_who_has_to_start_it():
 
 
 def test_rank_0_without_a_job_says_what_to_do_and_ends_all():
-    ended = run_ranks(2, "")
+    ended = run_ranks(IMPATIENT_WORKER, "")
     assert ended.returncode == 2
     assert "rank 0: ERROR rank 0 has got no job on its standard input" in ended.stderr
     assert "python -m inflight.worker" in ended.stderr
 
 
 def test_rank_0_with_another_kind_of_line_says_what_it_got():
-    ended = run_ranks(2, "hello\n")
+    ended = run_ranks(WORKER, "hello\n")
     assert ended.returncode == 2
     assert "got no job on its standard input but b'hello\\n'" in ended.stderr
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_without_end():
+    """In leader mode, where mpirun goes on without it."""
+    waiting = (
+        "import sys; from inflight import worker; from inflight.composition import launch; "
+        "launch._TOGETHER_S = 2.0; sys.exit(worker.main())"
+    )
+    ranks = ("-n", "1", sys.executable, "-c", waiting, ":", "-n", "1", "sh", "-c", "kill -KILL $$")
+    ended = run(find_mpirun(), "--enable-recovery", "--allow-run-as-root", "--oversubscribe", *ranks)
+    assert ended.returncode == 1
+    assert "launch.py" in ended.stderr and "in join" in ended.stderr

@@ -18,7 +18,8 @@ import select
 import signal
 import sys
 
-from inflight.composition.launch import attend, lead, refuse
+from inflight import open_mpi
+from inflight.composition.launch import attend, join, lead, refuse
 from inflight.distributed.mpi import MpiWorld
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
@@ -29,7 +30,6 @@ from inflight.triton.memory import measure_memory
 _log = logging.getLogger("inflight.worker")
 
 _PR_SET_PDEATHSIG = 1
-_BACKING = "OMPI_MCA_btl_sm_backing_directory"
 _ORDERS_TIMEOUT_S = 30.0
 _WRONG_USE = 2
 _NO_ORDERS = (
@@ -46,9 +46,10 @@ def main() -> int:
         return _WRONG_USE
     _end_with_parent()
     report = _take_stdout()
-    if folder := os.environ.get(_BACKING):  # of the host that started the ranks; another does not have it
+    # It is of the host that started the ranks; another does not have it.
+    if folder := os.environ.get(open_mpi.SHARED_MEMORY):
         os.makedirs(folder, mode=0o700, exist_ok=True)
-    world = MpiWorld()
+    world = join()
     logging.basicConfig(
         level=logging.INFO, format=f"rank {world.rank}: %(levelname)s %(message)s", stream=sys.stderr
     )

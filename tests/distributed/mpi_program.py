@@ -8,7 +8,7 @@ import sys
 import torch
 
 from inflight.distributed.mapping import Mapping
-from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiWorld
+from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
 from inflight.errors import ConfigError
 
 # Around the end of a broadcast's first part, and far behind it.
@@ -29,7 +29,9 @@ def check_world(world: MpiWorld) -> None:
     try:
         world.mapping(3, 2)
     except ConfigError as error:
-        assert str(error) == "tp_size 3 times pp_size 2 needs 6 ranks, but MPI has 4"
+        assert str(error) == (
+            "tensor_parallel_size 3 times pipeline_parallel_size 2 needs 6 ranks, but 4 were started together"
+        )
     else:
         raise AssertionError("a world of another size was taken")
 
@@ -68,6 +70,13 @@ def check_link(link: MpiStageLink, is_first: bool, tp_rank: int) -> None:
             assert got is None
         else:
             assert got.dtype == dtype and torch.equal(got, expected + tp_rank)
+
+
+def check_mates(world: MpiWorld, mates: MpiStageMates, is_first: bool) -> None:
+    """The ranks of the other stage are somewhere else meanwhile, and meet as often as they like."""
+    for _ in range(2 if is_first else 3):
+        mates.meet()
+    world.broadcast()
 
 
 def check_outcomes(outcomes: MpiOutcomes, tells: bool) -> None:
@@ -109,6 +118,7 @@ def main() -> None:
     assert mapping.rank == world.rank
     check_collectives(MpiCollectives(mapping), mapping.tp_rank)
     link, outcomes = MpiStageLink(mapping), MpiOutcomes(mapping.sampler)
+    check_mates(world, MpiStageMates(mapping), mapping.is_first_stage)
     for _ in range(2):
         check_link(link, mapping.is_first_stage, mapping.tp_rank)
         check_outcomes(outcomes, mapping.is_sampler)

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from inflight.open_mpi import find_mpirun
+
 ROOT = Path(__file__).parents[2]
-MPIRUN = Path(sys.executable).parent / "mpirun"
 TIMEOUT_S = 240
 
 
 def start_ranks(num_ranks: int, module: str, *arguments: str) -> subprocess.Popen[str]:
     """`python -m module arguments` on so many ranks, with pipes to rank 0's stdin and from everybody's output."""
-    command = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(num_ranks)]
+    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", str(num_ranks)]
     return subprocess.Popen(
         [*command, sys.executable, "-m", module, *arguments],
         cwd=ROOT,

@@ -20,7 +20,7 @@ from inflight.core.stop import StopSignal
 from inflight.distributed.hosts import gather_hosts
 from inflight.distributed.in_step import InStep
 from inflight.distributed.introductions import meet
-from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiWorld
+from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
 from inflight.distributed.pulse import Pulse
 from inflight.distributed.rank_engine import RankEngine
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
@@ -90,7 +90,8 @@ def main() -> None:
     stage = TorchEngine.load(config, mapping, MpiCollectives(mapping), least)
     if mapping.is_sampler:
         spoil(stage, GUILTY, num_tokens=25)
-    engine = RankEngine(stage, mapping, MpiStageLink(mapping), MpiOutcomes(mapping.sampler))
+    link, outcomes, mates = MpiStageLink(mapping), MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
+    engine = RankEngine(stage, mapping, link, outcomes, mates)
     pulse = Pulse(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit, int)
     scheduler = Scheduler(CONFIG, engine.limits)
     clients = Clients([*make_requests(), *make_doomed()])

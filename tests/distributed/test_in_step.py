@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 import queue
+import random
 import threading
+from dataclasses import is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -82,6 +87,46 @@ def test_what_is_shared_is_followed_with_one_broadcast_each():
     assert on_all(2, work)[1] == [*INPUTS, None]
     assert [world.num_broadcasts for world in worlds] == [len(INPUTS) + 1] * 2
     assert (wakes.num_wakes, wakes.num_waits) == (1, 1)
+
+
+def drawn(kind: Any, rng: random.Random) -> Any:
+    """Any value of an annotation's."""
+    if get_origin(kind) is UnionType:
+        return drawn(rng.choice(get_args(kind)), rng)
+    if get_origin(kind) is tuple:
+        return tuple(drawn(get_args(kind)[0], rng) for _ in range(rng.randrange(3)))
+    if kind is FloatTensor:
+        return FloatTensor((2, 3), rng.randbytes(24))
+    if is_dataclass(kind):
+        return kind(**{name: drawn(field, rng) for name, field in get_type_hints(kind).items()})
+    if issubclass(kind, Enum):
+        return rng.choice(list(kind))
+    choices = {
+        NoneType: [None],
+        bool: [False, True],
+        int: [0, 1, -1, rng.randrange(1000), 2**63 - 1, 2**64 - 1],
+        float: [0.0, 0.1, rng.random(), 1e-300, -math.inf],
+        bytes: [b"", rng.randbytes(16)],
+    }
+    return rng.choice(choices[kind])
+
+
+def test_every_field_of_what_is_shared_arrives():
+    rng = random.Random(0)
+    shared = [drawn(IterationInput, rng) for _ in range(500)]
+    worlds = make_worlds(2)
+
+    def work(rank: int) -> list[IterationInput | None]:
+        ranks = InStep(worlds[rank], Wakes())
+        if rank:
+            return [ranks.follow(is_asleep=False) for _ in shared]
+        for inputs in shared:
+            ranks.share(inputs, are_asleep=False)
+        return []
+
+    followed = on_all(2, work)[1]
+    assert followed == shared
+    assert repr(followed) == repr(shared), "types too"
 
 
 def test_sleepers_are_in_no_broadcast_until_they_are_woken():

@@ -37,9 +37,9 @@ def test_stages_have_all_layers_once():
 @pytest.mark.parametrize(
     ("tp_size", "pp_size", "rank", "message"),
     [
-        (0, 1, 0, "tp_size is 0, expected at least 1"),
-        (1, -1, 0, "pp_size is -1, expected at least 1"),
-        (2, 2, 4, r"rank is 4, expected 0 to 3: tp_size 2 times pp_size 2 makes 4 ranks"),
+        (0, 1, 0, "tensor_parallel_size is 0, expected at least 1"),
+        (1, -1, 0, "pipeline_parallel_size is -1, expected at least 1"),
+        (2, 2, 4, "rank is 4, expected 0 to 3: .*_size 2 times pipeline_parallel_size 2 makes 4 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(tp_size: int, pp_size: int, rank: int, message: str):
@@ -48,5 +48,5 @@ def test_what_cannot_be_is_refused(tp_size: int, pp_size: int, rank: int, messag
 
 
 def test_a_stage_without_layers_is_refused():
-    with pytest.raises(ConfigError, match="pp_size is 4, but the model has 3 layers only"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but the model has 3 layers only"):
         Mapping(1, 4, 0).layers(3)

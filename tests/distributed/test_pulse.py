@@ -208,6 +208,24 @@ def test_silence_is_a_loss(make_pulse, losses, pair):
     assert kinds == {BEAT}, "whoever has lost a rank says no goodbye"
 
 
+def test_silence_counts_later_while_the_ranks_load(make_pulse, losses, pair):
+    near, far = pair
+    pulse = make_pulse({1: near}, timeout_s=0.2, loading_timeout_s=600.0)
+    far.sendall(message(BEAT))
+    for _ in range(15):  # of three timeouts
+        assert far.recv(len(message(BEAT))) == message(BEAT)
+    assert losses.is_empty()
+    pulse.has_loaded()
+    assert "silent" in losses.take()
+
+
+def test_the_end_of_a_process_is_a_loss_while_the_ranks_load(make_pulse, losses, pair):
+    near, far = pair
+    make_pulse({1: near}, timeout_s=0.2, loading_timeout_s=600.0)
+    far.close()
+    assert losses.take().endswith("its process has ended")
+
+
 def test_a_process_that_was_stopped_itself_gives_the_others_another_timeout(make_pulse, losses, pair):
     near, far = pair
     jump_s = 0.0

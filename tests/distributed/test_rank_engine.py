@@ -70,7 +70,7 @@ class FakeStage:
 
 
 class Wire:
-    """Link and outcomes between two stages; `settled` counts."""
+    """Link and outcomes between two stages, with nobody beside them; `settled` counts."""
 
     def __init__(self) -> None:
         self.hidden: deque[torch.Tensor | None] = deque()
@@ -89,6 +89,9 @@ class Wire:
     def settle(self) -> None:
         self.settled += 1
 
+    def meet(self) -> None:
+        """Nobody else is to come."""
+
     def hear(self) -> bytes:
         return self.outcomes.popleft()
 
@@ -104,6 +107,7 @@ class Pair:
             RankEngine(
                 stage,
                 Mapping(1, 2, rank),
+                self.wire,
                 self.wire,
                 self.wire,
                 lambda i, rank=rank: self.failures.append((rank, i)),

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from inflight.open_mpi import find_mpirun
 from inflight.server.launch import serve
 from tests.distributed.two_hosts import NoHosts, TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
-MPIRUN = Path(sys.executable).parent / "mpirun"
 TIMEOUT_S = 120
 
 WHERE = """
@@ -42,7 +42,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 def mpirun(hosts: TwoHosts, *program: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
     """One rank on each host."""
-    command = [str(MPIRUN), "--allow-run-as-root", *hosts.mpirun_arguments, "-n", "2", *program]
+    command = [find_mpirun(), "--allow-run-as-root", *hosts.mpirun_arguments, "-n", "2", *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         hosts.on_first(command),
@@ -134,7 +134,7 @@ world.leave()
 def test_a_shared_memory_folder_of_another_host_is_forgotten(tmp_path: Path) -> None:
     environment = {**os.environ, "OMPI_MCA_btl_sm_backing_directory": str(tmp_path / "elsewhere")}
     done = subprocess.run(
-        [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", JOIN],
+        [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", JOIN],
         env=environment,
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ class Processes:
 
     @classmethod
     def of(cls, server: TritonServer) -> Processes:
-        pids = belongings.find(server.repository.path.parent)
+        pids = [process.pid for process in belongings.find(server.repository.path.parent)]
         named = {name: pid for pid in pids if (name := _name(pid))}
         return cls(named, frozenset(pids))
 

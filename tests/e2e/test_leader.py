@@ -31,10 +31,10 @@ def leader(elsewhere) -> Iterator[TritonServer]:
 def workers(folder: Path) -> list[int]:
     """Process ids of the other ranks of a server, by its private folder."""
     found = []
-    for pid in belongings.find(folder):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    for process in belongings.find(folder):
+        words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         if words[1:3] == [b"-m", b"inflight.worker"]:
-            found.append(pid)
+            found.append(process.pid)
     return found
 
 
@@ -67,12 +67,14 @@ def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewh
     with command(REPOSITORY, *arguments) as serving:
         ready, folder = serving.ready_line(), serving.folder()
         (worker,) = workers(folder)
-        with Stream(ready["grpc"]) as stream:
-            stream.send("tensorrt_llm", input_ids=[1, 2], request_output_len=900, end_id=-1, streaming=True)
-            stream.receive()
+        with Stream(ready["grpc"]) as direct, Stream(ready["grpc"]) as by_front_end:
+            direct.send("tensorrt_llm", input_ids=[1, 2], request_output_len=900, end_id=-1, streaming=True)
+            by_front_end.send("ensemble", text_input="def f", max_tokens=900, end_id=-1, stream=True)
+            for stream in (direct, by_front_end):
+                stream.receive()
             os.kill(worker, number)
-            *_, last = stream.until_final()
-        assert last.error is not None
+            finals = [list(stream.until_final())[-1] for stream in (direct, by_front_end)]
+        assert all("rank 1 of 2" in str(last.error) for last in finals), finals
         _, errors = serving.process.communicate(timeout=30)
     assert serving.process.returncode == 1
     assert "serve: tritonserver ended" in errors

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from inflight.server import cli
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.S | re.M)
@@ -68,6 +70,17 @@ def test_a_python_example_prints_what_it_is_about(demo_server, number, first_lin
     assert re.match(first_line, done.stdout, re.S)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/ranks.md"])
+def test_every_server_it_starts_has_options_that_exist(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    started = [line for block in blocks for line in re.findall(r"scripts/serve (-.*)", block)]
+    assert started
+    for line in started:
+        line = line.replace("/path/to/checkpoint", "model_repository/tensorrt_llm/1/demo_model")
+        cli.parse(shlex.split(line.replace("--no-venv", ""), comments=True))
+
+
 def test_every_script_it_names_exists():
-    named = set(re.findall(r"scripts/(\w+)", README))
+    named = set(re.findall(r"scripts/(\w+(?:\.py)?)", README))
     assert named and all((ROOT / "scripts" / name).is_file() for name in named)

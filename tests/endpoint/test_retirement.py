@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from inflight.endpoint import client as endpoint_client
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
+from inflight.endpoint.frames import read_frame
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.path import listen, peer_has_this_parent, remove
 from inflight.endpoint.server import EndpointServer
@@ -95,6 +97,19 @@ def test_an_engine_is_gone_when_it_was_told_to_go(path, related):
     assert front_end.describe() == DESCRIPTION
     front_end.close()
     successor.server.close()
+
+
+def test_a_successor_hears_last_of_the_end(path, related):
+    Engine(path)
+    with contextlib.ExitStack() as opened:
+        front_ends = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(8)]
+        for front_end in front_ends:
+            front_end.connect(path)
+            read_frame(front_end)  # Hello
+        assert retire_predecessor(path, 0.0) is True
+        for front_end in front_ends:
+            front_end.setblocking(False)
+            assert front_end.recv(1) == b""
 
 
 def test_an_engine_of_somebody_else_is_left_alone(path):

@@ -228,6 +228,30 @@ def test_a_front_end_finds_an_engine_that_comes_later_and_comes_back(batcher, pa
     client.close()
 
 
+def test_a_request_on_a_connection_that_has_just_ended_goes_over_the_next(path) -> None:
+    """The reader, which would find out, is busy with a response."""
+    batchers, busy, let_go = [Batcher(), Batcher()], threading.Event(), threading.Event()
+    first = EndpointServer(batchers[0].client, path)
+    front_end = SocketEngineClient(path)
+
+    def take(response: Response) -> None:
+        busy.set()
+        let_go.wait(PATIENCE_S)
+
+    front_end.submit(make_request(), take)
+    batchers[0].answer(batchers[0].take(), 1, final=False)
+    assert busy.wait(PATIENCE_S)
+    first.close()
+    second = EndpointServer(batchers[1].client, path)
+    inbox = Inbox()
+    front_end.submit(make_request(), inbox)
+    batchers[1].answer(batchers[1].take(), 2)
+    assert inbox.final().result.output_token_ids == ((2,),)
+    let_go.set()
+    front_end.close()
+    second.close()
+
+
 def test_closing_is_idempotent_and_final(front_end, server) -> None:
     front_end.describe()
     for _ in range(2):

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from inflight.core.batch import ContextDetails
 from inflight.core.output_config import OutputConfig
 from inflight.core.request import ExternalDraft, Request
 from inflight.core.sampling_config import SamplingConfig
@@ -23,7 +24,7 @@ from tests.engine.driver import Driver
 from tests.engine.failing import Saboteur, serve_through_faults, spoil
 from tests.engine.ranks import TOPOLOGIES, assert_same, assert_same_result, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
-from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
 NUM_TOKENS = 20
 LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
@@ -151,6 +152,19 @@ def test_every_control_is_what_one_rank_makes_of_it(zoo: Zoo, kind: str, topolog
     assert_same(many, _answers(kind, model))
 
 
+def test_what_comes_back_of_a_prompt_is_kept_by_the_rank_that_tells_it(zoo: Zoo) -> None:
+    """The other one takes part in making it, and keeps nothing of it on the host."""
+    model = zoo["llama-gqa"]
+    with ranks(model.folder, (2, 1)) as engine:
+        driver = Driver(engine)
+        both = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
+        row = driver.start(model.prompt(20), output=both)
+        batch = driver.batch({row: 20})
+        output = engine.decode(batch, engine.forward(batch))
+        assert len(output.context[row.slot].logits) == 20 * VOCAB_SIZE * 4
+        assert engine.stages[1]._context == {row.slot: ContextDetails()}
+
+
 @every_topology
 def test_a_stopped_request_leaves_the_others_as_they_are(zoo: Zoo, topology: tuple[int, int]) -> None:
     """One is stopped in its context, one in generation, a beam search too; batches with them are in flight."""
@@ -238,27 +252,26 @@ def test_a_batch_that_breaks_the_contract_is_refused_by_all_ranks_alike(
     assert [list(tokens) for tokens in output.token_ids] == [model.greedy(model.prompt(20), 1)]
 
 
-def test_a_rank_that_fails_alone_says_so_and_is_of_no_more_use(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_alone_says_so_and_takes_part_in_nothing_more(
+    zoo: Zoo, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails when it has given the others all that they wait for, so they go on."""
+    """It fails when it has given the other all that it waits for, so that one goes on, and it waits itself."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:
-        saboteur = Saboteur(monkeypatch, engine.stages[1], "_forward", after=True)
+        saboteur = Saboteur(monkeypatch, engine.stages[rank], "_forward", after=True)
         saboteur.arm()
         driver = Driver(engine)
         row = driver.start(model.prompt(20))
         batch = driver.batch({row: 20})
         begun = engine.forward(batch)
-        with pytest.raises(
-            AssertionError, match=r"the ranks differ: .None, Unavailable.+rank 1 failed alone"
-        ):
-            engine.decode(batch, begun)
-        assert engine.failures == [(1, 0), (1, NEVER)], (
-            "its forward pass raised, and then it was alone with that"
-        )
-        with pytest.raises(Unavailable, match="rank 1 failed alone in iteration 0: Fault"):
-            engine._ranks[1].forward(batch)
+        assert begun[1 - rank].exception(10) is None
+        engine.mates[0].leave()
+        with pytest.raises(Unavailable, match=f"rank {rank} failed alone in iteration 0: BrokenBarrierError"):
+            begun[rank].result(10)
+        assert engine.failures == [(rank, 0), (rank, NEVER)]
+        with pytest.raises(Unavailable, match=f"rank {rank} failed alone in iteration 0"):
+            engine._ranks[rank].forward(batch)
 
 
 def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(

@@ -110,7 +110,7 @@ def test_a_stage_computes_with_its_layers_windows(zoo: Zoo) -> None:
 
 def test_more_stages_than_layers_are_refused(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
-    with pytest.raises(ConfigError, match="pp_size is 4, but the model has 3 layers only"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but the model has 3 layers only"):
         Part.of(Mapping(1, 4, 0), decoder)
 
 

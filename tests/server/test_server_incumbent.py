@@ -161,6 +161,18 @@ def test_running_servers_are_known_by_their_program(tmp_path: Path) -> None:
             process.kill()
 
 
+@pytest.mark.parametrize(
+    "wrong", ["--world_size 0", "--http_port here", "--grpc_port 70000", "--exit_timeout -1"]
+)
+def test_a_number_that_cannot_be_is_refused_before_anything_starts(
+    serve: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        incumbent.main(serve, wrong.split())
+    assert ended.value.code == 2
+    assert f"argument {wrong.split()[0]}: expected" in capsys.readouterr().err
+
+
 def test_the_script_runs_before_anything_is_installed(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-S", "-I", str(SCRIPT), "--tensorrt_llm_model_name", "no_such"],

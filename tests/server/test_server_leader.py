@@ -13,6 +13,7 @@ from queue import Queue
 
 import pytest
 
+from inflight.open_mpi import find_mpirun
 from inflight.server import belongings, mpirun
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
@@ -41,10 +42,6 @@ def workers(server: TritonServer) -> dict[int, int]:
     assert eventually(lambda: server.log_text().count("heard") == 2)
     found = re.findall(r"rank (\d) of 3 is process (\d+)", server.log_text())
     return {int(rank): int(pid) for rank, pid in found}
-
-
-def belonging(folder: Path) -> list[int]:
-    return belongings.find(folder)
 
 
 def is_alive(pid: int) -> bool:
@@ -102,7 +99,7 @@ def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path)
         assert server.shut_down() is True
     assert server.returncode == 0
     assert server.log_text().count(" ends\n") == 2
-    assert belonging(folder) == []
+    assert belongings.find(folder) == []
     assert shared_memory_of(folder.name) == []
     assert not folder.exists()
 
@@ -134,7 +131,7 @@ def test_what_is_in_flight_finishes(ranked_repository: Path, number: signal.Sign
         assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
         assert process.wait(20) == 0
         client.close()
-        assert belonging(folder) == []
+        assert belongings.find(folder) == []
         assert shared_memory_of(folder.name) == []
         assert not folder.exists()
 
@@ -143,10 +140,10 @@ def test_it_all_ends_with_a_launcher_that_is_killed(ranked_repository: Path) -> 
     with running(serve_command(ranked_repository)) as process:
         ready_line(process)
         folder = folder_of(process)
-        assert len(belonging(folder)) >= 5
+        assert len(belongings.find(folder)) >= 5
         process.kill()
         assert eventually(lambda: not folder.exists())
-        assert belonging(folder) == []
+        assert belongings.find(folder) == []
         assert shared_memory_of(folder.name) == []
 
 
@@ -167,7 +164,7 @@ def test_what_dies_takes_all_with_it(ranked_repository: Path, kill: Callable[[Tr
         kill(server)
         assert eventually(lambda: server.returncode is not None)
         assert server.returncode != 0
-    assert belonging(folder) == []
+    assert belongings.find(folder) == []
     assert shared_memory_of(folder.name) == []
     assert not folder.exists()
 
@@ -179,7 +176,7 @@ def test_a_rank_that_is_stopped_does_not_keep_a_server_that_has_ended(ranked_rep
         os.kill(server.pid, signal.SIGKILL)
         assert eventually(lambda: server.returncode is not None)
         assert server.returncode != 0
-    assert belonging(folder) == []
+    assert belongings.find(folder) == []
 
 
 def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
@@ -190,7 +187,7 @@ def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
     assert server.wait_ready(30, interrupted=lambda: True) is False
     server.close()
     assert time.monotonic() - started < 15
-    assert belonging(folder) == []
+    assert belongings.find(folder) == []
     assert not folder.exists()
 
 
@@ -204,7 +201,7 @@ def test_a_model_that_fails_to_load_is_the_cause(ranked_repository: Path) -> Non
 
 def test_ranks_that_were_started_together_are_not_started_again(ranked_repository: Path) -> None:
     """As Slurm does it: the command itself is rank 0's, and the workers are beside it."""
-    together = [str(mpirun.find()), "--allow-run-as-root", "--oversubscribe", "-n", "1"]
+    together = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "1"]
     workers = [":", "-n", "2", sys.executable, str(STAND_IN)]
     numbers: Queue[int | Exception] = Queue()
     with running([*together, *serve_command(ranked_repository), *workers]) as process:

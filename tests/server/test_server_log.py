@@ -22,6 +22,12 @@ def test_the_cause_of_a_model_that_does_not_load_is_its_reason() -> None:
     assert lines[2] == "  model.py(3)"
 
 
+def test_of_a_wrong_configuration_the_stack_is_left_out() -> None:
+    wrong = FAILED.replace("ValueError: no", "ConfigError: 3 does not divide 4")
+    (line,) = find_cause(wrong).splitlines()
+    assert line.endswith("failed to load 'm' version 1: ConfigError: 3 does not divide 4\"")
+
+
 def test_other_causes_are_all_errors_with_what_follows_them() -> None:
     lines = find_cause(FAILED.replace("failed to load", "x")).splitlines()
     assert "Failed to create instance" in lines[0]

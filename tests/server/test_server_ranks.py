@@ -34,7 +34,9 @@ def test_several_ranks_have_an_orchestrator_unless_something_else_is_said() -> N
 def test_ranks_that_were_started_together_have_a_leader() -> None:
     together = PMIX | {"OMPI_COMM_WORLD_SIZE": "2"}
     assert launch(together, tensor_parallel_size="2").mode == "leader"
-    assert launch(together).mode == "in_process"
+    for wrong in ({}, {"tensor_parallel_size": "3"}, {"launch_mode": "leader"}):
+        with pytest.raises(OptionError, match=r"makes [13] ranks, but 2 processes were started together"):
+            launch(together, **wrong)
 
 
 def test_the_incumbents_variable_asks_for_an_orchestrator() -> None:
@@ -67,6 +69,7 @@ def test_ranks_around_are_counted(environment: dict[str, str], expected: int) ->
         ({"launch_mode": "leader"}, "--mode leader is for several ranks"),
         ({"tensor_parallel_size": "two"}, "tensor_parallel_size is 'two'"),
         ({"pipeline_parallel_size": "0"}, "pipeline_parallel_size is '0'"),
+        ({"mpirun_arguments": "--hostfile 'my hosts"}, "mpirun_arguments: got .*: No closing quotation"),
         ({"launch_mode": "follower"}, "launch_mode is 'follower', expected one of in_process, leader"),
     ],
 )
@@ -136,8 +139,3 @@ def test_hosts_that_are_named_have_slots() -> None:
     over_hosts = command("--hostfile 'my hosts'")
     assert "--bind-to none --hostfile 'my hosts' -n 1" in over_hosts
     assert "oversubscribe" not in over_hosts
-
-
-def test_arguments_that_are_no_words_are_refused() -> None:
-    with pytest.raises(OptionError, match="mpirun_arguments"):
-        command("--hostfile 'my hosts")

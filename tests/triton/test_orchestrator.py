@@ -16,6 +16,7 @@ from inflight.core.metrics import MetricsSnapshot
 from inflight.core.request import Request
 from inflight.core.stats import IterationStats, MemoryUsage
 from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.supervisor import EngineWatch
 from inflight.errors import ConfigError, Unavailable
 from inflight.job import Job
 from inflight.processes import ProcessId
@@ -152,6 +153,25 @@ def test_a_lost_engine_is_started_for_the_models_next_process(stage: Stage):
     assert len(heirs_ranks) == 2
     control.heir.close()
     assert all(rank.wait(5) for rank in heirs_ranks) and not Path(guard.folder).exists()
+
+
+def test_pauses_grow_from_process_to_process(stage: Stage):
+    def pause_s() -> float:
+        watch = EngineWatch(stage.path, PATIENCE_S)
+        watch.close()
+        return watch.launch.pause_s
+
+    guard, control = Guard(), Control(stage)
+    engine = stage.make(guard, control)
+    assert pause_s() == 0.0
+    stage.ranks(guard)[0].signal(signal.SIGKILL)
+    assert control.has_unloaded.wait(PATIENCE_S)
+    engine.close()
+    assert pause_s() == 0.05
+    stage.publisher.has_started_over.clear()
+    stage.ranks(control.heirs_guard)[0].signal(signal.SIGKILL)
+    assert stage.publisher.has_started_over.wait(PATIENCE_S)
+    assert pause_s() == 0.1
 
 
 def test_an_heir_with_another_job_starts_ranks_of_its_own(stage: Stage):

@@ -110,7 +110,7 @@ def _run_rank(work: _Work) -> None:
     from inflight.distributed.hosts import gather_hosts
     from inflight.distributed.in_step import InStep
     from inflight.distributed.introductions import meet
-    from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiWorld
+    from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
     from inflight.distributed.pulse import Pulse
     from inflight.distributed.rank_engine import RankEngine
     from inflight.engine.torch import TorchEngine, TorchEngineConfig
@@ -136,7 +136,8 @@ def _run_rank(work: _Work) -> None:
         config, mapping, collectives, lambda n: min(int(x) for x in world.all_gather(b"%d" % n))
     )
     is_alone = world.size == 1
-    engine = stage if is_alone else RankEngine(stage, mapping, link, MpiOutcomes(mapping.sampler))
+    outcomes, mates = MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
+    engine = stage if is_alone else RankEngine(stage, mapping, link, outcomes, mates)
     pulse = Pulse(meet(world, gather_hosts(world)), world.size, 60, lambda error: os._exit(1), lambda: 0)
     ranks = InStep(world, pulse)
     rng = random.Random(1)

@@ -51,9 +51,10 @@ def load(parameters: Parameters, version_dir: str, station: Station | None) -> L
     """What `station` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
     if station is None:
         return load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
-    if parameters.fake_engine:
-        return load_fake(parameters)  # each rank's makes up the same tokens
-    return _load_part(parameters, version_dir, station)
+    # Of fake engines, each rank's makes up the same tokens.
+    model = load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, station)
+    station.has_loaded()
+    return model
 
 
 def load_fake(parameters: Parameters) -> LoadedModel:
@@ -95,7 +96,7 @@ def _load_whole(parameters: Parameters, version_dir: str) -> LoadedModel:
 def _load_part(parameters: Parameters, version_dir: str, station: Station) -> LoadedModel:
     import torch
 
-    from inflight.distributed.mpi import MpiOutcomes
+    from inflight.distributed.mpi import MpiOutcomes, MpiStageMates
     from inflight.distributed.placement import Placement
     from inflight.distributed.rank_engine import RankEngine
     from inflight.engine.torch import TorchEngine
@@ -106,12 +107,14 @@ def _load_part(parameters: Parameters, version_dir: str, station: Station) -> Lo
         device = placement.device(torch.cuda.device_count(), parameters.gpu_device_ids)
     with agreement.step():
         collectives, link, release = _connections(station, torch.device(device))
+        mates = MpiStageMates(mapping)
     with agreement.step():
         config = _engine_config(
             parameters, version_dir, device, placement.num_threads, placement.ranks_on_host
         )
         stage = TorchEngine.load(config, mapping, collectives, agreement.least)
-    engine = RankEngine(stage, mapping, link, MpiOutcomes(mapping.sampler), station.report_failure)
+    outcomes = MpiOutcomes(mapping.sampler)
+    engine = RankEngine(stage, mapping, link, outcomes, mates, station.report_failure)
     return _loaded(parameters, version_dir, stage, engine, release)
 
 

@@ -20,6 +20,8 @@ from inflight.distributed.vitals import NEVER
 from inflight.errors import Unavailable
 from inflight.triton.parameters import Parameters
 
+_LOADING_TIMEOUT_S = 120.0
+
 
 class Station:
     """This rank, with a pulse from construction to `leave`.
@@ -44,11 +46,21 @@ class Station:
         with self.agreement.step():
             peers = meet(world, self.hosts)
         self.leader_addresses = [peer.leader_address for peer in peers]
+        timeout_s = parameters.rank_timeout_ms / 1000
         self._pulse = Pulse(
-            peers, world.size, parameters.rank_timeout_ms / 1000, on_loss, lambda: self._iteration()
+            peers,
+            world.size,
+            timeout_s,
+            on_loss,
+            lambda: self._iteration(),
+            max(timeout_s, _LOADING_TIMEOUT_S),
         )
         self.ranks = CountedRanks(InStep(world, self._pulse))
         self._has_left = False
+
+    def has_loaded(self) -> None:
+        """All ranks have loaded the model: one that is silent for `rank_timeout_ms` is lost from now on."""
+        self._pulse.has_loaded()
 
     def report_failure(self, iteration: int) -> None:
         """This rank's forward pass raised."""

@@ -23,13 +23,13 @@ class Mapping:
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless such a rank exists."""
-        for name in ("tp_size", "pp_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name, size in (("tensor_parallel_size", self.tp_size), ("pipeline_parallel_size", self.pp_size)):
+            if size < 1:
+                raise ConfigError(f"{name} is {size}, expected at least 1")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"rank is {self.rank}, expected 0 to {self.world_size - 1}: tp_size {self.tp_size} times pp_size "
-                f"{self.pp_size} makes {self.world_size} ranks"
+                f"rank is {self.rank}, expected 0 to {self.world_size - 1}: tensor_parallel_size {self.tp_size} "
+                f"times pipeline_parallel_size {self.pp_size} makes {self.world_size} ranks"
             )
 
     @property
@@ -73,7 +73,9 @@ class Mapping:
         Raises ConfigError if a stage would have none.
         """
         if num_layers < self.pp_size:
-            raise ConfigError(f"pp_size is {self.pp_size}, but the model has {num_layers} layers only")
+            raise ConfigError(
+                f"pipeline_parallel_size is {self.pp_size}, but the model has {num_layers} layers only"
+            )
         each, more = divmod(num_layers, self.pp_size)
         begin = self.pp_rank * each + min(self.pp_rank, more)
         return begin, begin + each + (self.pp_rank < more)

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from inflight.distributed.mapping import Mapping
 from inflight.errors import ConfigError
+from inflight.open_mpi import SHARED_MEMORY
 
 mpi4py.rc.initialize = False  # `MpiWorld` does, when its time has come
 mpi4py.rc.finalize = False  # it may hang once a rank is lost
 
 from mpi4py import MPI  # noqa: E402 - after what it reads when it is imported
 
-# Where ranks of one host share memory. The server names a folder that it removes at its end.
-_SHARED_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
 # Of a broadcast; what most iterations have to say fits, and longer messages take a second one.
 _FIRST_PART_BYTES = 1024
 _LENGTH_BYTES = 8
@@ -53,7 +52,8 @@ class MpiWorld:
         if self.size != tp_size * pp_size:
             needed = tp_size * pp_size
             raise ConfigError(
-                f"tp_size {tp_size} times pp_size {pp_size} needs {needed} ranks, but MPI has {self.size}"
+                f"tensor_parallel_size {tp_size} times pipeline_parallel_size {pp_size} needs {needed} ranks, but "
+                f"{self.size} were started together"
             )
         return Mapping(tp_size, pp_size, self.rank)
 
@@ -129,6 +129,18 @@ class MpiStageLink:
         return hidden if status.Get_count(MPI.BYTE) else None
 
 
+class MpiStageMates:
+    """Implements `inflight.distributed.rank_engine.StageMates`, beside whatever else they say to each other."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        """Every rank of the world has to make one, at the same time."""
+        self._comm = MPI.COMM_WORLD.Split(color=mapping.pp_rank, key=mapping.tp_rank)
+
+    def meet(self) -> None:
+        """Spins until all are here."""
+        self._comm.Barrier()
+
+
 class MpiOutcomes:
     """Implements `inflight.distributed.rank_engine.Outcomes`: one rank tells all others, in order."""
 
@@ -169,8 +181,8 @@ class MpiOutcomes:
 
 def _forget_a_folder_of_another_host() -> None:
     """mpirun hands its environment on to every host, and ranks that share no memory would use TCP."""
-    if not os.path.isdir(os.environ.get(_SHARED_MEMORY, "/")):
-        del os.environ[_SHARED_MEMORY]
+    if not os.path.isdir(os.environ.get(SHARED_MEMORY, "/")):
+        del os.environ[SHARED_MEMORY]
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:

@@ -51,6 +51,8 @@ class Pulse:
             closed without a goodbye, from which the other ranks learn of the loss.
         progress: The number of the first iteration that this rank has not finished; 0 before any. Called on the
             pulse's thread.
+        loading_timeout_s: Instead of `timeout_s` until `has_loaded` is called: what is imported, or a driver that
+            starts, may keep a rank's other threads from running. None: no other.
         clock: Seconds, monotonic.
     """
 
@@ -61,15 +63,20 @@ class Pulse:
         timeout_s: float,
         on_loss: Callable[[Unavailable], None],
         progress: Callable[[], int],
+        loading_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connections = {peer.rank: _Connection(peer) for peer in peers}
         self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
         self._period_s = timeout_s / _BEATS_PER_TIMEOUT
         self._on_loss = on_loss
         self._progress = progress
         self._clock = clock
         self._vitals = Vitals(self._connections, timeout_s)
+        self._has_loaded = loading_timeout_s is None
+        if loading_timeout_s is not None:
+            self._vitals.patience_s = loading_timeout_s
         self._changed = threading.Condition()
         self._wakes = 0  # this, the next three: under the condition's lock
         self._own_failures: list[int] = []
@@ -107,6 +114,10 @@ class Pulse:
         if self._left:
             ranks = " and ".join(map(str, sorted(self._left)))
             raise Unavailable(f"rank {ranks} of {self._num_ranks} has left")
+
+    def has_loaded(self) -> None:
+        """All ranks have: silence counts after the usual time."""
+        self._has_loaded = True
 
     def report_failure(self, iteration: int) -> None:
         """This rank's forward pass raised: tell rank 0, which finds out whether that happened to it alone.
@@ -156,6 +167,9 @@ class Pulse:
             events = selector.select(max(0.0, beat_s - now_s))
             now_s = self._clock()
             if now_s - turn_s > 2 * self._period_s:  # this process was stopped, or did not get to run
+                self._vitals.forgive(now_s)
+            if self._has_loaded and self._vitals.patience_s != self._timeout_s:
+                self._vitals.patience_s = self._timeout_s
                 self._vitals.forgive(now_s)
             turn_s = now_s
             losses = [loss for key, _ in events if key.data for loss in self._read(selector, key.data, now_s)]

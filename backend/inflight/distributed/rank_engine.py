@@ -11,7 +11,8 @@ in the order of batches, so that all ranks remember the same at every forward pa
 
 A pass that fails on every rank of a stage, before any of them waits for another, fails the batch: the next stages
 are told, and the last makes it the outcome. One that fails on this rank alone leaves others waiting, or ahead.
-That cannot be mended here: `on_failure` tells whoever ends the ranks. Loop thread.
+That cannot be mended here: `on_failure` tells whoever ends the ranks. Until then this rank waits too, as the next
+collective that it took part in would be another one to the others. Loop thread.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ class Outcomes(Protocol):
         """Everybody else's: the next one."""
 
 
+class StageMates(Protocol):
+    """The ranks that share this stage's layers."""
+
+    def meet(self) -> None:
+        """Wait until every one of them has called this as often; none of their other calls counts."""
+
+
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of an iteration: the output, or an error's code and message."""
 
@@ -97,6 +105,7 @@ class RankEngine:
         mapping: Which rank this is.
         link: To the stages beside; not used where there is one.
         outcomes: From the sampler to the others.
+        mates: Those beside which this one's forward pass raises, or alone.
         on_failure: Told the iteration in which this rank's forward pass raised, which the others finish unless
             they wait for this rank; and NEVER, when it is not in step with them any more. Must not raise.
 
@@ -110,6 +119,7 @@ class RankEngine:
         mapping: Mapping,
         link: StageLink,
         outcomes: Outcomes,
+        mates: StageMates,
         on_failure: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.limits: EngineLimits = stage.limits
@@ -117,6 +127,7 @@ class RankEngine:
         self._mapping = mapping
         self._link = link
         self._outcomes = outcomes
+        self._mates = mates
         self._on_failure = on_failure
         self._hidden_size = stage.decoder_config.hidden_size
         self._dtype: torch.dtype = getattr(torch, stage.dtype)
@@ -152,8 +163,7 @@ class RankEngine:
             )
             outcome = self._await(flight)
             if outcome.output is not None:
-                if flight.error is not None:
-                    raise flight.error
+                assert flight.error is None, "a stage fails as a whole"
                 self._stage.remember(batch, outcome.output)
                 return outcome.output
             self._stage.forget(batch, [later.batch for later in self._in_flight])
@@ -179,6 +189,7 @@ class RankEngine:
         except Exception as error:
             _log.exception("rank %d failed in iteration %d", self._mapping.rank, batch.iteration)
             self._on_failure(batch.iteration)
+            self._mates.meet()
             flight.error = error
             return None
 

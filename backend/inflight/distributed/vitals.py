@@ -35,10 +35,13 @@ class Vitals:
         peers: Their ranks.
         timeout_s: Silence after which a peer is lost, and time for the others to get past an iteration in which a
             rank failed.
+
+    Attributes:
+        patience_s: Silence after which a peer is lost, where that is not `timeout_s`.
     """
 
     def __init__(self, peers: Collection[int], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.patience_s = self._timeout_s = timeout_s
         self._heard_s: dict[int, float] = {}
         self._progress = dict.fromkeys(peers, 0)
         self._failures: list[_Failure] = []
@@ -71,7 +74,7 @@ class Vitals:
             own_progress: The number of the first iteration that this process has not finished.
         """
         for rank, heard_s in self._heard_s.items():
-            if now_s - heard_s > self._timeout_s:
+            if now_s - heard_s > self.patience_s:
                 return Loss(rank, f"it has been silent for {now_s - heard_s:.1f} s")
         due = [
             one for one in self._failures if one.iteration == NEVER or now_s - one.heard_s > self._timeout_s

@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
 # The engine takes frames as they come. One that does not for so long hangs, and must not hang the front end too.
 _SEND_TIMEOUT_S = 5
+# A connection may end just when a request is to go over it.
+_CONNECTIONS_TRIED = 3
 # For the engine to say that it got no answer in time.
 _MARGIN_S = 1.0
 
@@ -73,9 +75,10 @@ class SocketEngineClient:
             frame = encode(Submit(replace(request, request_id=request_id)))
         except BadFrame as error:
             raise InvalidArgument(f"the request is too large: {error}") from error
-        while not self._connected().submit(request_id, frame, on_response):
-            pass  # that connection has just ended: try a new one, until there is none to be had
-        return request_id
+        for _ in range(_CONNECTIONS_TRIED):
+            if self._connected().submit(request_id, frame, on_response):
+                return request_id
+        raise Unavailable(f"the engine at {self._path} ends every connection; a later try may work")
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request early, or one of its sequences; unknown ids are ignored."""
@@ -150,8 +153,11 @@ class _Connection:
             if self.ended:
                 return False
             self._callbacks[request_id] = on_response
-        self._send(frame)
-        return True
+        if self._send(frame):
+            return True
+        with self._lock:
+            self.ended = True  # the reader may be busy, and find out later
+            return self._callbacks.pop(request_id, None) is None  # then the reader has answered it
 
     def stop(self, stop: Stop) -> None:
         if stop.request_id in self._callbacks:
@@ -183,13 +189,18 @@ class _Connection:
         if threading.current_thread() is not self._reader:
             self._reader.join()
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, frame: bytes) -> bool:
+        """False if the engine has ended the connection, and so has never had all of the frame."""
         try:
             with self._send_lock:
                 self._socket.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError):
+            self._shut()
+            return False
         except OSError as error:
             _log.warning("the engine at %s takes no requests: %s", self._path, error)
             self._shut()  # the reader answers whoever is in flight, this request too
+        return True
 
     def _shut(self) -> None:
         with contextlib.suppress(OSError):

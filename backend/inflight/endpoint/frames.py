@@ -41,10 +41,12 @@ class Launch(msgspec.Struct, frozen=True):
     Attributes:
         launcher: The process that ends them all, `ProcessId` as text.
         folder: Their folder for shared memory, removed after their end.
+        pause_s: How long they were waited with, after the ones before were lost.
     """
 
     launcher: str
     folder: str
+    pause_s: float = 0.0
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

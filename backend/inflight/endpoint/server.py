@@ -96,7 +96,9 @@ class EndpointServer:
         remove(self._path)
         with self._lock:
             connections = list(self._connections)
-        for connection in connections:
+        for connection in sorted(
+            connections, key=lambda one: one.asked_to_retire
+        ):  # it hears last of the end
             connection.close()
 
     def _accept(self) -> None:
@@ -121,7 +123,11 @@ class EndpointServer:
 
 
 class _Connection:
-    """One front end."""
+    """One front end, or a supervisor or successor.
+
+    Attributes:
+        asked_to_retire: Whether the other side waits for the connection's end.
+    """
 
     def __init__(
         self,
@@ -139,6 +145,7 @@ class _Connection:
         self._supervisor: Supervisor | None = None
         self._socket = connected
         self._on_end = on_end
+        self.asked_to_retire = False
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
@@ -178,6 +185,7 @@ class _Connection:
                         target=self._say_state, args=(frame,), name="endpoint-state", daemon=True
                     ).start()
                 elif isinstance(frame, Retire):
+                    self.asked_to_retire = True
                     if self._retire is not None:
                         # It closes this connection, and so waits for this thread.
                         threading.Thread(

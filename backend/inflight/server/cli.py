@@ -15,6 +15,7 @@ from typing import get_args
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer
+from inflight.server.option_types import count, port, seconds, setting
 from inflight.server.ports import Ports
 from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
@@ -71,24 +72,24 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--set",
         metavar="KEY=VALUE",
-        type=_setting,
+        type=setting,
         action="append",
         default=[],
         help="a config.pbtxt parameter, as often as wanted",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--http-port", type=_port, default=8000, metavar="PORT", help="default: %(default)s; 0: any free one")
-    add("--grpc-port", type=_port, default=8001, metavar="PORT", help="default: %(default)s; 0: any free one")
+    add("--http-port", type=port, default=8000, metavar="PORT", help="default: %(default)s; 0: any free one")
+    add("--grpc-port", type=port, default=8001, metavar="PORT", help="default: %(default)s; 0: any free one")
     add(
         "--metrics-port",
-        type=_port,
+        type=port,
         default=8002,
         metavar="PORT",
         help="default: %(default)s; 0: any free one",
     )
     add(
         "--exit-timeout",
-        type=_seconds,
+        type=seconds,
         default=30,
         metavar="SECONDS",
         help="for requests in flight at the end (default: %(default)s)",
@@ -105,8 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
     add("--engine", choices=("torch", "tensorrt"), default="torch", help="only torch in this version")
     add("--engine-dir", metavar="DIR", help="not in this version")
-    add("--tp", type=_count, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
-    add("--pp", type=_count, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
+    _add_rank_options(parser)
+    return parser
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tp", type=count, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
+    add("--pp", type=count, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
     add(
         "--mode",
         choices=get_args(Mode),
@@ -116,34 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--mpirun-arguments",
         metavar="ARGUMENTS",
-        help='further arguments for mpirun, as one word: --mpirun-arguments "--hostfile hosts"',
+        help='further arguments for mpirun, as one word: --mpirun-arguments="--hostfile hosts"',
     )
-    return parser
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
-    return key, value
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"expected a port number from 0 to 65535, got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of seconds, got {text!r}")
-    return int(text)
 
 
 def _refuse_unavailable(given: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from inflight.server import ranks
 from inflight.server.config_text import is_filled, read_parameters
 from inflight.server.errors import OptionError
+from inflight.server.option_types import count, port, seconds
 
 _TRITONSERVER = "/opt/tritonserver/bin/tritonserver"
 _CONFIG = "config.pbtxt"
@@ -60,15 +61,15 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
         description="scripts/serve, with the flags of tensorrtllm_backend's launcher.",
     )
     add = made.add_argument
-    add("--world_size", type=int, default=1, help="ranks of the engine")
+    add("--world_size", type=count, default=1, help="ranks of the engine")
     add(
         "--tritonserver",
         default=_TRITONSERVER,
         help="its path; the embedded one if the default does not exist",
     )
-    add("--grpc_port", default="8001")
-    add("--http_port", default="8000")
-    add("--metrics_port", default="8002")
+    add("--grpc_port", type=port, default=8001)
+    add("--http_port", type=port, default=8000)
+    add("--metrics_port", type=port, default=8002)
     add("--force", "-f", action="store_true", help="start although another tritonserver runs")
     add("--log", action="store_true", help="the verbose log, into --log-file")
     add("--log-file", default="triton_log.txt")
@@ -84,7 +85,7 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
     add("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="means nothing here")
     add("--oversubscribe", action="store_true", help="more ranks than cores")
     add("--trtllm_llmapi_launch", action="store_true", help="means nothing here")
-    add("--exit_timeout", type=int, help="seconds for requests in flight at the end")
+    add("--exit_timeout", type=seconds, help="seconds for requests in flight at the end")
     return made
 
 
@@ -95,7 +96,7 @@ def translate(given: argparse.Namespace) -> Translation:
         raise OptionError(f"--tritonserver {given.tritonserver}: there is no such program")
     arguments = ["--model-repository", str(given.model_repo), "--host", "0.0.0.0"]
     for service in ("grpc", "http", "metrics"):
-        arguments += [f"--{service}-port", getattr(given, f"{service}_port")]
+        arguments += [f"--{service}-port", str(getattr(given, f"{service}_port"))]
     if tritonserver:
         arguments += ["--tritonserver", tritonserver]
     if given.log:

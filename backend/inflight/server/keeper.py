@@ -5,7 +5,6 @@ way. `Keeper` is the launcher's side; `python -m inflight.server.keeper FOLDER` 
 """
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -50,10 +49,11 @@ def main(folder: Path) -> None:
 
 
 def _ask_to_end(folder: Path) -> None:
-    if pid := read_pid(folder):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-            belongings.wait_for_end(pid, _GRACE_S)
+    pid = read_pid(folder)
+    for process in belongings.find(folder):  # another may have its number by now
+        if process.pid == pid:
+            process.signal(signal.SIGTERM)
+            process.wait(_GRACE_S)
 
 
 if __name__ == "__main__":

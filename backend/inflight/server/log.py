@@ -12,6 +12,7 @@ from typing import IO, TextIO
 
 _KEPT_LINES = 20_000
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
+_STACK = "\n\nAt:\n"  # as pybind11 begins it
 # Said at every start on a machine without a GPU, where there is nothing to be done about them.
 _WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
@@ -76,8 +77,15 @@ def find_cause(text: str, most_lines: int = 40) -> str:
     errors = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
     # A model that does not load is reported on several levels; this one names it and has the whole reason.
     errors = [error for error in errors if "failed to load" in error] or errors
-    lines = "\n".join(errors).replace("\\n", "\n").splitlines() or text.splitlines()
+    errors = [_without_stack(error.replace("\\n", "\n")) for error in errors]
+    lines = "\n".join(errors).splitlines() or text.splitlines()
     return "\n".join(line for line in lines[-most_lines:] if line.strip())
+
+
+def _without_stack(error: str) -> str:
+    """A ConfigError says what is wrong: where in the code that was noticed helps nobody."""
+    said, at, _ = error.partition(_STACK)
+    return said + '"' if at and "ConfigError" in said else error
 
 
 def _records(lines: Iterable[str]) -> list[list[str]]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from inflight.processes import ProcessId
 from inflight.server import belongings
 
 PID_FILE = "tritonserver.pid"
@@ -93,7 +94,8 @@ class ServerProcess:
             if self.returncode is not None:
                 return
             self.wait(_START_CHECK_S)
-        belongings.wait_for_end(pid)
+        if tritonserver := ProcessId.of(pid):
+            tritonserver.wait()
         self.wait(_RANKS_END_S)
         if self.returncode is None:
             belongings.end_all(self._folder)

@@ -1,7 +1,7 @@
 """How many ranks the engines of a model repository have, and who starts them.
 
-Owns what the parameters about it mean to the launcher; the model that holds the engine reads them again. Pure, but
-for two environment variables.
+Owns what the parameters about it mean to the launcher; the model that holds the engine reads them again. Standard
+library only (see `incumbent`). Reads the environment, keeps nothing.
 """
 
 import os
@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from inflight import open_mpi
+from inflight.errors import ConfigError
 from inflight.server.config_text import is_filled
 from inflight.server.errors import OptionError
 
@@ -62,16 +64,20 @@ def launch_of(
     """What an engine's parameters come to; OptionError where they do not go together."""
     tp, pp = (_size(model, key, parameters.get(key)) for key in (TENSOR_PARALLEL, PIPELINE_PARALLEL))
     asked = parameters.get(LAUNCH_MODE)
-    mode = _mode(model, asked) if asked and is_filled(asked) else _default_mode(tp * pp, environment)
+    mode = _mode(model, asked) if asked and is_filled(asked) else default_mode(tp * pp, environment)
     if mode == "in_process" and tp * pp > 1:
         raise OptionError(
             f"{model}: --tp {tp} --pp {pp} makes {tp * pp} ranks, and in_process is for one: "
             "use --mode orchestrator or --mode leader"
         )
+    around = num_ranks_around(environment)
+    if mode == "leader" and around not in (1, tp * pp):
+        raise OptionError(
+            f"{model}: --tp {tp} --pp {pp} makes {tp * pp} ranks, but {around} processes were started together"
+        )
     if mode == "leader" and tp * pp == 1:
         raise OptionError(f"{model}: --mode leader is for several ranks, and --tp {tp} --pp {pp} makes one")
-    arguments = parameters.get(MPIRUN_ARGUMENTS, "")
-    return Launch(model, tp * pp, mode, arguments if is_filled(arguments) else "")
+    return Launch(model, tp * pp, mode, _mpirun_arguments(model, parameters.get(MPIRUN_ARGUMENTS, "")))
 
 
 def find_leader(launches: Sequence[Launch]) -> Launch | None:
@@ -85,6 +91,15 @@ def find_leader(launches: Sequence[Launch]) -> Launch | None:
     return leaders[0] if leaders else None
 
 
+def default_mode(num_ranks: int, environment: Mapping[str, str] = os.environ) -> Mode:
+    """Of an engine of which nobody says how its ranks are started."""
+    if environment.get("TRTLLM_ORCHESTRATOR") == "1":
+        return "orchestrator"
+    if num_ranks_around(environment) > 1:
+        return "leader"
+    return "in_process" if num_ranks == 1 else "orchestrator"
+
+
 def num_ranks_around(environment: Mapping[str, str] = os.environ) -> int:
     """How many processes mpirun or srun has started together, this one among them; 1 if none of them has."""
     if "PMIX_RANK" not in environment:  # srun without --mpi=pmix tells its number of tasks too
@@ -93,20 +108,22 @@ def num_ranks_around(environment: Mapping[str, str] = os.environ) -> int:
     return next((int(size) for size in sizes if size.isdecimal()), 1)
 
 
-def _default_mode(num_ranks: int, environment: Mapping[str, str]) -> Mode:
-    if environment.get("TRTLLM_ORCHESTRATOR") == "1":
-        return "orchestrator"
-    if num_ranks == 1:
-        return "in_process"
-    return "leader" if num_ranks_around(environment) > 1 else "orchestrator"
-
-
 def _size(model: str, key: str, value: str | None) -> int:
     if value is None or not is_filled(value):
         return 1
     if not (value.isdecimal() and int(value) > 0):
         raise OptionError(f"{model}: {key} is {value!r}, expected a whole number from 1")
     return int(value)
+
+
+def _mpirun_arguments(model: str, value: str) -> str:
+    if not is_filled(value):
+        return ""
+    try:
+        open_mpi.words(value)
+    except ConfigError as error:
+        raise OptionError(f"{model}: {error}") from None
+    return value
 
 
 def _mode(model: str, value: str) -> Mode:

@@ -88,6 +88,21 @@ class ThreadStageLink:
         return hidden
 
 
+class ThreadStageMates:
+    """Implements `inflight.distributed.rank_engine.StageMates`; one for all ranks of a stage."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+
+    def meet(self) -> None:
+        """Until all are here; raises BrokenBarrierError after `leave`."""
+        self._barrier.wait()
+
+    def leave(self) -> None:
+        """Nobody is waited for any more."""
+        self._barrier.abort()
+
+
 class ThreadOutcomes:
     """Implements `inflight.distributed.rank_engine.Outcomes` for one rank; `told` has a queue for each hearer."""
 
@@ -115,6 +130,7 @@ class ThreadRanks:
         stages: By rank.
         limits: Of every one.
         collectives: By rank.
+        mates: By stage.
         failures: (rank, iteration) of every forward pass that raised.
     """
 
@@ -128,6 +144,7 @@ class ThreadRanks:
         ]
         self.limits: EngineLimits = self.stages[0].limits
         assert all(stage.limits == self.limits for stage in self.stages)
+        self.mates = [ThreadStageMates(tp_size) for _ in range(pp_size)]
         self.failures: list[tuple[int, int]] = []
         told = {mapping.rank: SimpleQueue() for mapping in mappings if not mapping.is_sampler}
         # One before each rank; those behind the last stage are not used.
@@ -138,6 +155,7 @@ class ThreadRanks:
                 mapping,
                 ThreadStageLink(links[mapping.rank], links[mapping.rank + tp_size]),
                 ThreadOutcomes(mapping.rank, told),
+                self.mates[mapping.pp_rank],
                 lambda iteration, rank=mapping.rank: self.failures.append((rank, iteration)),
             )
             for stage, mapping in zip(self.stages, mappings)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from inflight.errors import ConfigError
-from inflight.server.ranks import num_ranks_around
+from inflight.server.ranks import default_mode, num_ranks_around
 from inflight.triton.parameters import Parameters
 
 
@@ -49,9 +49,5 @@ def waits_for_leader(environment: Mapping[str, str] = os.environ) -> bool:
 def _asked_for(parameters: Parameters, environment: Mapping[str, str]) -> LaunchMode:
     if parameters.launch_mode is not None:
         return LaunchMode(parameters.launch_mode)
-    if environment.get("TRTLLM_ORCHESTRATOR") == "1":
-        return LaunchMode.ORCHESTRATOR
-    if waits_for_leader(environment):
-        return LaunchMode.LEADER
-    is_alone = parameters.tensor_parallel_size * parameters.pipeline_parallel_size == 1
-    return LaunchMode.IN_PROCESS if is_alone else LaunchMode.ORCHESTRATOR
+    num_ranks = parameters.tensor_parallel_size * parameters.pipeline_parallel_size
+    return LaunchMode(default_mode(num_ranks, environment))

@@ -37,13 +37,12 @@ class Leader:
     def __init__(
         self, job: Job, return_metrics: ReturnMetricsCallback, on_end: Callable[[InflightError], None]
     ) -> None:
-        from inflight.composition.launch import lead
-        from inflight.distributed.mpi import MpiWorld
+        from inflight.composition.launch import join, lead
         from inflight.factory import build_engine
 
         self._engine = None
         self._on_end = on_end
-        station = lead(MpiWorld(), job, self._lose)
+        station = lead(join(), job, self._lose)
         try:
             self._engine = build_engine(
                 job.parameters, job.version_dir, job.endpoint_path, return_metrics, station
@@ -67,10 +66,9 @@ class Leader:
 
 def refuse_ranks(why: str) -> None:
     """There is nothing to serve: those who wait for this process in MPI end."""
-    from inflight.composition.launch import refuse
-    from inflight.distributed.mpi import MpiWorld
+    from inflight.composition.launch import join, refuse
 
-    refuse(MpiWorld(), why)
+    refuse(join(), why)
 
 
 def take_seat() -> socket.socket:

@@ -128,6 +128,9 @@ class Orchestrator:
             with contextlib.suppress(Unavailable):  # it has just been lost
                 watch = EngineWatch(path, self._timeout_s)
                 ranks = RanksProcess(watch.launch)
+                self._pause_s = (
+                    watch.launch.pause_s
+                )  # the next one is longer, whichever process it is made in
                 self._tell_guard(ranks)
                 return ranks, watch
         # Triton lets an unloaded model live on while a client holds a stream that used it.
@@ -135,7 +138,7 @@ class Orchestrator:
         return None
 
     def _start(self, awaits_heir: bool) -> tuple[RanksProcess, EngineWatch]:
-        ranks = RanksProcess.start(self._num_ranks, self._job.parameters.mpirun_arguments)
+        ranks = RanksProcess.start(self._num_ranks, self._job.parameters.mpirun_arguments, self._pause_s)
         try:
             self._tell_guard(ranks)
             with self._lock:

