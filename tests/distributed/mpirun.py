@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.open_mpi import find_mpirun
@@ -13,11 +14,13 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 
 
-def start_ranks(num_ranks: int, module: str, *arguments: str) -> subprocess.Popen[str]:
+def start_ranks(
+    num_ranks: int, module: str, *arguments: str, mpirun_arguments: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """`python -m module arguments` on so many ranks, with pipes to rank 0's stdin and from everybody's output."""
-    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", str(num_ranks)]
+    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", *mpirun_arguments]
     return subprocess.Popen(
-        [*command, sys.executable, "-m", module, *arguments],
+        [*command, "-n", str(num_ranks), sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from inflight.processes import ProcessId
+from inflight.server.log import find_cause
 
 # A server starts a stub for the model, which has a guard, and one for another model; then it waits.
 SERVER = """
@@ -63,6 +64,7 @@ class Stage:
             + [f"{self.ranks.pid} {self.ranks_folder}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             # Under another name Python does not find its environment.
             env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -93,6 +95,11 @@ class Stage:
         processes = [self.model.wait(0), self.other.wait(0), self.server.poll() is not None]
         return all(processes) and self.ranks.returncode is not None
 
+    def cause(self) -> str:
+        """Of the end, as whoever started the server finds it."""
+        assert self.server.stderr is not None
+        return find_cause(self.server.stderr.read())
+
     def close(self) -> None:
         for process in (self.server, self.ranks):
             process.kill()
@@ -113,6 +120,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
 def test_a_model_that_is_killed_takes_everything_with_it(stage: Stage):
     stage.model.signal(signal.SIGKILL)
     assert stage.is_gone()
+    assert stage.cause().endswith("guard.py] the process of the model has ended: the server ends")
     assert not stage.ranks_folder.exists()
     assert not any(region.exists() for region in stage.regions)
 
@@ -127,6 +135,7 @@ def test_a_model_that_is_stopped_is_taken_for_dead(stage: Stage):
     assert not stage.guard.wait(2.5)
     stage.model.signal(signal.SIGSTOP)
     assert stage.is_gone()
+    assert "guard.py] the process of the model has been silent for 1 s" in stage.cause()
 
 
 def test_a_guard_that_was_stopped_with_the_model_goes_on(stage: Stage):
@@ -141,6 +150,9 @@ def test_a_server_that_is_killed_takes_the_ranks_with_it(stage: Stage):
     stage.server.kill()
     assert stage.guard.wait(15)
     stage.ranks.wait(1)
+    stage.model.signal(signal.SIGKILL)
+    stage.other.signal(signal.SIGKILL)
+    assert stage.cause() == ""
     assert not stage.ranks_folder.exists()
 
 

@@ -1,0 +1,121 @@
+"""What both ranks of `test_lost_rank` run, on two parts of the demo model: rank 1 is killed or stopped.
+
+`python -m tests.composition.losing_program PLACE SIGNAL` under mpirun. Rank 0 says what was answered.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from inflight.composition.launch import attend, lead
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.distributed import mpi
+from inflight.errors import Unavailable
+from inflight.factory import build_engine, follow
+from inflight.job import Job
+from inflight.triton.parameters import Role, read_parameters
+
+VERSION_DIR = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1"
+NUM_REQUESTS = 3
+PATIENCE_S = 20.0
+PARAMETERS = {
+    "tensor_parallel_size": "2",
+    "gpt_model_type": "inflight_batching",
+    "max_tokens_in_paged_kv_cache": "4096",
+    "rank_timeout_ms": "3000",
+}
+_CALL = 9  # of the victim's broadcasts or sums: the requests are under way then
+_LATE_S = 0.5
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run_leader(world: mpi.MpiWorld, folder: Path) -> None:
+    answers: dict[int, list[Response]] = {number: [] for number in range(NUM_REQUESTS)}
+    is_lost = threading.Event()
+    engines = []
+
+    def on_loss(error: Unavailable) -> None:
+        say(f"lost: {error}")
+        if engines:
+            engines[0].fail(error)
+        is_lost.set()
+
+    words = {key: {"string_value": value} for key, value in PARAMETERS.items()}
+    parameters = read_parameters({"max_batch_size": 4, "parameters": words}, Role.ENGINE)
+    job = Job.of(parameters, str(VERSION_DIR), str(folder / "endpoint"))
+    station = lead(world, job, on_loss)
+    engine = build_engine(parameters, job.version_dir, job.endpoint_path, None, station)
+    engines.append(engine)
+    if sys.argv[1] != "asleep":
+        for number, given in answers.items():
+            engine.client.submit(Request(0, (5, 6, 7 + number), 400, streaming=True), given.append)
+    assert is_lost.wait(PATIENCE_S)
+    if sys.argv[1] == "asleep":
+        say(f"asleep {_refusal(engine)}")
+        return
+    for given in answers.values():
+        finals = [response for response in given if response.is_final]
+        say(f"finals {len(finals)} {finals[0].error.code if finals[0].error else 'none'}")
+
+
+def _refusal(engine) -> str:
+    try:
+        engine.client.submit(Request(0, (5, 6, 7), 4), lambda response: None)
+    except Unavailable as error:
+        return error.code
+    return "accepted"
+
+
+def plant() -> None:
+    """Rank 1 ends at its `_CALL`-th broadcast or sum; rank 0 is late for that broadcast, so that it is inside."""
+    place, number = sys.argv[1], signal.Signals[sys.argv[2]]
+    owner, name = {
+        "broadcast": (mpi.MpiWorld, "broadcast"),
+        "collective": (mpi.MpiCollectives, "all_reduce"),
+    }[place]
+    original, calls = getattr(owner, name), [0]
+
+    def call(self, *arguments):
+        calls[0] += 1
+        if calls[0] == _CALL:
+            if int(os.environ["PMIX_RANK"]) == 0:
+                time.sleep(_LATE_S if place == "broadcast" else 0.0)
+            else:
+                delay = _LATE_S / 2 if place == "broadcast" else 0.0
+                threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+                time.sleep(0.0 if place == "broadcast" else _LATE_S)
+        return original(self, *arguments)
+
+    setattr(owner, name, call)
+
+
+def main() -> None:
+    if sys.argv[1] != "asleep":
+        plant()
+    world = mpi.MpiWorld()
+    if world.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            run_leader(world, Path(folder))
+    else:
+        say(f"pid {os.getpid()}")
+        job, station = attend(world, lambda error: os.kill(os.getpid(), signal.SIGKILL))
+        if sys.argv[1] == "asleep":
+            number = signal.Signals[sys.argv[2]]
+            threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
+        follow(job.parameters, job.version_dir, station)
+    os.kill(os.getpid(), signal.SIGKILL)  # its loop is inside MPI
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A rank that is killed or stopped asleep, in a broadcast or in a collective: each request has one final response.
+
+Rank 0 outlives it, as in leader mode; it answers on a thread that is not inside MPI, while its loop is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.distributed.mpirun import start_ranks
+
+DEADLINE_S = 60.0
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("place", ["asleep", "broadcast", "collective"])
+def test_everyone_is_answered_although_the_loop_waits_in_mpi(place: str, number: str) -> None:
+    program = "tests.composition.losing_program"
+    with start_ranks(2, program, place, number, mpirun_arguments=["--enable-recovery"]) as ranks:
+        deadline = threading.Timer(DEADLINE_S, ranks.kill)
+        deadline.start()
+        lines = []
+        assert ranks.stdout is not None
+        for line in ranks.stdout:
+            lines.append(line.strip())
+            if line.startswith(("finals", "asleep")) and _is_complete(lines):
+                _end_stopped(lines)
+        deadline.cancel()
+    (lost,) = (line for line in lines if line.startswith("lost: "))
+    assert "rank 1 of 2" in lost
+    expected = "its process has ended" if number == "SIGKILL" else "has been silent for"
+    assert expected in lost
+    if place == "asleep":
+        assert "asleep UNAVAILABLE" in lines
+    else:
+        assert lines.count("finals 1 UNAVAILABLE") == 3
+
+
+def _is_complete(lines: list[str]) -> bool:
+    return lines[-1].startswith("asleep") or sum(line.startswith("finals") for line in lines) == 3
+
+
+def _end_stopped(lines: list[str]) -> None:
+    """mpirun would wait for it."""
+    (pid,) = (int(line.split()[1]) for line in lines if line.startswith("pid "))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
