@@ -148,7 +148,7 @@ def main(server: ProcessId, region: str) -> None:
 
 def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
     pipe, unread = sys.stdin.fileno(), b""
-    while pipe in _wait(pipe, server_end, leftovers.timeout_s):
+    while pipe in (ready := _wait(pipe, server_end, leftovers.timeout_s)):
         part = os.read(pipe, 4096)
         if not part:
             break
@@ -160,6 +160,8 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
             if word in (_DISMISS, _REST):
                 return _Word.DISMISS if word == _DISMISS else _Word.REST
             leftovers.note(word, os.fsdecode(about))
+    if server_end not in ready:
+        _say("has ended" if ready else f"has been silent for {leftovers.timeout_s:g} s")
     return _Word.END
 
 
@@ -170,6 +172,16 @@ def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
         ready = select.select([pipe, server_end], [], [], timeout_s)[0]
         if ready or timeout_s is None or time.monotonic() - begun_s < _STOPPED * timeout_s:
             return ready
+
+
+def _say(what: str) -> None:
+    """In the server's log, and like its own errors, so that it is found as the cause of the end."""
+    when = time.strftime("E%m%d %H:%M:%S.000000")
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(
+            f"{when} {os.getpid()} guard.py] the process of the model {what}: the server ends",
+            file=sys.stderr,
+        )
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
