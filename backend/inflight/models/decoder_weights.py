@@ -64,7 +64,7 @@ class DecoderWeights:
     Attributes:
         embedding: [vocab_size, hidden_size]; None behind the first pipeline stage.
         position_embedding: [max_positions, hidden_size]; None with rotary positions, and behind the first stage.
-        layers: First to last, at least one.
+        layers: First to last, at least one; or what somebody has made of them.
         final_norm: Before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +69,26 @@ class _TensorSpec:
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
 
 
+def stored_dtype(model: ModelDescription) -> torch.dtype:
+    """What the checkpoint's weights are stored as. ConfigError if there are none."""
+    with Checkpoint(model.folder) as checkpoint:
+        base = _base(model, checkpoint)
+        expected = _specs(model.decoder, model.names, base, Part.whole(model.decoder))
+        _check(checkpoint, model, base, expected)
+        return _stored_dtype(model.decoder, checkpoint, expected[0])
+
+
 def load_weights(
-    model: ModelDescription, dtype: torch.dtype | None, device: torch.device, part: Part | None = None
+    model: ModelDescription,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    part: Part | None = None,
+    finish_layer: Callable[[LayerWeights], Any] = lambda layer: layer,
 ) -> DecoderWeights:
     """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
 
     Of a part only what it holds is read, but the whole checkpoint is checked: all ranks say what does not fit.
+    `finish_layer` is given each layer once it is read; what it returns is kept in its place.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
@@ -81,7 +96,7 @@ def load_weights(
     whole = Part.whole(model.decoder)
     part = part or whole
     with Checkpoint(model.folder) as checkpoint:
-        base = model.names.base if any(n.startswith(model.names.base) for n in checkpoint.tensors) else ""
+        base = _base(model, checkpoint)
         expected = _specs(model.decoder, model.names, base, whole)
         _check(checkpoint, model, base, expected)
         target = dtype or _stored_dtype(model.decoder, checkpoint, expected[0])
@@ -94,7 +109,12 @@ def load_weights(
                 progress.advance(tensor.nbytes)
                 return tensor
 
-            return _build(model.decoder, model.names, base, part, read)
+            return _build(model.decoder, model.names, base, part, read, finish_layer)
+
+
+def _base(model: ModelDescription, checkpoint: Checkpoint) -> str:
+    """What the names begin with: a checkpoint of the model without its output projection has it left out."""
+    return model.names.base if any(name.startswith(model.names.base) for name in checkpoint.tensors) else ""
 
 
 def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) -> list[_TensorSpec]:
@@ -114,6 +134,7 @@ def _build(
     base: str,
     part: Part,
     make: Callable[[_TensorSpec], Tensor],
+    finish_layer: Callable[[LayerWeights], Any] = lambda layer: layer,
 ) -> DecoderWeights:
     """Walk over the model, asking `make` for each of the part's tensors."""
     hidden = decoder.hidden_size
@@ -129,7 +150,7 @@ def _build(
             positions = decoder.max_positions
             position_embedding = matrix(base + names.position_embedding, positions, (0, positions))
     layers = tuple(
-        _build_layer(decoder, names, base + names.layers.format(index), part.shard, make)
+        finish_layer(_build_layer(decoder, names, base + names.layers.format(index), part.shard, make))
         for index in range(*part.layers)
     )
     if part.is_last_stage:

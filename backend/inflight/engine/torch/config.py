@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from inflight.errors import ConfigError
 from inflight.models import DTYPES
 
+INT8 = "int8"
+KERNELS = ("native", "torch")
+
 
 @dataclass(frozen=True, slots=True)
 class TorchEngineConfig:
@@ -14,7 +17,8 @@ class TorchEngineConfig:
 
     Attributes:
         model_path: Hugging Face checkpoint folder.
-        dtype: float32, bfloat16 or float16, of weights, activations and KV cache; None: the checkpoint's.
+        dtype: float32, bfloat16 or float16, of weights, activations and KV cache; None: the checkpoint's. int8:
+            weights of linear layers are quantized, and activations as they are multiplied; the rest is bfloat16.
         device: A torch device; None: cuda if there is one, else cpu.
         max_num_sequences: Slots, that is, sequences that can run at once.
         max_num_tokens: Most rows of one packed forward pass.
@@ -24,6 +28,8 @@ class TorchEngineConfig:
         kv_cache_free_gpu_mem_fraction: Share for the KV cache of the device memory that is free after the load.
         kv_cache_free_cpu_mem_fraction: The same on a CPU, of the memory this process may still use.
         ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
+        kernels: "torch" for torch's operators, "native" for compiled code, which a CPU with AVX-512 can run; None:
+            native where it can be had.
         num_threads: Threads of torch's operators on a CPU, in this whole process; None: torch's choice.
         attention_windows: `max_attention_window_size`: how many tokens a token sees, itself included; layer i has
             entry i % n. Empty: all before it. Where the checkpoint has a sliding window too, the smaller one
@@ -43,14 +49,17 @@ class TorchEngineConfig:
     kv_cache_free_gpu_mem_fraction: float = 0.9
     kv_cache_free_cpu_mem_fraction: float = 0.5
     ranks_on_host: int = 1
+    kernels: str | None = "torch"
     num_threads: int | None = None
     attention_windows: tuple[int, ...] = ()
     sink_token_length: int = 0
 
     def validate(self) -> None:
         """Raise ConfigError naming parameter, value and what was expected."""
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        if self.dtype not in (None, *DTYPES, INT8):
+            raise ConfigError(f"dtype is {self.dtype!r}, expected one of {', '.join((*DTYPES, INT8))}")
+        if self.kernels not in (None, *KERNELS):
+            raise ConfigError(f"kernels is {self.kernels!r}, expected one of {', '.join(KERNELS)}")
         for name in (
             "max_num_sequences",
             "max_num_tokens",

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.torch.attention import attend
-from inflight.engine.torch.attention_plan import AttentionPlan
+from inflight.engine.torch.attention_plan import AttentionPlan, plan_attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.packing import PackedBatch
+from inflight.engine.torch.vocabulary import embed, join_logits
 from inflight.engine.torch.windows import AttentionWindow
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm
 from inflight.models.rope import rope_tables
@@ -31,9 +32,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-
-Plans = dict[AttentionWindow | None, AttentionPlan]
-"""An attention plan for each window that the model's layers have."""
 
 
 class Decoder:
@@ -49,7 +47,6 @@ class Decoder:
 
     Attributes:
         config: Of the whole model.
-        windows: The different ones among the part's layers.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class Decoder:
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._layer_windows = layer_windows[slice(*part.layers)]
-        self.windows = tuple(dict.fromkeys(self._layer_windows))
+        self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
         self._cos, self._sin = None, None
@@ -81,13 +78,17 @@ class Decoder:
         return self._weights.dtype
 
     def forward(
-        self, packed: PackedBatch, plans: Plans, cache: KvCache, hidden: Tensor | None = None
+        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
     ) -> Tensor:
         """The last layer's output [rows, hidden_size]; fills the cache.
 
         The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
         """
         weights = self._weights
+        plans = {
+            window: plan_attention(packed, block_tables, cache.tokens_per_block, window, self.dtype)
+            for window in self._windows
+        }
         x = self._embed(packed) if hidden is None else hidden
         rotation = None if self._cos is None else self._rotation(packed.positions)
         for index, layer in enumerate(weights.layers):
@@ -101,28 +102,15 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] float32 from some rows of what `forward` returned, [rows, hidden_size]."""
         logits = self._weights.lm_head(self._norm(hidden, self._weights.final_norm)).float()
-        if self._collectives.size == 1:
-            return logits
-        widest = -(-self.config.vocab_size // self._collectives.size)  # the last ranks may have fewer ids
-        padded = F.pad(logits, (0, widest - logits.shape[-1]))
-        return self._collectives.all_gather(padded)[..., : self.config.vocab_size].contiguous()
+        return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def _embed(self, packed: PackedBatch) -> Tensor:
-        x = self._embed_tokens(packed.token_ids)
+        x = embed(packed.token_ids, self._vocabulary, self._look_up, self._collectives)
         positions = self._weights.position_embedding
         return x if positions is None else x + F.embedding(packed.positions, positions)
 
-    def _embed_tokens(self, token_ids: Tensor) -> Tensor:
-        embedding = self._weights.embedding
-        if self._collectives.size == 1:
-            return F.embedding(token_ids, embedding)
-        begin, end = self._vocabulary
-        if begin == end:
-            x = embedding.new_zeros((*token_ids.shape, self.config.hidden_size))
-        else:
-            is_here = (token_ids >= begin) & (token_ids < end)
-            x = F.embedding((token_ids - begin).where(is_here, 0), embedding) * is_here.unsqueeze(-1)
-        return self._collectives.all_reduce(x)
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self._weights.embedding)
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
         """Every rank has some of the inputs; the bias is added once, to the sum."""

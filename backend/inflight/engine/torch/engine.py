@@ -19,20 +19,21 @@ from torch import Tensor
 from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
 from inflight.distributed.mapping import Mapping
-from inflight.engine.torch.attention_plan import plan_attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
 from inflight.engine.torch.context_outputs import ContextOutputs
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
+from inflight.engine.torch.load_decoder import load_decoder
 from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
 from inflight.engine.torch.memory_probe import free_memory
+from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.packing import pack
 from inflight.engine.torch.slot_table import SlotTable
 from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, load_weights, read_model_description
+from inflight.models import DecoderConfig, read_model_description
 from inflight.models.sharding import Part
 
 _logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | NativeDecoder,
         cache: KvCache,
         limits: EngineLimits,
         max_num_tokens: int,
@@ -114,10 +115,8 @@ class TorchEngine:
             config.sink_token_length,
             max_sequence_length,
         )
-        dtype = getattr(torch, config.dtype) if config.dtype else None
         part = Part.of(mapping, model.decoder)
-        weights = load_weights(model, dtype, device, part)
-        decoder = Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives)
+        decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
         held = part.of_model(model.decoder)
         num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, agree)
         cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
@@ -164,15 +163,8 @@ class TorchEngine:
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
-        tokens_per_block = self._cache.tokens_per_block
-        packed = pack(batch, self._slots, tokens_per_block)
-        plans = {
-            window: plan_attention(
-                packed, self._slots.block_tables, tokens_per_block, window, self._decoder.dtype
-            )
-            for window in self._decoder.windows
-        }
-        result = self._decoder.forward(packed, plans, self._cache, hidden)
+        packed = pack(batch, self._slots, self._cache.tokens_per_block)
+        result = self._decoder.forward(packed, self._slots.block_tables, self._cache, hidden)
         if self._context_outputs is not None:
             self._context = self._context_outputs.compute(batch, packed.chunks, result, self._decoder)
             result = self._decoder.logits(result[packed.sampled_rows])

@@ -45,6 +45,11 @@ class KvCache:
         return self.num_blocks
 
     @property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values, [num_blocks + 1, tokens_per_block * kv_size], in any order."""
+        return [(layer[0], layer[1]) for layer in self._blocks]
+
+    @property
     def device(self) -> torch.device:
         """Where the cache is."""
         return self._blocks.device

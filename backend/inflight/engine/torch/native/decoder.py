@@ -1,0 +1,188 @@
+"""NativeDecoder: what `Decoder` is, with the layers compiled (source/decoder.cpp).
+
+One call runs all layers over all rows; where ranks share the layers, a call runs half a layer, and the halves are
+added up over the ranks between. Keys and values lie in the cache's blocks in an order of their own. Loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.torch.collectives import ALONE, Collectives
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.native.packing import PackedLayer, Packer
+from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, ShapeStruct
+from inflight.engine.torch.packing import PackedBatch
+from inflight.engine.torch.vocabulary import embed, join_logits
+from inflight.engine.torch.windows import AttentionWindow
+from inflight.models import DecoderConfig, DecoderWeights
+from inflight.models.rope import rope_tables
+from inflight.models.sharding import Part
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_ATTENTION, _MLP = 0, 1  # halves of a layer
+
+
+class NativeDecoder:
+    """A model's packed weights, or those of a part of it.
+
+    Args:
+        config: What the checkpoint says.
+        weights: Of this part; its layers are `Packer.layer`'s.
+        packer: Packs the rest.
+        layer_windows: As for `Decoder`, like the next three.
+        max_sequence_length: As for `Decoder`.
+        part: As for `Decoder`.
+        collectives: As for `Decoder`.
+
+    Attributes:
+        config: Of the whole model.
+        dtype: Of activations and KV cache.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        packer: Packer,
+        layer_windows: tuple[AttentionWindow | None, ...],
+        max_sequence_length: int,
+        part: Part,
+        collectives: Collectives = ALONE,
+    ) -> None:
+        self.config = config
+        self.dtype = packer.dtype
+        self._functions = packer.functions
+        self._num_threads = packer.num_threads
+        self._held = part.of_model(config)
+        self._vocabulary = part.shard.split(config.vocab_size)
+        self._collectives = collectives
+        self._packed: Sequence[PackedLayer] = weights.layers  # type: ignore[assignment]
+        self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
+        for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
+            layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
+        self._position_embedding = weights.position_embedding
+        self._embedding = weights.embedding
+        if weights.lm_head is not None and weights.final_norm is not None:
+            self._lm_head, self._lm_head_tensors = packer.linear(weights.lm_head)
+            self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
+            if config.tied_embeddings and not packer.int8:
+                self._embedding = None  # its rows are the packed matrix's columns
+        self._cos, self._sin = None, None
+        if config.rope is not None:
+            self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
+        self._handle: int | None = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self._functions.destroy(self._handle)
+
+    def forward(
+        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
+    ) -> Tensor:
+        """As `Decoder.forward`."""
+        if self._handle is None:
+            self._bind(cache)
+        x = self._embed(packed) if hidden is None else hidden.contiguous()
+        spans, positions, slots = _spans(packed), packed.positions, packed.slots
+        batch = BatchStruct(
+            len(positions),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            len(spans),
+            spans.ctypes.data,
+            block_tables.data_ptr(),
+            block_tables.shape[1],
+        )
+        self._functions.plan(self._handle, batch)
+        if self._collectives.size == 1:
+            self._run(batch, x, 0, len(self._layers))
+            return x
+        partial = torch.empty_like(x)
+        for index, layer in enumerate(self._packed):
+            for half, bias in ((_ATTENTION, layer.output_bias), (_MLP, layer.down_bias)):
+                self._run(batch, x, index, index + 1, partial, half)
+                total = self._collectives.all_reduce(partial)
+                x += total if bias is None else total + bias
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits`."""
+        hidden = hidden.contiguous()
+        logits = torch.empty(len(hidden), self._lm_head.columns)
+        is_done = self._functions.logits(
+            self._handle, self._final_norm, self._lm_head, hidden.data_ptr(), len(hidden), logits.data_ptr()
+        )
+        _check(is_done)
+        return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def _run(
+        self,
+        batch: BatchStruct,
+        x: Tensor,
+        first: int,
+        last: int,
+        partial: Tensor | None = None,
+        half: int = 0,
+    ) -> None:
+        target = None if partial is None else partial.data_ptr()
+        _check(self._functions.run(self._handle, batch, x.data_ptr(), first, last, target, half))
+
+    def _bind(self, cache: KvCache) -> None:
+        """Point into the cache, which is the same one for good."""
+        held = self._held
+        for layer, (keys, values) in zip(self._layers, cache.layers):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._shape = ShapeStruct(
+            held.hidden_size,
+            held.num_heads,
+            held.num_kv_heads,
+            held.head_dim,
+            held.intermediate_size,
+            cache.tokens_per_block,
+            held.gated_mlp,
+            _ACTIVATIONS[held.activation],
+            self._num_threads,
+            held.norm_eps,
+            None if self._cos is None else self._cos.data_ptr(),
+            None if self._sin is None else self._sin.data_ptr(),
+        )
+        self._handle = self._functions.create(self._shape, self._layers)
+        _check(self._handle is not None)
+
+    def _embed(self, packed: PackedBatch) -> Tensor:
+        x = embed(packed.token_ids, self._vocabulary, self._look_up, self._collectives)
+        positions = self._position_embedding
+        return x if positions is None else x + F.embedding(packed.positions, positions)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is not None:
+            return F.embedding(token_ids, self._embedding)
+        x = torch.empty(len(token_ids), self.config.hidden_size, dtype=self.dtype)
+        token_ids = token_ids.contiguous()
+        self._functions.unpack_rows(
+            self._lm_head, token_ids.data_ptr(), len(token_ids), x.shape[1], x.data_ptr(), self._num_threads
+        )
+        return x
+
+
+def _spans(packed: PackedBatch) -> np.ndarray:
+    """[spans, 4] int64: slot, first row, row after the last, position of the first. Chunks, then generation."""
+    chunks = np.array(
+        [(chunk.slot, chunk.begin, chunk.end, chunk.start) for chunk in packed.chunks], dtype=np.int64
+    ).reshape(-1, 4)
+    begin = packed.generation_begin
+    slots = packed.slots[begin:].numpy()
+    rows = np.arange(begin, begin + len(slots))
+    generation = np.stack([slots, rows, rows + 1, packed.generation_lengths - 1], axis=1)
+    return np.concatenate([chunks, generation])
+
+
+def _check(is_done: bool) -> None:
+    if not is_done:
+        raise MemoryError("no memory for a forward pass's intermediate results")

@@ -1,0 +1,278 @@
+// Attention of packed rows over the paged KV cache, reading blocks where they are.
+//
+// A span is consecutive rows of one sequence: a context chunk, or the one row of a sequence in generation. Its query
+// heads that share a key head are taken together, some rows at a time, as one tile of up to 12 query vectors, so that
+// every key is loaded once for all of them. Within a block keys lie in pairs along head_dim, 16 keys side by side
+// (a lane is a key: scores need no horizontal sum), and values in pairs along tokens (a lane is a part of head_dim):
+//
+//     keys    [blocks][kv_heads][head_dim / pair][tokens_per_block][pair]
+//     values  [blocks][kv_heads][ceil(tokens_per_block / pair)][head_dim][pair]
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "element.h"
+#include "vector_math.h"
+
+namespace inflight {
+
+constexpr int kTile = 12;         // query vectors
+constexpr int kGroupsAtOnce = 16;  // of 16 keys: what is scored before the sums are scaled again
+constexpr int kMaxHeadDim = 256;
+
+struct Span {
+  int64_t slot, begin, end, start;  // rows begin .. end - 1 are positions start .. of the slot's sequence
+};
+
+struct AttentionShape {
+  int heads, kv_heads, head_dim, tokens_per_block;
+  int recent, sinks;  // window; recent 0: everything before
+  int group() const { return heads / kv_heads; }
+  int rows_per_tile() const { return std::max(1, kTile / group()); }
+  int groups_per_block() const { return (tokens_per_block + kLanes - 1) / kLanes; }
+};
+
+template <class E>
+struct CacheLayout {
+  static int64_t block_elements(const AttentionShape& s) {
+    return static_cast<int64_t>(s.kv_heads) * s.head_dim * s.tokens_per_block;
+  }
+  static int64_t head_elements(const AttentionShape& s) { return static_cast<int64_t>(s.head_dim) * s.tokens_per_block; }
+};
+
+// One key head's tile while it is worked on; a thread has one.
+template <class E>
+struct TileState {
+  alignas(64) typename E::Stored queries[kTile][kMaxHeadDim];
+  alignas(64) float scores[kTile][kGroupsAtOnce * kLanes];
+  alignas(64) typename E::Stored weights[kTile][kGroupsAtOnce * kLanes];
+  alignas(64) float sums[kTile][kMaxHeadDim];
+  float largest[kTile], total[kTile];
+  int64_t position[kTile];
+};
+
+// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g].
+template <class E, int kRows, int kGroups>
+inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
+                  const typename E::Stored* const* keys, int head_dim, int64_t pair_stride, float scale) {
+  __m512 sums[kRows][kGroups];
+  for (int m = 0; m < kRows; ++m)
+    for (int g = 0; g < kGroups; ++g) sums[m][g] = _mm512_setzero_ps();
+  for (int d = 0, p = 0; d < head_dim; d += E::kPair, ++p) {
+    __m512 k[kGroups];
+    for (int g = 0; g < kGroups; ++g) k[g] = E::load_pairs(keys[first_group + g] + p * pair_stride);
+    for (int m = 0; m < kRows; ++m) {
+      const __m512 q = E::broadcast_pair(&tile.queries[first_row + m][d]);
+      for (int g = 0; g < kGroups; ++g) sums[m][g] = E::multiply_add(sums[m][g], q, k[g]);
+    }
+  }
+  const __m512 factor = _mm512_set1_ps(scale);
+  for (int m = 0; m < kRows; ++m)
+    for (int g = 0; g < kGroups; ++g)
+      _mm512_store_ps(&scores[first_row + m][(first_group + g) * kLanes], _mm512_mul_ps(sums[m][g], factor));
+}
+
+template <class E, int kRows>
+inline void score_rows(TileState<E>& tile, int first_row, const typename E::Stored* const* keys, int num_groups,
+                       int head_dim, int64_t pair_stride, float scale) {
+  constexpr int kAtOnce = kRows <= 4 ? 4 : 2;
+  int g = 0;
+  for (; g + kAtOnce <= num_groups; g += kAtOnce)
+    score<E, kRows, kAtOnce>(tile, tile.scores, first_row, g, keys, head_dim, pair_stride, scale);
+  for (; g < num_groups; ++g)
+    score<E, kRows, 1>(tile, tile.scores, first_row, g, keys, head_dim, pair_stride, scale);
+}
+
+// sums[m][d] += weights[m][key] * values[key][d] for 64 (or fewer) d from `first_d` on.
+template <class E, int kRows, int kParts>
+inline void add_values(TileState<E>& tile, int first_row, int first_d, const typename E::Stored* const* values,
+                       const int* num_pairs, int num_groups, int head_dim, __mmask16 last_mask) {
+  __m512 sums[kRows][kParts];
+  for (int m = 0; m < kRows; ++m)
+    for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&tile.sums[first_row + m][first_d + i * kLanes]);
+  for (int g = 0; g < num_groups; ++g) {
+    const typename E::Stored* v = values[g] + static_cast<int64_t>(first_d) * E::kPair;
+    for (int pair = 0; pair < num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
+      __m512 part[kParts];
+      for (int i = 0; i < kParts; ++i)
+        part[i] = i + 1 < kParts ? E::load_pairs(v + i * kLanes * E::kPair)
+                                 : E::load_pairs(v + i * kLanes * E::kPair, last_mask);
+      for (int m = 0; m < kRows; ++m) {
+        const __m512 w = E::broadcast_pair(&tile.weights[first_row + m][g * kLanes + pair * E::kPair]);
+        for (int i = 0; i < kParts; ++i) sums[m][i] = E::multiply_add(sums[m][i], w, part[i]);
+      }
+    }
+  }
+  for (int m = 0; m < kRows; ++m)
+    for (int i = 0; i < kParts; ++i) _mm512_store_ps(&tile.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
+}
+
+template <class E, int kRows>
+inline void add_values_of_rows(TileState<E>& tile, int first_row, const typename E::Stored* const* values,
+                               const int* num_pairs, int num_groups, int head_dim) {
+  for (int d = 0; d < head_dim; d += 4 * kLanes) {
+    const int left = head_dim - d;
+    const int parts = std::min(4, (left + kLanes - 1) / kLanes);
+    const __mmask16 last = first_lanes(left - (parts - 1) * kLanes);
+    switch (parts) {
+      case 4: add_values<E, kRows, 4>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
+      case 3: add_values<E, kRows, 3>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
+      case 2: add_values<E, kRows, 2>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
+      default: add_values<E, kRows, 1>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
+    }
+  }
+}
+
+// Calls f with a compile-time number of rows, 1 .. kMost, as often as it takes for `count` rows.
+template <int kMost, class F>
+inline void in_blocks(int count, const F& f) {
+  const int num_blocks = (count + kMost - 1) / kMost;
+  int row = 0;
+  for (int block = 0; block < num_blocks; ++block) {
+    const int stop = count * (block + 1) / num_blocks;
+    switch (stop - row) {
+      case 1: f(std::integral_constant<int, 1>{}, row); break;
+      case 2: f(std::integral_constant<int, 2>{}, row); break;
+      case 3: f(std::integral_constant<int, 3>{}, row); break;
+      case 4: f(std::integral_constant<int, 4>{}, row); break;
+      case 5: f(std::integral_constant<int, 5>{}, row); break;
+      case 6: f(std::integral_constant<int, 6>{}, row); break;
+      default:
+        if constexpr (kMost > 6) {
+          switch (stop - row) {
+            case 7: f(std::integral_constant<int, 7>{}, row); break;
+            case 8: f(std::integral_constant<int, 8>{}, row); break;
+            case 9: f(std::integral_constant<int, 9>{}, row); break;
+            case 10: f(std::integral_constant<int, 10>{}, row); break;
+            case 11: f(std::integral_constant<int, 11>{}, row); break;
+            default: f(std::integral_constant<int, 12>{}, row); break;
+          }
+        }
+    }
+    row = stop;
+  }
+}
+
+// Turns scores into weights and scales what was summed up before to the largest score so far.
+template <class E>
+inline void soften(TileState<E>& tile, int num_vectors, int num_groups, const int64_t* first_keys, const int* num_keys,
+                   const AttentionShape& shape) {
+  const __m512 hidden_score = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  for (int m = 0; m < num_vectors; ++m) {
+    const int position = static_cast<int>(tile.position[m]);
+    __m512 largest = hidden_score;
+    for (int g = 0; g < num_groups; ++g) {
+      const __m512i keys = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first_keys[g])), lanes);
+      __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) & first_lanes(num_keys[g]);
+      if (shape.recent) {
+        seen &= _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(position - shape.recent)) |
+                _mm512_cmplt_epi32_mask(keys, _mm512_set1_epi32(shape.sinks));
+      }
+      float* scores = &tile.scores[m][g * kLanes];
+      const __m512 masked = _mm512_mask_mov_ps(hidden_score, seen, _mm512_load_ps(scores));
+      _mm512_store_ps(scores, masked);
+      largest = _mm512_max_ps(largest, masked);
+    }
+    const float before = tile.largest[m];
+    const float now = std::max(before, _mm512_reduce_max_ps(largest));
+    const bool sees_any = now > -std::numeric_limits<float>::infinity();
+    const __m512 shift = _mm512_set1_ps(sees_any ? now : 0.0f);
+    __m512 total = _mm512_setzero_ps();
+    for (int g = 0; g < num_groups; ++g) {
+      const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(&tile.scores[m][g * kLanes]), shift));
+      total = _mm512_add_ps(total, weight);
+      E::store(&tile.weights[m][g * kLanes], weight);
+    }
+    const float fade = before == now || !sees_any ? 1.0f : std::exp(before - now);
+    tile.largest[m] = now;
+    tile.total[m] = tile.total[m] * fade + _mm512_reduce_add_ps(total);
+    if (fade != 1.0f) {
+      const __m512 factor = _mm512_set1_ps(fade);
+      for (int d = 0; d < shape.head_dim; d += kLanes)
+        _mm512_store_ps(&tile.sums[m][d], _mm512_mul_ps(_mm512_load_ps(&tile.sums[m][d]), factor));
+    }
+  }
+}
+
+// Rows begin .. end - 1 of a span, for one key head.
+//
+//   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
+//   keys, values   of the layer
+template <class E>
+void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& span, int64_t begin, int64_t end,
+                 int kv_head, const typename E::Stored* queries, int64_t query_stride,
+                 const typename E::Stored* keys, const typename E::Stored* values, const int64_t* block_table,
+                 typename E::Stored* out, int64_t out_stride) {
+  using Stored = typename E::Stored;
+  const int group = shape.group(), head_dim = shape.head_dim, size = shape.tokens_per_block;
+  const int num_vectors = static_cast<int>(end - begin) * group;
+  const int padded = (head_dim + kLanes - 1) / kLanes * kLanes;
+  for (int m = 0; m < num_vectors; ++m) {
+    const int64_t row = begin + m / group;
+    const int head = kv_head * group + m % group;
+    std::memcpy(tile.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim,
+                head_dim * sizeof(Stored));
+    tile.position[m] = span.start + (row - span.begin);
+    tile.largest[m] = -std::numeric_limits<float>::infinity();
+    tile.total[m] = 0.0f;
+    std::memset(tile.sums[m], 0, padded * sizeof(float));
+  }
+  const int64_t first_position = span.start + (begin - span.begin), last_position = span.start + (end - 1 - span.begin);
+  const int64_t head_elements = CacheLayout<E>::head_elements(shape);
+  const int64_t block_elements = CacheLayout<E>::block_elements(shape);
+  const int64_t pair_stride = static_cast<int64_t>(size) * E::kPair;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
+  const int64_t last_block = last_position / size;
+  const int64_t oldest = shape.recent ? std::max<int64_t>(0, first_position - shape.recent + 1) : 0;
+  const int64_t sink_blocks = shape.recent ? (shape.sinks + size - 1) / size : 0;
+
+  const Stored *key_groups[kGroupsAtOnce], *value_groups[kGroupsAtOnce];
+  int64_t first_keys[kGroupsAtOnce];
+  int num_keys[kGroupsAtOnce], num_pairs[kGroupsAtOnce];
+  int num_groups = 0;
+  const auto flush = [&] {
+    if (num_groups == 0) return;
+    in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
+      score_rows<E, decltype(rows)::value>(tile, row, key_groups, num_groups, head_dim, pair_stride, scale);
+    });
+    soften(tile, num_vectors, num_groups, first_keys, num_keys, shape);
+    in_blocks<6>(num_vectors, [&](auto rows, int row) {
+      add_values_of_rows<E, decltype(rows)::value>(tile, row, value_groups, num_pairs, num_groups, head_dim);
+    });
+    num_groups = 0;
+  };
+  for (int64_t block = 0; block <= last_block; ++block) {
+    if (block >= sink_blocks && (block + 1) * size <= oldest) {
+      block = std::max(block, oldest / size - 1);
+      continue;
+    }
+    const int64_t at = block_table[block] * block_elements + kv_head * head_elements;
+    for (int offset = 0; offset < size; offset += kLanes) {
+      const int64_t first_key = block * size + offset;
+      if (first_key > last_position) break;
+      if (shape.recent && first_key + kLanes <= oldest && first_key >= shape.sinks) continue;
+      key_groups[num_groups] = keys + at + static_cast<int64_t>(offset) * E::kPair;
+      value_groups[num_groups] = values + at + static_cast<int64_t>(offset) * head_dim;
+      first_keys[num_groups] = first_key;
+      num_keys[num_groups] = std::min(kLanes, size - offset);
+      const int used = static_cast<int>(std::min<int64_t>(num_keys[num_groups], last_position - first_key + 1));
+      num_pairs[num_groups] = (used + E::kPair - 1) / E::kPair;
+      if (++num_groups == kGroupsAtOnce) flush();
+    }
+  }
+  flush();
+  for (int m = 0; m < num_vectors; ++m) {
+    const int64_t row = begin + m / group;
+    const int head = kv_head * group + m % group;
+    Stored* target = out + row * out_stride + static_cast<int64_t>(head) * head_dim;
+    const __m512 factor = _mm512_set1_ps(1.0f / tile.total[m]);
+    for (int d = 0; d < head_dim; d += kLanes)
+      E::store(target + d, _mm512_mul_ps(_mm512_load_ps(&tile.sums[m][d]), factor), first_lanes(head_dim - d));
+  }
+}
+
+}  // namespace inflight

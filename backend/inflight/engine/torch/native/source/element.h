@@ -1,0 +1,75 @@
+// What a kernel needs to know of its number type: bfloat16 or float32.
+//
+// A "pair" is what one lane of a multiply-add takes at a time: two bfloat16 along the inner dimension (AVX512-BF16's
+// dpbf16ps), one float32. Packed operands are laid out in pairs, so that both types share every loop.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace inflight {
+
+constexpr int kLanes = 16;  // float32 values in a register
+
+struct Bf16 {
+  using Stored = uint16_t;
+  static constexpr int kPair = 2;
+
+  static float to_float(Stored value) {
+    const uint32_t bits = static_cast<uint32_t>(value) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+  }
+  static Stored from_float(float value) {
+    return static_cast<Stored>(_mm_extract_epi16(
+        reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
+  }
+  static __m512 load(const Stored* source, __mmask16 mask = 0xffff) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, source));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  static void store(Stored* target, __m512 values, __mmask16 mask = 0xffff) {
+    _mm256_mask_storeu_epi16(target, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
+  }
+  // A register of 16 pairs, as they lie in a packed operand.
+  static __m512 load_pairs(const Stored* source) { return _mm512_loadu_ps(source); }
+  static __m512 load_pairs(const Stored* source, __mmask16 mask) {
+    return _mm512_maskz_loadu_ps(mask, source);
+  }
+  // One pair in every lane.
+  static __m512 broadcast_pair(const Stored* source) {
+    int32_t pair;
+    std::memcpy(&pair, source, sizeof pair);
+    return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
+  }
+  static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 multiply_add(__m512 total, __m512 a, __m512 b) {
+    return _mm512_dpbf16_ps(total, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
+struct F32 {
+  using Stored = float;
+  static constexpr int kPair = 1;
+
+  static float to_float(Stored value) { return value; }
+  static Stored from_float(float value) { return value; }
+  static __m512 load(const Stored* source, __mmask16 mask = 0xffff) { return _mm512_maskz_loadu_ps(mask, source); }
+  static void store(Stored* target, __m512 values, __mmask16 mask = 0xffff) {
+    _mm512_mask_storeu_ps(target, mask, values);
+  }
+  static __m512 load_pairs(const Stored* source) { return _mm512_loadu_ps(source); }
+  static __m512 load_pairs(const Stored* source, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, source); }
+  static __m512 broadcast_pair(const Stored* source) { return _mm512_set1_ps(*source); }
+  static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 multiply_add(__m512 total, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, total); }
+};
+
+inline __mmask16 first_lanes(int count) {
+  return count >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (count < 0 ? 0 : count)) - 1);
+}
+
+}  // namespace inflight

@@ -1,0 +1,130 @@
+"""What crosses into the compiled code: the structs of source/decoder.cpp, field for field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+class LinearStruct(Structure):
+    """A packed matrix."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("corrections", c_void_p),
+        ("columns", c_int32),
+        ("inner", c_int32),
+        ("kind", c_int32),
+    )
+
+
+class NormStruct(Structure):
+    """Parameters of a norm."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+class LayerStruct(Structure):
+    """A layer and its part of the KV cache."""
+
+    _fields_ = (
+        ("attention_norm", NormStruct),
+        ("mlp_norm", NormStruct),
+        ("qkv", LinearStruct),
+        ("output", LinearStruct),
+        ("up", LinearStruct),
+        ("down", LinearStruct),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("recent", c_int32),
+        ("sinks", c_int32),
+    )
+
+
+class ShapeStruct(Structure):
+    """Sizes of one rank's part of the model."""
+
+    _fields_ = (
+        ("hidden", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("inner", c_int32),
+        ("tokens_per_block", c_int32),
+        ("is_gated", c_int32),
+        ("activation", c_int32),
+        ("num_threads", c_int32),
+        ("eps", c_float),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
+class BatchStruct(Structure):
+    """The rows of one forward pass."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("num_spans", c_int64),
+        ("spans", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_width", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """A decoder's, for one dtype. `create` returns a handle; `run` and `logits` say whether there was memory.
+
+    Attributes:
+        create: (shape, layers), both to be kept.
+        destroy: (handle).
+        plan: (handle, batch), before any `run` of it.
+        run: (handle, batch, x, first layer, layer after the last, partial or None, half).
+        logits: (handle, norm, output projection, hidden, rows, logits).
+        unpack_rows: (matrix, row numbers, how many, width, out, threads).
+    """
+
+    create: Any
+    destroy: Any
+    plan: Any
+    run: Any
+    logits: Any
+    unpack_rows: Any
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, dtype: str) -> Functions:
+        """Those for float32 or bfloat16."""
+        return cls(*(getattr(library, f"{dtype}_{field.name}") for field in fields(cls)))
+
+
+_SIGNATURES = {
+    "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
+    "destroy": (None, (c_void_p,)),
+    "plan": (None, (c_void_p, POINTER(BatchStruct))),
+    "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "logits": (
+        c_bool,
+        (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_int64, c_void_p),
+    ),
+    "unpack_rows": (None, (POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32)),
+    "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Give every function of the library its signature."""
+    for dtype in ("bfloat16", "float32", "int8"):
+        for name, (result, arguments) in _SIGNATURES.items():
+            if dtype == "int8" and name != "pack":
+                continue
+            function = getattr(library, f"{dtype}_{name}")
+            function.restype, function.argtypes = result, arguments
