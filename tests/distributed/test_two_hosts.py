@@ -34,7 +34,9 @@ print(json.dumps([world.rank, socket.gethostname(), network, len(message), total
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
     if " " in find_mpirun():
-        pytest.skip(f"mpirun does not quote the paths that it sends to hosts, and {find_mpirun()} has a space")
+        pytest.skip(
+            f"mpirun does not quote the paths that it sends to hosts, and {find_mpirun()} has a space"
+        )
     try:
         with two_hosts(tmp_path) as made:
             yield made
