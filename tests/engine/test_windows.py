@@ -261,9 +261,9 @@ def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture
 
 def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
     engine = load_engine(zoo["llama"].folder, attention_windows=(MAX_POSITIONS, 100_000))
-    assert engine._decoder.windows == (None,)
+    assert engine._decoder._windows == (None,)
     engine = load_engine(zoo["llama"].folder, attention_windows=(9, 300), max_sequence_length=64)
-    assert engine._decoder.windows == (AttentionWindow(9), None)
+    assert engine._decoder._windows == (AttentionWindow(9), None)
 
 
 @pytest.mark.parametrize(
