@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from inflight.endpoint.frames import Launch
+from inflight.endpoint.frames import EngineProcesses
 from inflight.errors import ConfigError
 from inflight.triton.parameters import Parameters
 
@@ -48,13 +48,13 @@ class Orders(msgspec.Struct, frozen=True):
         job: For all ranks.
         server: The tritonserver that it is for, `ProcessId` as text.
         awaits_heir: Whether another process will take the engine over.
-        launch: For supervisors to come.
+        processes: For supervisors to come.
     """
 
     job: Job
     server: str
     awaits_heir: bool
-    launch: Launch
+    processes: EngineProcesses
 
 
 class Report(msgspec.Struct, frozen=True):

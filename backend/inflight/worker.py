@@ -19,7 +19,7 @@ import signal
 import sys
 
 from inflight import open_mpi
-from inflight.composition.launch import attend, join, lead, refuse
+from inflight.composition.joining import attend, join, lead, refuse
 from inflight.distributed.mpi import MpiWorld
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
@@ -115,7 +115,7 @@ def _lead(world: MpiWorld, report: int) -> int:
         orders.server,
         orders.job.digest(),
         orders.awaits_heir,
-        orders.launch,
+        orders.processes,
         parameters.rank_timeout_ms / 1000,
         measure_memory,
     )

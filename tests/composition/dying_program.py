@@ -9,7 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from inflight.composition.launch import attend, lead
+from inflight.composition.joining import attend, lead
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.distributed.mpi import MpiWorld

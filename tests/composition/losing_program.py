@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from inflight.composition.launch import attend, lead
+from inflight.composition.joining import attend, lead
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.distributed import mpi

@@ -24,16 +24,7 @@ from inflight.distributed.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, 
 from inflight.distributed.pulse import Pulse
 from inflight.distributed.rank_engine import RankEngine
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
-from tests.distributed.requests import (
-    CONFIG,
-    ENGINE,
-    GUILTY,
-    NUM_BLOCKS,
-    STOPPED,
-    answers,
-    make_doomed,
-    make_requests,
-)
+from tests.distributed import requests
 from tests.engine.failing import spoil
 from tests.engine.serving import Served
 
@@ -43,15 +34,15 @@ TIMEOUT_S = 120
 class Clients:
     """They send their requests two at a time, and one stops its own."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, waiting: Sequence[Request]) -> None:
         self.served = Served()
         self.errors: dict[int, list[str]] = {}
         self.have_all = threading.Event()
-        self._requests = list(requests)
-        self._open = {request.request_id for request in requests}
+        self._waiting = list(waiting)
+        self._open = {request.request_id for request in waiting}
 
     def get(self, room: int) -> list[Request]:
-        arriving, self._requests = self._requests[:2], self._requests[2:]
+        arriving, self._waiting = self._waiting[:2], self._waiting[2:]
         return arriving
 
     def send(self, response: Response) -> None:
@@ -71,8 +62,8 @@ class Clients:
         return [token for response in responses for token in response.result.output_token_ids[0]]
 
     def poll(self) -> list[StopSignal]:
-        has_tokens = len(self.served.responses.get((STOPPED, 0), ())) > 4
-        return [StopSignal(STOPPED)] if has_tokens else []
+        has_tokens = len(self.served.responses.get((requests.STOPPED, 0), ())) > 4
+        return [StopSignal(requests.STOPPED)] if has_tokens else []
 
 
 def main() -> None:
@@ -81,20 +72,20 @@ def main() -> None:
     world = MpiWorld()
     mapping = world.mapping(tp_size, pp_size)
     # The others would have room for more blocks than the last rank.
-    blocks = NUM_BLOCKS + world.size - 1 - world.rank
-    config = TorchEngineConfig(folder, **ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
+    blocks = requests.NUM_BLOCKS + world.size - 1 - world.rank
+    config = TorchEngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
 
     def least(number: int) -> int:
         return min(int(said) for said in world.all_gather(str(number).encode()))
 
     stage = TorchEngine.load(config, mapping, MpiCollectives(mapping), least)
     if mapping.is_sampler:
-        spoil(stage, GUILTY, num_tokens=25)
+        spoil(stage, requests.GUILTY, num_tokens=25)
     link, outcomes, mates = MpiStageLink(mapping), MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
     engine = RankEngine(stage, mapping, link, outcomes, mates)
     pulse = Pulse(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit, int)
-    scheduler = Scheduler(CONFIG, engine.limits)
-    clients = Clients([*make_requests(), *make_doomed()])
+    scheduler = Scheduler(requests.CONFIG, engine.limits)
+    clients = Clients([*requests.make_requests(), *requests.make_doomed()])
     manager = GptManager(
         engine, scheduler, clients.get, clients.send, clients.poll, ranks=InStep(world, pulse)
     )
@@ -109,8 +100,8 @@ def main() -> None:
     said = {
         "rank": mapping.rank,
         "num_blocks": engine.limits.num_blocks,
-        "answers": answers(clients.served),
-        "streamed": clients.streamed(STOPPED),
+        "answers": requests.answers(clients.served),
+        "streamed": clients.streamed(requests.STOPPED),
         "errors": clients.errors,
         "finished": {reason.name: count for reason, count in metrics.finished.items()},
         "failed": metrics.failed,

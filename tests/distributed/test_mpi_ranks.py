@@ -10,17 +10,8 @@ import json
 import pytest
 
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from tests.distributed import requests
 from tests.distributed.mpirun import run_ranks
-from tests.distributed.requests import (
-    CONFIG,
-    ENGINE,
-    GUILTY,
-    NUM_BLOCKS,
-    STOPPED,
-    answers,
-    make_doomed,
-    make_requests,
-)
 from tests.engine.serving import serve
 from tests.models.zoo import Zoo
 
@@ -36,11 +27,11 @@ def plain(found: dict) -> dict:
 )
 def test_ranks_in_step_answer_as_one(zoo: Zoo, case: str, tp_size: int, pp_size: int) -> None:
     folder = str(zoo[case].folder)
-    config = TorchEngineConfig(folder, **ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
+    config = TorchEngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
     alone = TorchEngine.load(config)
-    expected = answers(serve(alone, CONFIG, make_requests()))
-    stopped, guilty = make_doomed()
-    whole = serve(alone, CONFIG, [stopped]).tokens(STOPPED)
+    expected = requests.answers(serve(alone, requests.CONFIG, requests.make_requests()))
+    stopped, guilty = requests.make_doomed()
+    whole = serve(alone, requests.CONFIG, [stopped]).tokens(requests.STOPPED)
 
     said = run_ranks(tp_size * pp_size, "tests.distributed.rank_program", folder, str(tp_size), str(pp_size))
 
@@ -49,16 +40,16 @@ def test_ranks_in_step_answer_as_one(zoo: Zoo, case: str, tp_size: int, pp_size:
     assert [rank["rank"] for rank in ranks] == list(range(tp_size * pp_size))
     leader = ranks[0]
     got = {tuple(found["key"]): found for found in leader["answers"]}
-    cut_short = got.pop((STOPPED, 0))
+    cut_short = got.pop((requests.STOPPED, 0))
     assert [got[key] for key in sorted(got)] == [plain(found) for found in expected]
     assert cut_short["reasons"] == ["CANCELLED"]
     streamed = leader["streamed"]
     assert 0 < len(streamed) < stopped.max_new_tokens and streamed == whole[: len(streamed)]
     ((guilty_id, (code, text)),) = leader["errors"].items()
-    assert (guilty_id, code) == (str(guilty.request_id), "INTERNAL") and guilty.request_id == GUILTY
+    assert (guilty_id, code) == (str(guilty.request_id), "INTERNAL") and guilty.request_id == requests.GUILTY
     assert "FloatingPointError: the model's highest logit is nan" in text
     for rank in ranks:
-        assert rank["num_blocks"] == NUM_BLOCKS, "as many as the rank with the least room has"
+        assert rank["num_blocks"] == requests.NUM_BLOCKS, "as many as the rank with the least room has"
         assert rank["left"] == [0, 0]
         for name in ("finished", "failed", "counts"):
             assert rank[name] == leader[name], "all ranks have done the same"

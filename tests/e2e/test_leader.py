@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ SETTINGS = {"max_tokens_in_paged_kv_cache": "16384"}
 PROMPTS = ([3, 1, 4, 1, 5], list(range(40, 90)))
 
 
-@pytest.fixture
-def leader(elsewhere) -> Iterator[TritonServer]:
-    with serve(dtype="float32", settings=SETTINGS, options=LEADER) as server:
-        yield server
-
-
 def workers(folder: Path) -> list[int]:
     """Process ids of the other ranks of a server, by its private folder."""
     found = []
@@ -38,8 +31,22 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def test_ranks_under_one_mpirun_answer_as_one_rank(leader, exact_server):
-    assert len(workers(folder_of(leader))) == 1
+def test_ranks_under_one_mpirun_answer_as_one_rank_and_end_in_order(elsewhere, exact_server):
+    with serve(dtype="float32", settings=SETTINGS, options=LEADER) as leader:
+        assert len(workers(folder_of(leader))) == 1
+        assert_equal_answers(leader, exact_server)
+        with Stream(leader.grpc) as stream:
+            stream.send(
+                "tensorrt_llm", input_ids=[1, 2, 3], request_output_len=100, end_id=-1, streaming=True
+            )
+            stream.receive()
+            assert leader.shut_down() is True
+            *_, last = stream.until_final()
+        assert last.finish_reason == "LENGTH"
+    assert left_of(folder_of(leader)) == []
+
+
+def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> None:
     for prompt in PROMPTS:
         request = {"input_ids": prompt, "request_output_len": 24, "end_id": -1}
         assert completion(leader.grpc, **request).ids == completion(exact_server.grpc, **request).ids
@@ -48,23 +55,10 @@ def test_ranks_under_one_mpirun_answer_as_one_rank(leader, exact_server):
     assert answers[0].text == answers[1].text
 
 
-def test_it_ends_in_order_with_requests_in_flight(elsewhere):
-    with serve(dtype="float32", settings=SETTINGS, options=LEADER) as server:
-        with Stream(server.grpc) as stream:
-            stream.send(
-                "tensorrt_llm", input_ids=[1, 2, 3], request_output_len=100, end_id=-1, streaming=True
-            )
-            stream.receive()
-            assert server.shut_down() is True
-            *_, last = stream.until_final()
-        assert last.finish_reason == "LENGTH"
-    assert left_of(folder_of(server)) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, number):
-    arguments = ["--tp", "2", "--mode", "leader", "--set", "max_tokens_in_paged_kv_cache=16384"]
-    with command(REPOSITORY, *arguments) as serving:
+    settings = ("--set", "max_tokens_in_paged_kv_cache=16384", "--set", "rank_timeout_ms=4000")
+    with command(REPOSITORY, "--tp", "2", "--mode", "leader", *settings) as serving:
         ready, folder = serving.ready_line(), serving.folder()
         (worker,) = workers(folder)
         with Stream(ready["grpc"]) as direct, Stream(ready["grpc"]) as by_front_end:

@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 import tritonclient.grpc as grpc
 
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.make_model import make_model
+from tests.models.zoo import ZooModel
 
 from .clients import ask, completion, infer, wait_until
 from .conftest import REPOSITORY
@@ -28,8 +30,9 @@ def tokens(server: TritonServer, model: str = "tensorrt_llm") -> list[int]:
 
 
 def test_servers_in_two_modes_answer_and_end_on_their_own(exact_server):
+    """One of two stages, and one of two tensor-parallel ranks."""
     expected = completion(exact_server.grpc, **REQUEST).ids
-    with serve(dtype="float32", settings=SMALL_CACHE, options=ServerOptions(tp=2)) as orchestrator:
+    with serve(dtype="float32", settings=SMALL_CACHE, options=ServerOptions(pp=2)) as orchestrator:
         leader_options = ServerOptions(tp=2, mode="leader")
         with serve(dtype="float32", settings=SMALL_CACHE, options=leader_options) as leader:
             assert tokens(leader) == tokens(orchestrator) == expected
@@ -66,8 +69,11 @@ def copy(repository: Path, model: str, name: str, **parameters: str) -> None:
 
 def test_two_engines_in_one_server_do_not_know_of_each_other(exact_server, two_engines):
     (checkpoint,) = two_engines.parent.glob("checkpoint")
-    with serve(model=checkpoint, dtype="float32", settings=SMALL_CACHE) as alone:
-        expected = {"tensorrt_llm": completion(exact_server.grpc, **REQUEST).ids, SECOND: tokens(alone)}
+    alone = ZooModel(checkpoint, transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval())
+    expected = {
+        "tensorrt_llm": completion(exact_server.grpc, **REQUEST).ids,
+        SECOND: alone.greedy(tuple(REQUEST["input_ids"]), REQUEST["request_output_len"]),
+    }
     assert expected["tensorrt_llm"] != expected[SECOND]
     options = ServerOptions(two_engines, mode="orchestrator")
     with serve(two_engines, dtype="float32", settings=SMALL_CACHE, options=options) as server:

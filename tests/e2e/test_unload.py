@@ -312,9 +312,9 @@ def demo_model() -> None:
 Story = Callable[[], None]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def told(elsewhere) -> Iterator[dict[Story, Future[None]]]:
-    """These mostly wait for timeouts and for models to load: all at once."""
+    """These mostly wait for timeouts and for models to load: all at once, and beside what is above."""
     with ThreadPoolExecutor() as pool:
         yield {story: pool.submit(story) for story in (too_long_for_an_unload, hanging, demo_model)}
 

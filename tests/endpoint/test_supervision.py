@@ -14,7 +14,7 @@ import pytest
 from inflight.core.metrics import ServiceMetrics
 from inflight.core.stats import MemoryUsage
 from inflight.endpoint.client import retire_predecessor
-from inflight.endpoint.frames import Launch, Statistics
+from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.endpoint.supervision import Supervision
@@ -24,14 +24,14 @@ from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
 
 SERVER, JOB = "123-456", "a job"
-LAUNCH = Launch("7-8", "/dev/shm/ranks")
+PROCESSES = EngineProcesses("7-8", "/dev/shm/ranks")
 TIMEOUT_S = 5.0
 
 
 class Engine:
     def __init__(self, path: str, awaits_heir: bool = False, timeout_s: float = TIMEOUT_S) -> None:
         self.supervision = Supervision(
-            SERVER, JOB, awaits_heir, LAUNCH, timeout_s, lambda: MemoryUsage(cpu=5)
+            SERVER, JOB, awaits_heir, PROCESSES, timeout_s, lambda: MemoryUsage(cpu=5)
         )
         client = LocalEngineClient(DESCRIPTION, lambda: None)
         self.server = EndpointServer(client, path, client.drain, self.supervision.retire, self.supervision)
@@ -64,10 +64,10 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_supervisor_hears_the_statistics_and_how_the_engine_was_started(path, threads):
+def test_a_supervisor_hears_the_statistics_and_what_the_engine_consists_of(path, threads):
     engine = Engine(path)
     watching = Watching(path, threads)
-    assert watching.watch.launch == LAUNCH
+    assert watching.watch.processes == PROCESSES
     stats, metrics = STATS, ServiceMetrics().snapshot()
     engine.supervision.put(stats, metrics)
     assert watching.has_been_told.wait(PATIENCE_S)

@@ -159,7 +159,7 @@ def test_pauses_grow_from_process_to_process(stage: Stage):
     def pause_s() -> float:
         watch = EngineWatch(stage.path, PATIENCE_S)
         watch.close()
-        return watch.launch.pause_s
+        return watch.processes.pause_s
 
     guard, control = Guard(), Control(stage)
     engine = stage.make(guard, control)

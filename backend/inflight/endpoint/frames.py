@@ -35,8 +35,8 @@ class BadFrame(InflightError):
     """The other side does not speak this protocol, or no longer."""
 
 
-class Launch(msgspec.Struct, frozen=True):
-    """How the processes of an engine were started.
+class EngineProcesses(msgspec.Struct, frozen=True):
+    """Those that an engine consists of, for whoever has to end them.
 
     Attributes:
         launcher: The process that ends them all, `ProcessId` as text.
@@ -116,7 +116,7 @@ class Supervise(msgspec.Struct, frozen=True, tag=True):
 class Supervised(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: what there is to end if the engine does not end by itself."""
 
-    launch: Launch
+    processes: EngineProcesses
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

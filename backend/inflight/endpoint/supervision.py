@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from inflight.core.metrics import MetricsSnapshot
 from inflight.core.stats import IterationStats, MemoryUsage
-from inflight.endpoint.frames import Beat, Launch, Leaving, Statistics, Supervised, encode
+from inflight.endpoint.frames import Beat, EngineProcesses, Leaving, Statistics, Supervised, encode
 
 Send = Callable[[Sequence[bytes]], None]
 
@@ -28,7 +28,7 @@ class Supervision:
         server: The tritonserver that it works for, `ProcessId` as text.
         job: What it was started with.
         awaits_heir: Whether it was started for a process to come, which will take it over.
-        launch: For supervisors.
+        processes: For supervisors.
         timeout_s: Silence after which a supervisor takes it for lost.
         measure_memory: What this process holds.
 
@@ -41,13 +41,13 @@ class Supervision:
         server: str,
         job: str,
         awaits_heir: bool,
-        launch: Launch,
+        processes: EngineProcesses,
         timeout_s: float,
         measure_memory: Callable[[], MemoryUsage],
     ) -> None:
         self.server = server
         self._job = job
-        self._launch = launch
+        self._processes = processes
         self._period_s = timeout_s / _BEATS_PER_TIMEOUT
         self._measure_memory = measure_memory
         self._changed = threading.Condition()
@@ -106,7 +106,7 @@ class Supervision:
     def run(self, supervisor: Supervisor) -> None:
         """What its thread does."""
         with contextlib.suppress(OSError):
-            supervisor.send([encode(Supervised(self._launch))])
+            supervisor.send([encode(Supervised(self._processes))])
             while True:
                 with self._changed:
                     self._changed.wait_for(

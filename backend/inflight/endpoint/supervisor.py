@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from inflight.endpoint.frames import (
     BadFrame,
+    EngineProcesses,
     FromEngine,
     Hello,
-    Launch,
     Leaving,
     Retire,
     Statistics,
@@ -38,25 +38,25 @@ class EngineWatch:
         timeout_s: Silence after which it is lost.
 
     Attributes:
-        launch: How its processes were started.
+        processes: What it consists of.
 
     Raises:
         Unavailable: There is no engine to be reached, or none that can be supervised.
     """
 
-    launch: Launch
+    processes: EngineProcesses
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self._path = path
         self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self.launch = self._introduce()
+            self.processes = self._introduce()
         except (OSError, BadFrame) as error:
             self._socket.close()
             raise Unavailable(f"the engine at {path} cannot be supervised: {error}") from error
 
-    def _introduce(self) -> Launch:
+    def _introduce(self) -> EngineProcesses:
         self._socket.settimeout(self._timeout_s)
         self._socket.connect(self._path)
         if not peer_is_this_user(self._socket):
@@ -67,7 +67,7 @@ class EngineWatch:
             frame = self._next()
         if not isinstance(frame, Supervised):
             raise BadFrame("it is nobody's to supervise")
-        return frame.launch
+        return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:
         """Until the engine ends: why it did, "" if that is in order. Statistics are handed on as they come.

@@ -37,7 +37,7 @@ class Leader:
     def __init__(
         self, job: Job, return_metrics: ReturnMetricsCallback, on_end: Callable[[InflightError], None]
     ) -> None:
-        from inflight.composition.launch import join, lead
+        from inflight.composition.joining import join, lead
         from inflight.factory import build_engine
 
         self._engine = None
@@ -66,7 +66,7 @@ class Leader:
 
 def refuse_ranks(why: str) -> None:
     """There is nothing to serve: those who wait for this process in MPI end."""
-    from inflight.composition.launch import join, refuse
+    from inflight.composition.joining import join, refuse
 
     refuse(join(), why)
 

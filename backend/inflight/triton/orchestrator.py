@@ -127,10 +127,9 @@ class Orchestrator:
         if awaits_heir(path, server, self._job.digest(), self._timeout_s):
             with contextlib.suppress(Unavailable):  # it has just been lost
                 watch = EngineWatch(path, self._timeout_s)
-                ranks = RanksProcess(watch.launch)
-                self._pause_s = (
-                    watch.launch.pause_s
-                )  # the next one is longer, whichever process it is made in
+                ranks = RanksProcess(watch.processes)
+                # The next one is longer, whichever process it is made in.
+                self._pause_s = watch.processes.pause_s
                 self._tell_guard(ranks)
                 return ranks, watch
         # Triton lets an unloaded model live on while a client holds a stream that used it.
@@ -155,7 +154,7 @@ class Orchestrator:
                 self._starting = None
 
     def _tell_guard(self, ranks: RanksProcess) -> None:
-        self._around.guard.watch(ProcessId.parse(ranks.launch.launcher), ranks.launch.folder)
+        self._around.guard.watch(ProcessId.parse(ranks.processes.launcher), ranks.processes.folder)
 
     # ---------------------------------------------------------------- the thread
 

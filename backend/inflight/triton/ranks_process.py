@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 
 from inflight import open_mpi
-from inflight.endpoint.frames import Launch
+from inflight.endpoint.frames import EngineProcesses
 from inflight.errors import ConfigError
 from inflight.job import Job, Orders, decode_report, encode_line
 from inflight.processes import ProcessId
@@ -37,20 +37,20 @@ class RanksProcess:
     """Ranks that run, or that have ended and not been cleaned up after.
 
     Attributes:
-        launch: For whoever comes to end them.
+        processes: For whoever comes to end them.
     """
 
-    def __init__(self, launch: Launch, child: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, processes: EngineProcesses, child: subprocess.Popen[bytes] | None = None) -> None:
         """Of ranks that run, started by this process (`child`) or by another."""
-        self.launch = launch
+        self.processes = processes
         self._child = child
-        self._launcher = ProcessId.parse(launch.launcher)
+        self._launcher = ProcessId.parse(processes.launcher)
 
     @classmethod
     def start(cls, num_ranks: int, mpirun_arguments: str | None, pause_s: float = 0.0) -> RanksProcess:
         """Start ranks, which then wait for `serve`. ConfigError if there is no mpirun.
 
-        `pause_s` is for `launch`.
+        `pause_s` is for `processes`.
         """
         command = _command(num_ranks, mpirun_arguments or "")
         shared_memory = os.environ.get(open_mpi.SHARED_MEMORY, _SHARED_MEMORY)
@@ -69,7 +69,7 @@ class RanksProcess:
             raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from error
         launcher = ProcessId.of(child.pid)
         assert launcher is not None, "a child that has not been waited for is there"
-        return cls(Launch(str(launcher), folder, pause_s), child)
+        return cls(EngineProcesses(str(launcher), folder, pause_s), child)
 
     def serve(self, job: Job, server: ProcessId, awaits_heir: bool) -> None:
         """Tell rank 0 what to serve and wait until it does, as long as the ranks live.
@@ -79,7 +79,7 @@ class RanksProcess:
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the report, or its absence, says why
-            child.stdin.write(encode_line(Orders(job, str(server), awaits_heir, self.launch)))
+            child.stdin.write(encode_line(Orders(job, str(server), awaits_heir, self.processes)))
             child.stdin.close()
         with child.stdout:
             reports = (decode_report(line) for line in child.stdout)
@@ -105,7 +105,7 @@ class RanksProcess:
             _log.warning("the ranks are ended with SIGKILL")
             self._launcher.signal(signal.SIGKILL)  # ranks end with their parent
             self._wait(_KILLED_S)
-        shutil.rmtree(self.launch.folder, ignore_errors=True)
+        shutil.rmtree(self.processes.folder, ignore_errors=True)
 
     def _wait(self, timeout_s: float) -> bool:
         if self._child is None:
