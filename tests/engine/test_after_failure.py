@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from inflight.engine.torch import TorchEngine, decoder
 from inflight.engine.torch import engine as engine_module
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.failing import Fault, Saboteur, serve_through_faults, spoil
+from tests.engine.kernels import needs_native
 from tests.engine.search import Search
 from tests.engine.serving import config_of, load, to_torch
 from tests.models.zoo import Zoo, ZooModel
@@ -73,6 +75,16 @@ STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "after everything": (lambda engine: engine._slots, "remember", True, 0),
 }
 
+IN_ANY_KERNELS = [
+    "after block tables", "before copies", "after copies", "packing", "after the last layer",
+    "amid context outputs", "before logits", "after logits", "in the sampler",
+]  # fmt: skip
+every_stage = pytest.mark.parametrize(
+    ("stage", "kernels"),
+    [(stage, "torch") for stage in STAGES]
+    + [pytest.param(stage, "native", marks=needs_native) for stage in IN_ANY_KERNELS],
+)
+
 
 def make_requests(model: ZooModel) -> list[Request]:
     """Some of everything that an engine remembers something for."""
@@ -110,26 +122,26 @@ def _logits(result: Result) -> list[torch.Tensor]:
     return [to_torch(tensor) for tensor in (*context, *(result.generation_logits or ()))]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(zoo: Zoo) -> dict[tuple[int, int], Result]:
-    model = zoo[CASE]
-    return serve_through_faults(load(model.folder, 100, 7), CONFIG, make_requests(model))
+@functools.cache
+def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], Result]:
+    return serve_through_faults(load(model.folder, 100, 7, kernels=kernels), CONFIG, make_requests(model))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_tokens_are_those_of_an_undisturbed_run(
-    zoo: Zoo, undisturbed: dict[tuple[int, int], Result], stage: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler tries halves of a failed batch apart; none of them is guilty of anything."""
     model = zoo[CASE]
-    engine = load(model.folder, 100, 7)
+    engine = load(model.folder, 100, 7, kernels=kernels)
     part, name, after, skipped = STAGES[stage]
     saboteur = Saboteur(monkeypatch, part(engine), name, after, skipped)
     served = serve_through_faults(engine, CONFIG, make_requests(model), saboteur)
     assert saboteur.num_faults > 0, "nothing failed"
-    assert served.keys() == undisturbed.keys()
+    expected = undisturbed(model, kernels)
+    assert served.keys() == expected.keys()
     for key, result in served.items():
-        assert_same(result, undisturbed[key])
+        assert_same(result, expected[key])
 
 
 WIDTH = 2
@@ -183,13 +195,13 @@ def assert_undisturbed(company: Company, engine: TorchEngine, model: ZooModel, s
         assert row.generated[: len(other.generated)] == other.generated
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage
 def test_sequences_that_were_not_in_a_failed_batch_go_on(
-    zoo: Zoo, stage: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of everything fails beside others, and what was in it starts again, in other slots."""
     model = zoo[CASE]
-    engine = load_engine(model.folder, max_num_sequences=12)
+    engine = load_engine(model.folder, max_num_sequences=12, kernels=kernels)
     part, name, after, skipped = STAGES[stage]
     saboteur = Saboteur(monkeypatch, part(engine), name, after, skipped)
     driver = Driver(engine)
@@ -228,8 +240,8 @@ def test_sequences_that_were_not_in_a_failed_batch_go_on(
     for _ in range(NUM_TOKENS - 1):
         driver.step(generation=[*victims.rows, *bystanders.rows], searches=searches)
     monkeypatch.undo()
-    assert_undisturbed(bystanders, load_engine(model.folder), model, 100)
-    assert_undisturbed(victims, load_engine(model.folder), model, 200)
+    assert_undisturbed(bystanders, load_engine(model.folder, kernels=kernels), model, 100)
+    assert_undisturbed(victims, load_engine(model.folder, kernels=kernels), model, 200)
 
 
 def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(

@@ -9,15 +9,19 @@ from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention_plan import plan_attention
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
+from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
 
 CASES = ["llama-gqa", "mistral-window", "qwen2-window", "gpt2"]
+every_case = pytest.mark.parametrize(
+    ("case", "kernels"), by_default_and(["llama-gqa", "mistral-window"], CASES)
+)
 SAMPLING = SamplingConfig(temperature=1.3, top_k=20, top_p=0.9, random_seed=7)
 
 
-@pytest.fixture(params=CASES)
-def engine(zoo: Zoo, request: pytest.FixtureRequest) -> TorchEngine:
-    return load_engine(zoo[request.param].folder)
+@pytest.fixture
+def engine(zoo: Zoo, case: str, kernels: str | None) -> TorchEngine:
+    return load_engine(zoo[case].folder, kernels=kernels)
 
 
 def _prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -33,6 +37,7 @@ def _assert_same(row: Row, other: Row) -> None:
     )
 
 
+@every_case
 def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: TorchEngine) -> None:
     options = [{}, {"sampling": SAMPLING}, {"sampling": SAMPLING, "sequence_index": 1}, {}, {}]
     prompts = [_prompt(length, seed) for seed, length in enumerate((30, 3, 3, 61, 17))]
@@ -53,6 +58,7 @@ def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: 
     assert second.generated != third.generated, "sequences of one request draw different numbers"
 
 
+@every_case
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS_PER_BLOCK, 33])
 def test_chunked_context_is_whole_context(engine: TorchEngine, chunk: int) -> None:
     prompt = _prompt(50, seed=3)
@@ -62,6 +68,7 @@ def test_chunked_context_is_whole_context(engine: TorchEngine, chunk: int) -> No
     _assert_same(row, alone(engine, prompt, 10, sampling=SAMPLING))
 
 
+@every_case
 def test_shared_prefix_blocks_are_own_blocks(engine: TorchEngine) -> None:
     prefix, tails = _prompt(4 * TOKENS_PER_BLOCK, seed=1), (_prompt(5, seed=2), _prompt(9, seed=3))
     driver = Driver(engine)
@@ -76,6 +83,7 @@ def test_shared_prefix_blocks_are_own_blocks(engine: TorchEngine) -> None:
     _assert_same(sharer, alone(engine, (*prefix, *tails[1]), 12))
 
 
+@every_case
 def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: TorchEngine) -> None:
     """A started request whose context has to wait is told its shared blocks at once."""
     prefix = _prompt(2 * TOKENS_PER_BLOCK, seed=1)
@@ -96,6 +104,7 @@ def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: TorchE
     _assert_same(sharer, alone(engine, (*prefix, 6, 7), 5))
 
 
+@every_case
 def test_released_slots_and_blocks_are_used_again(engine: TorchEngine) -> None:
     driver = Driver(engine)
     driver.free_blocks = driver.free_blocks[:8]
@@ -108,6 +117,7 @@ def test_released_slots_and_blocks_are_used_again(engine: TorchEngine) -> None:
         driver.free_blocks.reverse()
 
 
+@every_case
 def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: TorchEngine) -> None:
     prompt = _prompt(12, seed=5)
     driver = Driver(engine)
@@ -119,6 +129,7 @@ def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: TorchEngine) ->
     assert resumed.generated == alone(engine, prompt, 14, sampling=SAMPLING).generated
 
 
+@every_case
 def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: TorchEngine) -> None:
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
@@ -129,6 +140,7 @@ def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: TorchEngine) ->
     _assert_same(alone(engine, prompt, 12), clean)
 
 
+@every_case
 def test_a_failed_batch_takes_no_other_sequence_with_it(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +166,7 @@ def test_a_failed_batch_takes_no_other_sequence_with_it(
     _assert_same(newcomer, alone(engine, _prompt(20, seed=10), 5))
 
 
+@every_case
 def test_a_row_without_a_block_is_refused(engine: TorchEngine) -> None:
     driver = Driver(engine)
     row = driver.start(_prompt(TOKENS_PER_BLOCK, seed=0))
@@ -173,7 +186,7 @@ def test_a_batch_over_the_limit_is_refused(zoo: Zoo) -> None:
 def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long row beside many short ones must not make them all read padding as long as it is."""
     model = zoo["llama-gqa"]
-    engine = load_engine(model.folder, max_num_sequences=8)
+    engine = load_engine(model.folder, max_num_sequences=8, kernels="torch")
     lengths = (200, 190, 6, 4, 3, 3, 2)
     driver = Driver(engine)
     rows = [driver.start(_prompt(length, seed)) for seed, length in enumerate(lengths)]

@@ -9,10 +9,12 @@ from inflight.core.output_config import OutputConfig
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, load_engine
+from tests.engine.kernels import by_default_and
 from tests.engine.search import Search
 from tests.models.zoo import Zoo
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
+every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(["mistral-window"], CASES))
 NUM_TOKENS = 14  # more than a block, and for 21 prompt tokens past the sliding window
 SAMPLED = SamplingConfig(temperature=1.3, top_k=20, top_p=0.9, random_seed=7)
 
@@ -41,12 +43,12 @@ def assert_same(search: Search, other: Search) -> None:
     assert scores == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("width", [2, 3, 8])
-def test_beams_are_those_of_transformers(zoo: Zoo, case: str, width: int) -> None:
+def test_beams_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | None, width: int) -> None:
     model = zoo[case]
     prompt = model.prompt(21)
-    driver = Driver(load(zoo, case))
+    driver = Driver(load(zoo, case, kernels=kernels))
     search = run(driver, driver.search(prompt, beams(width)), chunk=9)
 
     expected = model.beams(
@@ -66,9 +68,11 @@ def test_blocks_are_shared_until_beams_part(zoo: Zoo, case: str) -> None:
     assert len({table[2] for table in tables}) > 1
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_searches_of_any_width_and_sampling_rows_share_batches(zoo: Zoo, case: str) -> None:
-    model, engine = zoo[case], load(zoo, case)
+@every_case
+def test_searches_of_any_width_and_sampling_rows_share_batches(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
+    model, engine = zoo[case], load(zoo, case, kernels=kernels)
     widths, prompts = (2, 5, 3), [model.prompt(length, length) for length in (13, 24, 7)]
     alone = []
     for width, prompt in zip(widths, prompts, strict=True):
@@ -99,10 +103,12 @@ def test_searches_of_any_width_and_sampling_rows_share_batches(zoo: Zoo, case: s
     assert sampled.generated == expected[: len(sampled.generated)]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_copied_may_be_overwritten_in_the_same_batch(zoo: Zoo, case: str) -> None:
+@every_case
+def test_what_is_copied_may_be_overwritten_in_the_same_batch(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     """By another's copy, by an emptied block and by new keys: all is read before anything is written."""
-    engine, model = load(zoo, case), zoo[case]
+    engine, model = load(zoo, case, kernels=kernels), zoo[case]
     prompts = [model.prompt(length, length) for length in (11, 20)]
     alone = []
     for prompt in prompts:

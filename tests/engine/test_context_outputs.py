@@ -9,9 +9,11 @@ import torch
 from inflight.core.output_config import OutputConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
+from tests.engine.kernels import by_default_and
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
+pytestmark = pytest.mark.parametrize(("case", "kernels"), by_default_and(["llama-gqa"], CASES))
 BOTH = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
 
 
@@ -20,14 +22,14 @@ def small_slices(engine: TorchEngine) -> TorchEngine:
     return engine
 
 
-@pytest.fixture(params=CASES)
-def model(zoo: Zoo, request: pytest.FixtureRequest) -> ZooModel:
-    return zoo[request.param]
+@pytest.fixture
+def model(zoo: Zoo, case: str) -> ZooModel:
+    return zoo[case]
 
 
 @pytest.fixture
-def engine(model: ZooModel) -> TorchEngine:
-    return small_slices(load_engine(model.folder))
+def engine(model: ZooModel, kernels: str | None) -> TorchEngine:
+    return small_slices(load_engine(model.folder, kernels=kernels))
 
 
 def logits_of(row: Row) -> torch.Tensor:
@@ -93,9 +95,9 @@ def test_others_pay_nothing(model: ZooModel, engine: TorchEngine, monkeypatch: p
     sizes = []
     make_logits = engine._decoder.logits
 
-    def spy(hidden: torch.Tensor) -> torch.Tensor:
-        sizes.append(hidden.shape[0])
-        return make_logits(hidden)
+    def spy(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return make_logits(hidden, rows)
 
     monkeypatch.setattr(engine._decoder, "logits", spy)
     driver.step({plain: 21}, [generating])

@@ -8,9 +8,13 @@ import torch
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
+from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
 
 CASES = ["llama-gqa", "mistral-window", "qwen2-window", "gpt2"]
+every_case = pytest.mark.parametrize(
+    ("case", "kernels"), by_default_and(["llama-gqa", "mistral-window"], CASES)
+)
 SAMPLINGS = {
     "greedy": SamplingConfig(),
     "sampled": SamplingConfig(temperature=1.3, top_k=20, top_p=0.9, random_seed=7),
@@ -18,9 +22,9 @@ SAMPLINGS = {
 NUM_TOKENS = 40
 
 
-@pytest.fixture(params=CASES)
-def engine(zoo: Zoo, request: pytest.FixtureRequest) -> TorchEngine:
-    return load_engine(zoo[request.param].folder)
+@pytest.fixture
+def engine(zoo: Zoo, case: str, kernels: str | None) -> TorchEngine:
+    return load_engine(zoo[case].folder, kernels=kernels)
 
 
 @pytest.fixture
@@ -43,6 +47,7 @@ def assert_same(row: Row, expected: Row) -> None:
     )
 
 
+@every_case
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(("num_right", "num_wrong"), [(0, 3), (2, 4), (5, 0), (1, 1)])
 def test_drafts_after_the_context(
@@ -61,6 +66,7 @@ def test_drafts_after_the_context(
     assert_same(row, expected)
 
 
+@every_case
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_drafts_in_generation(engine: TorchEngine, prompt: tuple[int, ...], sampling: SamplingConfig) -> None:
     """Right, wrong and partly right ones across block and window borders, iterations without any between them."""
@@ -78,6 +84,7 @@ def test_drafts_in_generation(engine: TorchEngine, prompt: tuple[int, ...], samp
     assert_same(row, expected)
 
 
+@every_case
 def test_rows_with_and_without_drafts_share_batches(engine: TorchEngine, zoo: Zoo) -> None:
     prompts = [zoo["llama"].prompt(length, length) for length in (30, 3, 17, 26)]
     samplings = [*SAMPLINGS.values()] * 2
@@ -104,6 +111,7 @@ def test_rows_with_and_without_drafts_share_batches(engine: TorchEngine, zoo: Zo
     assert [row.num_accepted for row in rows] == [2, 5, 1, 4]
 
 
+@every_case
 def test_batches_may_be_made_before_the_last_ones_answer(engine: TorchEngine, zoo: Zoo) -> None:
     """Two in flight: a row without drafts is fed what it got on the device."""
     prompts = [zoo["llama"].prompt(length, length) for length in (9, 14)]

@@ -13,11 +13,11 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str) -> None:
+def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(27)
 
-    row = alone(load_engine(model.folder), prompt, NUM_TOKENS)
+    row = alone(load_engine(model.folder, kernels=kernels), prompt, NUM_TOKENS)
 
     assert row.generated == model.greedy(prompt, NUM_TOKENS)
     assert len(set(row.generated)) > NUM_TOKENS // 8, "the model repeats itself and would hide mistakes"
@@ -26,10 +26,10 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str)
 
 
 @pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3", "gpt2"])
-def test_logits_after_every_prompt_token(zoo: Zoo, case: str) -> None:
+def test_logits_after_every_prompt_token(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(40)
-    driver = Driver(load_engine(model.folder))
+    driver = Driver(load_engine(model.folder, kernels=kernels))
     logits = []
     for length in range(1, len(prompt) + 1):
         row = driver.start(prompt[:length])
@@ -40,9 +40,9 @@ def test_logits_after_every_prompt_token(zoo: Zoo, case: str) -> None:
     torch.testing.assert_close(torch.stack(logits), model.logits(prompt), rtol=0, atol=TOLERANCE)
 
 
-def test_the_last_position_of_the_model_can_be_computed(zoo: Zoo) -> None:
+def test_the_last_position_of_the_model_can_be_computed(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["gpt2"]
-    engine = load_engine(model.folder)
+    engine = load_engine(model.folder, kernels=kernels)
     prompt = model.prompt(engine.limits.max_sequence_length - 1)
 
     row = alone(engine, prompt, 2)

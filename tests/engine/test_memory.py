@@ -82,7 +82,10 @@ def test_limits_of_an_engine(zoo: Zoo) -> None:
     [
         ({"max_tokens_in_paged_kv_cache": 16}, "the KV cache would have 2 blocks of 8 tokens"),
         ({"dtype": "int4"}, "dtype is 'int4', expected one of float32"),
-        ({"dtype": "int8"}, "dtype is int8, which only the compiled code computes: kernels is torch"),
+        (
+            {"dtype": "float16", "kernels": "native"},
+            "there is no compiled code: it computes in float32 and bfl",
+        ),
         ({"kernels": "fast"}, "kernels is 'fast', expected one of native, torch"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"max_num_sequences": 0}, "max_num_sequences is 0, expected at least 1"),

@@ -1,56 +1,33 @@
-"""The compiled layers: transformers' tokens in float32, int8, and what there is on a machine without them."""
+"""The compiled layers beside torch's operators: the same tokens, whatever is asked for."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from inflight.decoding.usable import find_peaks
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
-from inflight.engine.torch.native import library
-from inflight.engine.torch.native.library import CannotBuild, load_library
-from inflight.engine.torch.native.packing import quantize
+from inflight.engine.torch.native.library import load_library
+from inflight.engine.torch.native.packing import Packer, quantize
 from inflight.errors import ConfigError
+from inflight.testing.make_model import Shape, make_model
 from inflight.testing.thread_ranks import ThreadRanks
 from tests.distributed.requests import CONFIG, ENGINE, answers, make_requests
-from tests.engine.driver import Driver, alone, load_engine
+from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
 from tests.engine.serving import Served, serve
-from tests.models.zoo import CASES, Zoo
+from tests.models.zoo import Zoo
 
-NUM_TOKENS = 64
 TOLERANCE = 1e-4
-# Root mean square error of the logits over their standard deviation, as in test_precision.
-BFLOAT16_BOUND, INT8_BOUND = 0.08, 0.2
-
-
-def _why_not() -> str:
-    try:
-        load_library("bfloat16", int8=True)
-    except CannotBuild as error:
-        return str(error)
-    return ""
-
-
-needs_native = pytest.mark.skipif(bool(_why_not()), reason=f"no compiled code: {_why_not()}")
+PROMPT = tuple(range(5, 40))
 
 
 def _tokens(served: Served) -> list[Any]:
     return [(answer["key"], answer["tokens"]) for answer in answers(served)]
-
-
-@needs_native
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str) -> None:
-    model = zoo[case]
-    prompt = model.prompt(27)
-
-    row = alone(load_engine(model.folder, kernels="native"), prompt, NUM_TOKENS)
-
-    assert row.generated == model.greedy(prompt, NUM_TOKENS)
-    expected = model.logits(row.tokens)[len(prompt) - 1 : -1]
-    torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
 
 
 @needs_native
@@ -103,63 +80,79 @@ def test_ranks_answer_as_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", BFLOAT16_BOUND), ("int8", INT8_BOUND)])
-@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "qwen3", "gpt2"])
-def test_error_is_bounded(zoo: Zoo, case: str, dtype: str, bound: float) -> None:
-    model = zoo[case]
-    prompt = model.prompt(32)
-
-    row = alone(load_engine(model.folder, dtype=dtype, kernels="native"), prompt, 24)
-
-    exact = model.logits(row.tokens)[len(prompt) - 1 : -1]
-    error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
-    assert error.item() < bound
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tokens_per_block", "reason"),
+    [
+        ((96, 16, 1), "float32", 8, "it takes 12 query heads for a key head, and the model has 16"),
+        ((640, 2, 1), "float32", 8, "it takes heads of 256, and the model's are of 320"),
+        ((64, 4, 2), "bfloat16", 7, "in bfloat16 it takes even numbers, and tokens_per_block is 7"),
+        ((64, 4, 2), "int8", 1, "in bfloat16 it takes even numbers, and tokens_per_block is 1"),
+    ],
+)
+def test_sizes_that_it_has_no_room_for_are_computed_by_torch(
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    dtype: str,
+    tokens_per_block: int,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hidden, heads, kv_heads = shape
+    folder = make_model(tmp_path, shape=Shape(1, hidden, heads, kv_heads, 32, 300, 64, 10_000.0))
+    settings = {"dtype": dtype, "tokens_per_block": tokens_per_block}
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(folder, **settings)
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    assert len(alone(engine, (5, 6, 7), 4).generated) == 4
+    with pytest.raises(ConfigError, match=reason):
+        load_engine(folder, kernels="native", **settings)
 
 
 @needs_native
-def test_an_int8_row_gives_the_same_alone_and_in_a_batch(zoo: Zoo) -> None:
-    """To the bit: its scale is its own, and its sums are whole numbers."""
-    model = zoo["llama-gqa"]
-    prompts = [model.prompt(length, seed=length) for length in (40, 23, 31)]
-    engine = load_engine(model.folder, dtype="int8", kernels="native")
-    of_one = [alone(load_engine(model.folder, dtype="int8", kernels="native"), p, 12) for p in prompts]
-    driver = Driver(engine)
-    rows = [driver.start(prompt) for prompt in prompts]
-    driver.step({row: len(prompt) for row, prompt in zip(rows, prompts)})
-    for _ in range(11):
-        driver.step(generation=rows)
-    for row, single in zip(rows, of_one):
-        assert row.generated == single.generated
-        assert torch.equal(torch.stack(row.logits), torch.stack(single.logits))
-
-
-def test_quantized_weights_are_within_half_a_step() -> None:
-    weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-    weight[3] = 0
-    levels, scales = quantize(weight)
-    assert levels.dtype == torch.int8 and levels.abs().max() == 127
-    assert torch.all((levels * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7)
-
-
-def test_a_machine_without_a_compiler_serves_on_torch(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("shape", "tokens_per_block"), [((96, 12, 1), 7), ((512, 2, 2), 1)])
+def test_the_largest_sizes_that_it_has_room_for(
+    tmp_path: Path, shape: tuple[int, int, int], tokens_per_block: int
 ) -> None:
-    def refuse(dtype: str, int8: bool = False) -> None:
-        raise CannotBuild("there is no C++ compiler")
+    hidden, heads, kv_heads = shape
+    folder = make_model(tmp_path, shape=Shape(2, hidden, heads, kv_heads, 32, 300, 64, 10_000.0))
+    rows = [
+        alone(
+            load_engine(folder, dtype="float32", kernels=kernels, tokens_per_block=tokens_per_block),
+            PROMPT,
+            8,
+        )
+        for kernels in ("native", "torch")
+    ]
+    torch.testing.assert_close(*(torch.stack(row.logits) for row in rows), rtol=0, atol=1e-4)
 
-    monkeypatch.setattr("inflight.engine.torch.load_decoder.load_library", refuse)
-    with caplog.at_level(logging.WARNING):
-        row = alone(load_engine(zoo["llama"].folder, kernels=None), zoo["llama"].prompt(9), 4)
-    assert row.generated == zoo["llama"].greedy(zoo["llama"].prompt(9), 4)
-    assert ["there is no C++ compiler" in record.getMessage() for record in caplog.records] == [True]
-    for changes in ({"kernels": "native"}, {"dtype": "int8"}):
-        with pytest.raises(ConfigError, match=r"there is no C\+\+ compiler"):
-            load_engine(zoo["llama"].folder, **{"kernels": None, **changes})
+
+@needs_native
+def test_peaks_are_as_with_torch(zoo: Zoo) -> None:
+    engine = load_engine(zoo["llama-gqa"].folder, kernels="native")
+    alone(engine, PROMPT, 1)
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, 1003, generator=generator)
+    logits[3, 77] = logits[3, 900] = 50.0
+    logits[4, 1002] = torch.inf
+    logits[5, 11] = torch.nan
+    logits[6] = -torch.inf
+    logits[7, :1002] = -torch.inf
+    found, expected = engine._decoder.find_peaks(logits), find_peaks(logits)
+    torch.testing.assert_close(found.highest, expected.highest, rtol=0, atol=0, equal_nan=True)
+    usable = torch.arange(40) != 5
+    assert found.tokens[3] == 77, "of equal ones, the first"
+    assert torch.equal(found.tokens[usable], expected.tokens[usable])
 
 
-def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_processor_flags", lambda: library._NEEDED)
-    with pytest.raises(CannotBuild, match="the processor lacks avx512_bf16"):
-        load_library("bfloat16")
-    with pytest.raises(CannotBuild, match="not in float16"):
-        load_library("float16")
+@needs_native
+@pytest.mark.parametrize("shape", [(7, 33), (100, 576), (3, 4)])
+def test_int8_weights_are_what_torch_makes_of_them(shape: tuple[int, int]) -> None:
+    packer = Packer(
+        load_library("bfloat16", int8=True), torch.bfloat16, is_gated=False, int8=True, num_threads=2
+    )
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[1] = 0
+    found, scales, sums = packer._quantize(weight)
+    expected, expected_scales = quantize(weight)
+    assert torch.equal(found, expected) and torch.equal(scales, expected_scales)
+    assert torch.equal(sums, expected.sum(1, dtype=torch.int32))

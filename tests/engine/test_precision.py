@@ -1,4 +1,4 @@
-"""bfloat16 and float16: the same model, with an error that is bounded by the format's and stated here."""
+"""bfloat16, float16, int8: the same model, with an error that is bounded by the format's and stated here."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import pytest
 import torch
 
 from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
 
-# Root mean square error of the logits over their standard deviation. Measured here: 0.018 to 0.051 in bfloat16 and
-# 0.0025 to 0.0076 in float16; transformers' own forward pass of these models: 0.024 to 0.082 and 0.0031 to 0.0100.
-BOUND = {"bfloat16": 0.08, "float16": 0.01}
+# Root mean square error of the logits over their standard deviation. Measured here, compiled and on torch: 0.018
+# to 0.056 in bfloat16, 0.0025 to 0.0076 in float16, 0.035 to 0.106 with int8 weights; transformers' own forward
+# pass of these models: 0.024 to 0.082 in bfloat16 and 0.0031 to 0.0100 in float16.
+BOUND = {"bfloat16": 0.08, "float16": 0.01, "int8": 0.15}
 
 
 def _relative_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return ((logits - exact).square().mean().sqrt() / exact.std()).item()
 
 
-@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("dtype", "kernels"), by_default_and(["bfloat16", "int8"], list(BOUND)))
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "qwen3", "gpt2"])
-def test_error_is_bounded(zoo: Zoo, case: str, dtype: str) -> None:
+def test_error_is_bounded(zoo: Zoo, case: str, dtype: str, kernels: str | None) -> None:
     model = zoo[case]
-    engine = load_engine(model.folder, dtype=dtype)
+    engine = load_engine(model.folder, dtype=dtype, kernels=kernels)
     prompt = model.prompt(32)
 
     row = alone(engine, prompt, 24)
 
-    assert engine.dtype == dtype
+    assert engine.dtype == ("bfloat16" if dtype == "int8" else dtype)
     exact = model.logits(row.tokens)[len(prompt) - 1 : -1]
     ours = _relative_error(torch.stack(row.logits), exact)
     assert ours < BOUND[dtype]

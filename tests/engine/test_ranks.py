@@ -22,6 +22,7 @@ from tests.engine import test_served_details as details
 from tests.engine import test_served_drafts as drafts
 from tests.engine.driver import Driver
 from tests.engine.failing import Saboteur, serve_through_faults, spoil
+from tests.engine.kernels import by_default_and
 from tests.engine.ranks import TOPOLOGIES, assert_same, assert_same_result, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
@@ -34,18 +35,21 @@ every_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TO
 
 @pytest.mark.parametrize("topology", [*TOPOLOGIES.values(), (4, 1)], ids=[*TOPOLOGIES, "tp4"])
 @pytest.mark.parametrize(
-    "case",
-    [
-        "llama", "llama-gqa", "llama-gqa-tied", "llama-mlp-bias", "mistral-window", "qwen2", "qwen2-window",
-        "qwen3", "gpt2",
-    ],
+    ("case", "kernels"),
+    by_default_and(
+        ["llama-gqa-tied", "llama-mlp-bias", "gpt2"],
+        [
+            "llama", "llama-gqa", "llama-gqa-tied", "llama-mlp-bias", "mistral-window", "qwen2", "qwen2-window",
+            "qwen3", "gpt2",
+        ],
+    ),
 )  # fmt: skip
 def test_tokens_and_logits_of_every_family_are_those_of_transformers(
-    zoo: Zoo, case: str, topology: tuple[int, int]
+    zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
     model = zoo[case]
     requests = [Request(n, model.prompt(27 + n, n), NUM_TOKENS, output=LOGITS) for n in range(3)]
-    with ranks(model.folder, topology) as engine:
+    with ranks(model.folder, topology, kernels=kernels) as engine:
         served = serve(engine, config_of("no-evict"), requests)
         calls = [collectives.num_calls for collectives in engine.collectives]
         caches = [stage._cache for stage in engine.stages]
@@ -88,13 +92,15 @@ def _some_of_everything(model: ZooModel) -> list[Request]:
 
 
 @every_topology
-@pytest.mark.parametrize("way", WAYS)
-def test_everything_at_once_in_every_way(zoo: Zoo, way: str, topology: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("way", "kernels"), by_default_and(["utilization-chunked-no-reuse"], list(WAYS)))
+def test_everything_at_once_in_every_way(
+    zoo: Zoo, way: str, kernels: str | None, topology: tuple[int, int]
+) -> None:
     """Samples, penalties, beams, drafts, siblings, log probs; with chunks, reuse and pauses."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
-    one = serve(load(model.folder, 20, 8), config_of(way), requests)
-    with ranks(model.folder, topology, 20, 8) as engine:
+    one = serve(load(model.folder, 20, 8, kernels=kernels), config_of(way), requests)
+    with ranks(model.folder, topology, 20, 8, kernels=kernels) as engine:
         many = serve(engine, config_of(way), requests)
     assert many.most_in_flight == topology[1]
     assert_same(many, one)
@@ -279,7 +285,7 @@ def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(
 ) -> None:
     """The other waits for it, until somebody ends that."""
     model = zoo["llama-gqa"]
-    with ranks(model.folder, (2, 1)) as engine:
+    with ranks(model.folder, (2, 1), kernels="torch") as engine:
         saboteur = Saboteur(monkeypatch, engine.stages[1]._decoder, "_mlp", after=False)
         saboteur.arm()
         noticed = threading.Event()

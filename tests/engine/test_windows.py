@@ -14,6 +14,7 @@ from inflight.engine.torch import attention_plan
 from inflight.engine.torch.windows import AttentionWindow, layer_windows
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, alone, load_engine
+from tests.engine.kernels import by_default_and
 from tests.engine.serving import WAYS, config_of, load, serve
 from tests.models.zoo import MAX_POSITIONS, Zoo, ZooModel
 
@@ -121,34 +122,47 @@ def test_the_smaller_of_the_checkpoints_window_and_the_one_asked_for(
 def test_windows_and_sinks_are_masks(zoo: Zoo, case: str, asked: tuple[int, ...], num_sinks: int) -> None:
     model = zoo[case]
     oracle = masked(model, asked, num_sinks)
-    assert_same(model.folder, oracle, attention_windows=asked, sink_token_length=num_sinks)
+    for kernels in (None, "torch"):  # both against one run of the oracle, which takes longer than they do
+        settings = {"attention_windows": asked, "sink_token_length": num_sinks, "kernels": kernels}
+        assert_same(model.folder, oracle, **settings)
     prompt = model.prompt(90)
     assert not torch.equal(oracle.logits(prompt), model.logits(prompt)), "the windows hide nothing"
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk", [1, 7, 8, 33, 90])
-@pytest.mark.parametrize("piece_rows", [1, 5, 256])
-def test_chunks_of_a_context_and_pieces_of_a_chunk(
+def test_chunks_of_a_context(zoo: Zoo, case: str, chunk: int, kernels: str | None) -> None:
+    assert_chunks_are_whole(zoo[case], chunk, kernels)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [7, 33, 90])
+@pytest.mark.parametrize("piece_rows", [1, 5])
+def test_pieces_of_a_chunk(
     zoo: Zoo, case: str, chunk: int, piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In which torch's operators take a chunk."""
     monkeypatch.setattr(attention_plan, "_PIECE_ROWS", piece_rows)
-    model = zoo[case]
+    assert_chunks_are_whole(zoo[case], chunk, "torch")
+
+
+def assert_chunks_are_whole(model: ZooModel, chunk: int, kernels: str | None) -> None:
+    """A prompt in chunks, through windows and sinks, against the oracle's."""
     oracle = masked(model, (12, 4, 30), 3)
-    engine = load_engine(model.folder, attention_windows=(12, 4, 30), sink_token_length=3)
-    driver = Driver(engine)
+    settings = {"attention_windows": (12, 4, 30), "sink_token_length": 3, "kernels": kernels}
+    driver = Driver(load_engine(model.folder, **settings))
     row = driver.start(prompt := model.prompt(90))
     driver.generate(row, 4, chunk)
     expected = oracle.logits(row.tokens)[len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_rows_of_different_lengths(zoo: Zoo) -> None:
+def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
     """Some have less than the sinks, some less than a window, some much more, in one group of a plan."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (27, 40), 19)
-    engine = load_engine(model.folder, attention_windows=(27, 40), sink_token_length=19, max_num_sequences=8)
-    driver = Driver(engine)
+    settings = {"attention_windows": (27, 40), "sink_token_length": 19, "max_num_sequences": 8}
+    driver = Driver(load_engine(model.folder, **settings, kernels=kernels))
     prompts = [model.prompt(length, length) for length in (2, 9, 16, 25, 33, 61, 79)]
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step({row: len(row.tokens) for row in rows})
@@ -164,7 +178,7 @@ def test_blocks_outside_a_window_are_not_read(
 ) -> None:
     monkeypatch.setattr(attention_plan, "_PIECE_ROWS", 1)
     model = zoo["llama-gqa"]
-    engine = load_engine(model.folder, attention_windows=(12,), sink_token_length=num_sinks)
+    engine = load_engine(model.folder, attention_windows=(12,), sink_token_length=num_sinks, kernels="torch")
     read = []
     gather = engine._cache.gather
 
@@ -200,14 +214,15 @@ def make_requests(model: ZooModel) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "kernels"), by_default_and(["utilization-chunked-no-reuse"], list(WAYS)))
 @pytest.mark.parametrize(("asked", "num_sinks"), [((9, 21), 0), ((30, 17), 6)])
-def test_served(zoo: Zoo, way: str, asked: tuple[int, ...], num_sinks: int) -> None:
+def test_served(zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...], num_sinks: int) -> None:
     """Chunks, shared prefixes, pauses, drafts and beams together, against the masked model alone."""
     model = zoo["llama-gqa"]
     oracle = masked(model, asked, num_sinks)
     requests = make_requests(model)
-    engine = load(model.folder, 27, 6, attention_windows=asked, sink_token_length=num_sinks)
+    settings = {"attention_windows": asked, "sink_token_length": num_sinks, "kernels": kernels}
+    engine = load(model.folder, 27, 6, **settings)
     served = serve(engine, config_of(way, max_beam_width=3), requests)
     if way.startswith("utilization"):
         assert served.num_pauses > 0
@@ -220,12 +235,12 @@ def test_served(zoo: Zoo, way: str, asked: tuple[int, ...], num_sinks: int) -> N
             assert served.tokens(request) == oracle.greedy(prompt, count)
 
 
-def test_accepted_drafts(zoo: Zoo) -> None:
+def test_accepted_drafts(zoo: Zoo, kernels: str | None) -> None:
     """Right, partly right and wrong ones: rows of a draft have windows of their own."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (9, 21), 2)
-    engine = load_engine(model.folder, attention_windows=(9, 21), sink_token_length=2)
-    driver = Driver(engine)
+    settings = {"attention_windows": (9, 21), "sink_token_length": 2, "kernels": kernels}
+    driver = Driver(load_engine(model.folder, **settings))
     prompts = [model.prompt(40, seed) for seed in range(3)]
     expected = [oracle.greedy(prompt, 20) for prompt in prompts]
     rows = [driver.start(prompt) for prompt in prompts]
@@ -260,9 +275,10 @@ def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture
 
 
 def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
-    engine = load_engine(zoo["llama"].folder, attention_windows=(MAX_POSITIONS, 100_000))
+    folder, kernels = zoo["llama"].folder, "torch"
+    engine = load_engine(folder, attention_windows=(MAX_POSITIONS, 100_000), kernels=kernels)
     assert engine._decoder._windows == (None,)
-    engine = load_engine(zoo["llama"].folder, attention_windows=(9, 300), max_sequence_length=64)
+    engine = load_engine(folder, attention_windows=(9, 300), max_sequence_length=64, kernels=kernels)
     assert engine._decoder._windows == (AttentionWindow(9), None)
 
 

@@ -5,6 +5,7 @@ Weights are drawn ten times wider than usual: with the usual 0.02 a random model
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class ZooModel:
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         """The oracle's own `generate`, without its stopping."""
-        return self.generate(prompt, num_tokens, min_new_tokens=num_tokens)
+        return list(_greedy(self, tuple(prompt), num_tokens))
 
     @torch.inference_mode()
     def generate(
@@ -126,6 +127,11 @@ class ZooModel:
         )
         sequences = found.sequences[:, len(prompt) :].tolist()
         return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+
+
+@functools.cache
+def _greedy(model: ZooModel, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    return tuple(model.generate(prompt, num_tokens, min_new_tokens=num_tokens))
 
 
 @dataclass

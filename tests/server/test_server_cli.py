@@ -23,6 +23,11 @@ def test_settings_keep_everything_behind_the_first_equals_sign() -> None:
     assert options.wanted.settings == {"a": "last", "empty": ""}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_dtypes(dtype: str) -> None:
+    assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype
+
+
 def test_a_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
@@ -35,7 +40,6 @@ def test_a_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ["--engine", "tensorrt"],
         ["--engine-dir", "somewhere"],
-        ["--dtype", "int8"],
     ],
 )
 def test_what_is_not_available_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ Imports torch and MPI only where they are needed. On the thread that loads the m
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from inflight.triton.parameters import Parameters
 
 DEMO_MODEL = "demo_model"
+
+_GOMP_SPINS = "10000"
+"""How long torch's threads look for more work before they sleep: by default for milliseconds, in which they keep
+the engine's own threads off the processors. torch reads it when it is imported."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ class LoadedModel:
 
 def load(parameters: Parameters, version_dir: str, station: Station | None) -> LoadedModel:
     """What `station` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
+    os.environ.setdefault("GOMP_SPINCOUNT", _GOMP_SPINS)
     if station is None:
         return load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
     # Of fake engines, each rank's makes up the same tokens.
@@ -140,7 +146,8 @@ def _loaded(
 ) -> LoadedModel:
     # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
     end_ids = tuple(token_id for token_id in stage.eos_token_ids if token_id < stage.limits.vocab_size)
-    return LoadedModel(engine, _model_path(parameters, version_dir), stage.dtype, end_ids, release)
+    dtype = parameters.dtype or stage.dtype
+    return LoadedModel(engine, _model_path(parameters, version_dir), dtype, end_ids, release)
 
 
 def _model_path(parameters: Parameters, version_dir: str) -> str:
@@ -159,6 +166,7 @@ def _engine_config(
     return TorchEngineConfig(
         model_path=_model_path(parameters, version_dir),
         dtype=parameters.dtype,
+        kernels=parameters.kernels,
         device=device,
         max_num_sequences=parameters.max_num_sequences,
         max_num_tokens=parameters.max_num_tokens,

@@ -20,7 +20,7 @@ class EngineDescription:
         default_end_ids: End ids of requests that come as ids and have no end_id; the specification's default
             is none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
-        dtype: Of the weights: float32, bfloat16 or float16.
+        dtype: Of the weights: float32, bfloat16, float16 or int8.
         state_enabled: Whether `state` requests are answered.
     """
 

@@ -6,6 +6,7 @@ blocks nor the forward pass. Called on the loop thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
@@ -30,7 +31,7 @@ from inflight.decoding.pipeline import process
 from inflight.decoding.rows import RawLogits, Rows, take_rows
 from inflight.decoding.sampler import choose
 from inflight.decoding.slot_parameters import Needs, SlotParameters
-from inflight.decoding.usable import highest_logits, refuse_unusable
+from inflight.decoding.usable import Peaks, find_peaks, highest_logits, refuse_unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,19 @@ class Decoding:
 
     @torch.inference_mode()
     def __init__(
-        self, num_slots: int, max_sequence_length: int, vocab_size: int, device: torch.device
+        self,
+        num_slots: int,
+        max_sequence_length: int,
+        vocab_size: int,
+        device: torch.device,
+        find_peaks: Callable[[Tensor], Peaks] = find_peaks,
     ) -> None:
-        """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used."""
+        """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
+
+        `find_peaks` is for batches that are greedy and nothing else; an engine may have a faster one.
+        """
         self._vocab_size = vocab_size
+        self._find_peaks = find_peaks
         self._slots = SlotParameters(num_slots, device)
         self._history = History(num_slots, max_sequence_length, device)
 
@@ -122,9 +132,9 @@ class Decoding:
             return ModelOutput(batch.iteration)
         numbers = self._slots.numbers[layout.slots]
         if not (numbers["needs"].any() or layout.drafted or batch.beam_groups):
-            highest, tokens = highest_logits(logits), logits.argmax(dim=-1)
-            refuse_unusable(highest, layout.slots, positions)
-            return ModelOutput(batch.iteration, list(zip(tokens.tolist())))
+            peaks = self._find_peaks(logits)
+            refuse_unusable(peaks.highest, layout.slots, positions)
+            return ModelOutput(batch.iteration, list(zip(peaks.tokens.tolist())))
         return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows) -> ModelOutput:

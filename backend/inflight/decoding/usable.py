@@ -8,9 +8,23 @@ number is fine: that token is impossible.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Peaks(NamedTuple):
+    """The highest logit of each row, nan where any of a row is, and its token: [rows] float32, [rows] int64."""
+
+    highest: Tensor
+    tokens: Tensor
+
+
+def find_peaks(logits: Tensor) -> Peaks:
+    """Of [rows, vocab_size]; of equal logits, any."""
+    return Peaks(highest_logits(logits), logits.argmax(dim=-1))
 
 
 def highest_logits(logits: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Knows no model. Files are memory-mapped while the checkpoint is open, so only wh
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +67,13 @@ class Checkpoint:
         """Tensor `name` on the CPU, in the file's dtype."""
         return self._files[self.tensors[name].file].get_tensor(name)
 
+    def forget(self, tensor: Tensor) -> None:
+        """What `read` returned was used: its pages no longer count as this process's memory."""
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            _madvise(start, end - start, mmap.MADV_DONTNEED)
+
     def _open(self, name: str, expected: set[str]) -> None:
         path = self.folder / name
         try:
@@ -85,6 +94,10 @@ class Checkpoint:
                 dtype = _FLOAT_DTYPES.get(view.get_dtype(), view.get_dtype())
                 infos.append((name, TensorInfo(file, tuple(view.get_shape()), dtype)))
         return infos
+
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _file_names(folder: Path) -> dict[str, set[str]]:

@@ -258,4 +258,5 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, dtype: torch.dtype, device:
             end = start + rows[1] - rows[0]
             tensor[start:end].copy_(spec.wanted(stored, rows))
             start = end
+        checkpoint.forget(stored)
     return tensor

@@ -128,10 +128,6 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_unavailable(given: argparse.Namespace) -> None:
-    if given.dtype == "int8":
-        raise OptionError(
-            "--dtype int8 is not available in this version, only float32, bfloat16, float16 are"
-        )
     if given.engine != "torch":
         raise OptionError(f"--engine {given.engine} is not available in this version, only torch is")
     if given.engine_dir is not None:

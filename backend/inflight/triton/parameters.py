@@ -51,6 +51,7 @@ class Parameters:
     gpt_model_path: str | None
     tokenizer_dir: str | None
     dtype: str | None
+    kernels: str | None
     gpt_model_type: str
     batch_scheduler_policy: CapacitySchedulerPolicy
     enable_chunked_context: bool
@@ -176,9 +177,15 @@ _BUILT: tuple[ParameterSpec, ...] = (
     ParameterSpec("tokenizer_dir", TEXT, None, "folder of tokenizer.json", frozenset(Role)),
     ParameterSpec(
         "dtype",
-        choice("float32", "bfloat16", "float16"),
+        choice("float32", "bfloat16", "float16", "int8"),
         None,
-        "of weights and KV cache; the checkpoint's without one",
+        "of weights and KV cache, or int8, of weights beside bfloat16 for the rest; the checkpoint's without one",
+    ),
+    ParameterSpec(
+        "kernels",
+        choice("native", "torch"),
+        None,
+        "compiled layers, for CPUs with AVX-512, or torch's operators; native where possible without one",
     ),
     ParameterSpec(
         "gpt_model_type",

@@ -18,7 +18,8 @@ class TorchEngineConfig:
     Attributes:
         model_path: Hugging Face checkpoint folder.
         dtype: float32, bfloat16 or float16, of weights, activations and KV cache; None: the checkpoint's. int8:
-            weights of linear layers are quantized, and activations as they are multiplied; the rest is bfloat16.
+            weights of linear layers are quantized, and by native kernels activations as they are multiplied; the
+            rest is bfloat16.
         device: A torch device; None: cuda if there is one, else cpu.
         max_num_sequences: Slots, that is, sequences that can run at once.
         max_num_tokens: Most rows of one packed forward pass.
@@ -29,7 +30,7 @@ class TorchEngineConfig:
         kv_cache_free_cpu_mem_fraction: The same on a CPU, of the memory this process may still use.
         ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
         kernels: "torch" for torch's operators, "native" for compiled code, which a CPU with AVX-512 can run; None:
-            native where it can be had.
+            native where it can be had, else torch.
         num_threads: Threads of torch's operators on a CPU, in this whole process; None: torch's choice.
         attention_windows: `max_attention_window_size`: how many tokens a token sees, itself included; layer i has
             entry i % n. Empty: all before it. Where the checkpoint has a sliding window too, the smaller one
@@ -49,7 +50,7 @@ class TorchEngineConfig:
     kv_cache_free_gpu_mem_fraction: float = 0.9
     kv_cache_free_cpu_mem_fraction: float = 0.5
     ranks_on_host: int = 1
-    kernels: str | None = "torch"
+    kernels: str | None = None
     num_threads: int | None = None
     attention_windows: tuple[int, ...] = ()
     sink_token_length: int = 0

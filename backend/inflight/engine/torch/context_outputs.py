@@ -15,6 +15,7 @@ from torch import Tensor
 from inflight.core.batch import ContextChunk, ContextDetails, ScheduledBatch
 from inflight.core.request import Request
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.packing import PackedChunk
 
 _SLICE_BYTES = 1 << 25
@@ -45,7 +46,11 @@ class ContextOutputs:
                 self._requests.pop(start.slot, None)
 
     def compute(
-        self, batch: ScheduledBatch, chunks: tuple[PackedChunk, ...], hidden: Tensor, decoder: Decoder
+        self,
+        batch: ScheduledBatch,
+        chunks: tuple[PackedChunk, ...],
+        hidden: Tensor,
+        decoder: Decoder | NativeDecoder,
     ) -> dict[int, ContextDetails]:
         """Details by slot for the chunks that want them; waits for the device if there are any.
 
@@ -56,22 +61,25 @@ class ContextOutputs:
             decoder: Makes logits of it.
         """
         return {
-            chunk.slot: self._details(chunk, hidden[packed.begin : packed.end], decoder)
+            chunk.slot: self._details(chunk, hidden, packed.begin, decoder)
             for chunk, packed in zip(batch.context, chunks, strict=True)
             if chunk.wants_context
         }
 
-    def _details(self, chunk: ContextChunk, hidden: Tensor, decoder: Decoder) -> ContextDetails:
+    def _details(
+        self, chunk: ContextChunk, hidden: Tensor, first_row: int, decoder: Decoder | NativeDecoder
+    ) -> ContextDetails:
         request = self._requests[chunk.slot]
         prompt = request.input_token_ids
         # Rows after the prompt are drafts, or what had been generated before a pause.
-        hidden = hidden[: max(0, len(prompt) - chunk.start)]
-        following = prompt[chunk.start + 1 : chunk.start + 1 + hidden.shape[0]]
+        num_rows = min(len(chunk.token_ids), max(0, len(prompt) - chunk.start))
+        rows = torch.arange(first_row, first_row + num_rows, device=hidden.device)
+        following = prompt[chunk.start + 1 : chunk.start + 1 + num_rows]
         token_ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
         kept = BytesIO()  # hands out what was written without another copy
         log_probs: list[float] = []
-        for begin in range(0, hidden.shape[0], self._slice_rows):
-            logits = decoder.logits(hidden[begin : begin + self._slice_rows])
+        for begin in range(0, num_rows, self._slice_rows):
+            logits = decoder.logits(hidden, rows[begin : begin + self._slice_rows])
             if not self._is_kept:
                 continue
             if request.output.return_context_logits:

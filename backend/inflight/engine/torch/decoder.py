@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.decoding.usable import find_peaks
 from inflight.engine.torch.attention import attend
 from inflight.engine.torch.attention_plan import AttentionPlan, plan_attention
 from inflight.engine.torch.collectives import ALONE, Collectives
@@ -47,7 +48,12 @@ class Decoder:
 
     Attributes:
         config: Of the whole model.
+        needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
+        find_peaks: How the likeliest tokens are found.
     """
+
+    needs_cleared_blocks = True
+    find_peaks = staticmethod(find_peaks)
 
     def __init__(
         self,
@@ -99,9 +105,9 @@ class Decoder:
             x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab_size] float32 from some rows of what `forward` returned, [rows, hidden_size]."""
-        logits = self._weights.lm_head(self._norm(hidden, self._weights.final_norm)).float()
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
+        logits = self._weights.lm_head(self._norm(hidden[rows], self._weights.final_norm)).float()
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def _embed(self, packed: PackedBatch) -> Tensor:

@@ -78,7 +78,11 @@ class TorchEngine:
             self._context_outputs = ContextOutputs(limits.vocab_size, is_kept=mapping.is_sampler)
         if mapping.is_sampler:
             self._decoding = Decoding(
-                limits.max_num_sequences, limits.max_sequence_length, limits.vocab_size, cache.device
+                limits.max_num_sequences,
+                limits.max_sequence_length,
+                limits.vocab_size,
+                cache.device,
+                decoder.find_peaks,
             )
         self._context: dict[int, ContextDetails] = {}  # of the batch between forward and decode
 
@@ -167,7 +171,7 @@ class TorchEngine:
         result = self._decoder.forward(packed, self._slots.block_tables, self._cache, hidden)
         if self._context_outputs is not None:
             self._context = self._context_outputs.compute(batch, packed.chunks, result, self._decoder)
-            result = self._decoder.logits(result[packed.sampled_rows])
+            result = self._decoder.logits(result, packed.sampled_rows)
         self._slots.advance(batch)
         return result
 
@@ -176,7 +180,7 @@ class TorchEngine:
         device = self._cache.device
         if batch.block_copies:
             self._cache.copy(*torch.tensor(batch.block_copies, device=device).unbind(1))
-        if fresh_blocks:
+        if fresh_blocks and self._decoder.needs_cleared_blocks:
             self._cache.clear(torch.tensor(fresh_blocks, device=device))
 
     @torch.inference_mode()

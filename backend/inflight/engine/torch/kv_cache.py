@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.engine.torch.host_memory import zeros
 from inflight.models import DecoderConfig
 
 
@@ -34,8 +35,8 @@ class KvCache:
         self._head_shape = (decoder.num_kv_heads, decoder.head_dim)
         block_size = tokens_per_block * decoder.kv_size
         shape = (decoder.num_layers, 2, num_blocks + 1, block_size)
-        # On a CPU the kernel gives zeroed pages as they are first used: a large cache costs nothing until then.
-        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
+        on_host = device.type == "cpu"
+        self._blocks = zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
         self._tokens = self._blocks.view(decoder.num_layers, 2, -1, *self._head_shape)
         self._scratch = torch.empty((2, 0, block_size), dtype=dtype, device=device)
 

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.decoding.usable import Peaks
 from inflight.engine.torch.collectives import ALONE, Collectives
+from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.native.packing import PackedLayer, Packer
 from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, ShapeStruct
@@ -43,7 +45,10 @@ class NativeDecoder:
     Attributes:
         config: Of the whole model.
         dtype: Of activations and KV cache.
+        needs_cleared_blocks: As for `Decoder`.
     """
+
+    needs_cleared_blocks = False  # nothing behind a sequence's last token is multiplied
 
     def __init__(
         self,
@@ -57,7 +62,7 @@ class NativeDecoder:
     ) -> None:
         self.config = config
         self.dtype = packer.dtype
-        self._functions = packer.functions
+        self._library = packer.library
         self._num_threads = packer.num_threads
         self._held = part.of_model(config)
         self._vocabulary = part.shard.split(config.vocab_size)
@@ -76,11 +81,12 @@ class NativeDecoder:
         self._cos, self._sin = None, None
         if config.rope is not None:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
+        self._logits_memory = Recycled()
         self._handle: int | None = None
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
-            self._functions.destroy(self._handle)
+            self._library.destroy(self._handle)
 
     def forward(
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
@@ -99,7 +105,7 @@ class NativeDecoder:
             block_tables.data_ptr(),
             block_tables.shape[1],
         )
-        self._functions.plan(self._handle, batch)
+        self._library.plan(self._handle, batch)
         if self._collectives.size == 1:
             self._run(batch, x, 0, len(self._layers))
             return x
@@ -111,15 +117,26 @@ class NativeDecoder:
                 x += total if bias is None else total + bias
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """As `Decoder.logits`."""
-        hidden = hidden.contiguous()
-        logits = torch.empty(len(hidden), self._lm_head.columns)
-        is_done = self._functions.logits(
-            self._handle, self._final_norm, self._lm_head, hidden.data_ptr(), len(hidden), logits.data_ptr()
+        hidden, rows = hidden.contiguous(), rows.contiguous()
+        logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
+        parameters = (self._final_norm, self._lm_head)
+        is_done = self._library.logits(
+            self._handle, *parameters, hidden.data_ptr(), rows.data_ptr(), len(rows), logits.data_ptr()
         )
         _check(is_done)
         return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def find_peaks(self, logits: Tensor) -> Peaks:
+        """As `inflight.decoding.usable.find_peaks`; of equal logits, the first."""
+        rows, columns = logits.shape
+        logits = logits.contiguous()
+        peaks = Peaks(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
+        self._library.find_peaks(
+            self._handle, logits.data_ptr(), rows, columns, peaks.highest.data_ptr(), peaks.tokens.data_ptr()
+        )
+        return peaks
 
     def _run(
         self,
@@ -131,7 +148,7 @@ class NativeDecoder:
         half: int = 0,
     ) -> None:
         target = None if partial is None else partial.data_ptr()
-        _check(self._functions.run(self._handle, batch, x.data_ptr(), first, last, target, half))
+        _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def _bind(self, cache: KvCache) -> None:
         """Point into the cache, which is the same one for good."""
@@ -152,7 +169,7 @@ class NativeDecoder:
             None if self._cos is None else self._cos.data_ptr(),
             None if self._sin is None else self._sin.data_ptr(),
         )
-        self._handle = self._functions.create(self._shape, self._layers)
+        self._handle = self._library.create(self._shape, self._layers)
         _check(self._handle is not None)
 
     def _embed(self, packed: PackedBatch) -> Tensor:
@@ -165,8 +182,8 @@ class NativeDecoder:
             return F.embedding(token_ids, self._embedding)
         x = torch.empty(len(token_ids), self.config.hidden_size, dtype=self.dtype)
         token_ids = token_ids.contiguous()
-        self._functions.unpack_rows(
-            self._lm_head, token_ids.data_ptr(), len(token_ids), x.shape[1], x.data_ptr(), self._num_threads
+        self._library.unpack_rows(
+            self._handle, self._lm_head, token_ids.data_ptr(), len(token_ids), x.data_ptr()
         )
         return x
 

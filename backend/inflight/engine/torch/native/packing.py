@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inflight.engine.torch.native.structs import Functions, LayerStruct, LinearStruct, NormStruct
+from inflight.engine.torch.host_memory import Arena
+from inflight.engine.torch.native.structs import LayerStruct, LinearStruct, NormStruct
 from inflight.models import LayerWeights, Linear, Norm
 
 PANEL = 32
@@ -35,7 +36,7 @@ class Packer:
     """Packs a model's weights.
 
     Attributes:
-        library: The compiled code.
+        library: The compiled code, for these types.
         dtype: Of activations and, unless they are quantized, weights.
         is_gated: Whether the MLP is.
         int8: Whether to quantize matrices.
@@ -47,12 +48,8 @@ class Packer:
     is_gated: bool
     int8: bool
     num_threads: int
+    _arena: Arena = field(default_factory=Arena)
     _tensors: list[Tensor] = field(default_factory=list)
-
-    @property
-    def functions(self) -> Functions:
-        """For this dtype."""
-        return Functions.of(self.library, str(self.dtype).removeprefix("torch."))
 
     def layer(self, layer: LayerWeights) -> PackedLayer:
         """One layer."""
@@ -87,16 +84,15 @@ class Packer:
         rows, inner = linear.weight.shape
         order = _gated_order(rows) if gated else torch.arange(rows)
         width = -(-len(order) // PANEL) * PANEL
-        weight, scales, corrections = linear.weight, None, None
+        weight, scales, corrections = linear.weight.contiguous(), None, None
         if self.int8:
-            weight, of_rows = quantize(linear.weight)
+            weight, of_rows, sums = self._quantize(weight)
             scales = _in_order(of_rows, order, width)
-            corrections = _in_order(weight.sum(1, dtype=torch.int32) * (_INT8_LEVELS + 1), order, width)
+            corrections = _in_order(sums * (_INT8_LEVELS + 1), order, width)
         together = 4 // weight.itemsize  # of what a lane multiplies at a time
         padded = -(-inner // together) * together
-        packed = torch.empty(width * padded, dtype=weight.dtype)
-        pack = getattr(self.library, f"{str(weight.dtype).removeprefix('torch.')}_pack")
-        weight = weight.contiguous()
+        packed = self._arena.empty(width * padded, weight.dtype)
+        pack = self.library.pack_int8 if self.int8 else self.library.pack
         pack(
             weight.data_ptr(),
             inner,
@@ -116,6 +112,15 @@ class Packer:
             padded,
             int(self.int8),
         )
+
+    def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `quantize` returns, and the sum of each row."""
+        rows, inner = weight.shape
+        result = torch.empty_like(weight, dtype=torch.int8)
+        scales, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
+        places = (result.data_ptr(), scales.data_ptr(), sums.data_ptr())
+        self.library.quantize(weight.data_ptr(), rows, inner, *places, self.num_threads)
+        return result, scales, sums
 
     def _keep(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
         if tensor is None:

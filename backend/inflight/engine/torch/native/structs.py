@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, fields
-from typing import Any
 
 
 class LinearStruct(Structure):
@@ -80,32 +78,6 @@ class BatchStruct(Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """A decoder's, for one dtype. `create` returns a handle; `run` and `logits` say whether there was memory.
-
-    Attributes:
-        create: (shape, layers), both to be kept.
-        destroy: (handle).
-        plan: (handle, batch), before any `run` of it.
-        run: (handle, batch, x, first layer, layer after the last, partial or None, half).
-        logits: (handle, norm, output projection, hidden, rows, logits).
-        unpack_rows: (matrix, row numbers, how many, width, out, threads).
-    """
-
-    create: Any
-    destroy: Any
-    plan: Any
-    run: Any
-    logits: Any
-    unpack_rows: Any
-
-    @classmethod
-    def of(cls, library: ctypes.CDLL, dtype: str) -> Functions:
-        """Those for float32 or bfloat16."""
-        return cls(*(getattr(library, f"{dtype}_{field.name}") for field in fields(cls)))
-
-
 _SIGNATURES = {
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
@@ -113,18 +85,18 @@ _SIGNATURES = {
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "logits": (
         c_bool,
-        (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_int64, c_void_p),
+        (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_void_p, c_int64, c_void_p),
     ),
-    "unpack_rows": (None, (POINTER(LinearStruct), c_void_p, c_int64, c_int32, c_void_p, c_int32)),
+    "find_peaks": (None, (c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
+    "unpack_rows": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
     "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "pack_int8": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "quantize": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32)),
 }
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give every function of the library its signature."""
-    for dtype in ("bfloat16", "float32", "int8"):
-        for name, (result, arguments) in _SIGNATURES.items():
-            if dtype == "int8" and name != "pack":
-                continue
-            function = getattr(library, f"{dtype}_{name}")
-            function.restype, function.argtypes = result, arguments
+    """Give every function of the library its signature; what they do, source/decoder.cpp says."""
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -59,18 +59,25 @@ template <class E, int kRows, int kGroups>
 inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
                   const typename E::Stored* const* keys, int head_dim, int64_t pair_stride, float scale) {
   __m512 sums[kRows][kGroups];
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) sums[m][g] = _mm512_setzero_ps();
   for (int d = 0, p = 0; d < head_dim; d += E::kPair, ++p) {
     __m512 k[kGroups];
+#pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) k[g] = E::load_pairs(keys[first_group + g] + p * pair_stride);
+#pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       const __m512 q = E::broadcast_pair(&tile.queries[first_row + m][d]);
+#pragma GCC unroll 16
       for (int g = 0; g < kGroups; ++g) sums[m][g] = E::multiply_add(sums[m][g], q, k[g]);
     }
   }
   const __m512 factor = _mm512_set1_ps(scale);
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g)
       _mm512_store_ps(&scores[first_row + m][(first_group + g) * kLanes], _mm512_mul_ps(sums[m][g], factor));
 }
@@ -91,22 +98,29 @@ template <class E, int kRows, int kParts>
 inline void add_values(TileState<E>& tile, int first_row, int first_d, const typename E::Stored* const* values,
                        const int* num_pairs, int num_groups, int head_dim, __mmask16 last_mask) {
   __m512 sums[kRows][kParts];
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 16
     for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&tile.sums[first_row + m][first_d + i * kLanes]);
   for (int g = 0; g < num_groups; ++g) {
     const typename E::Stored* v = values[g] + static_cast<int64_t>(first_d) * E::kPair;
     for (int pair = 0; pair < num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
       __m512 part[kParts];
+#pragma GCC unroll 16
       for (int i = 0; i < kParts; ++i)
         part[i] = i + 1 < kParts ? E::load_pairs(v + i * kLanes * E::kPair)
                                  : E::load_pairs(v + i * kLanes * E::kPair, last_mask);
+#pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
         const __m512 w = E::broadcast_pair(&tile.weights[first_row + m][g * kLanes + pair * E::kPair]);
+#pragma GCC unroll 16
         for (int i = 0; i < kParts; ++i) sums[m][i] = E::multiply_add(sums[m][i], w, part[i]);
       }
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 16
     for (int i = 0; i < kParts; ++i) _mm512_store_ps(&tile.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
 }
 
@@ -198,6 +212,12 @@ inline void soften(TileState<E>& tile, int num_vectors, int num_groups, const in
   }
 }
 
+template <class T>
+inline void prefetch(const T* data, int64_t count) {
+  const char* bytes = reinterpret_cast<const char*>(data);
+  for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64) _mm_prefetch(bytes + i, _MM_HINT_T1);
+}
+
 // Rows begin .. end - 1 of a span, for one key head.
 //
 //   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
@@ -251,6 +271,10 @@ void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& sp
       continue;
     }
     const int64_t at = block_table[block] * block_elements + kv_head * head_elements;
+    if (end - begin == 1) {  // bound by memory: a context chunk's tiles find in the cache what the first one read
+      prefetch(keys + at, head_elements);
+      prefetch(values + at, head_elements);
+    }
     for (int offset = 0; offset < size; offset += kLanes) {
       const int64_t first_key = block * size + offset;
       if (first_key > last_position) break;

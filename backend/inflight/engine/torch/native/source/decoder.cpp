@@ -1,9 +1,9 @@
 // A decoder's layers on a CPU: one call computes any number of them for all rows of a packed batch.
 //
 // Called through ctypes by `inflight.engine.torch.native`; the structs below are declared there again, field for
-// field. Weights, caches and tables are the caller's memory. A call runs on `num_threads` threads of OpenMP, which are
-// torch's own, and returns when all is done; one call at a time for each decoder.
-#include <omp.h>
+// field. Weights, caches and tables are the caller's memory. A call runs on the caller's thread and on those of the
+// decoder's team, and returns when all is done; one call at a time for each decoder.
+#include <sys/mman.h>
 
 #include <memory>
 #include <vector>
@@ -11,9 +11,21 @@
 #include "attention.h"
 #include "gemm.h"
 #include "int8.h"
+#include "peaks.h"
+#include "team.h"
 #include "vector_math.h"
 
 namespace inflight {
+
+#ifndef INFLIGHT_ELEMENT
+#error "-DINFLIGHT_ELEMENT=Bf16 or F32: of activations and KV cache"
+#endif
+using Element = INFLIGHT_ELEMENT;
+#ifdef INFLIGHT_INT8
+constexpr bool kHasInt8 = true;
+#else
+constexpr bool kHasInt8 = false;  // half as much to compile
+#endif
 
 enum Kind : int32_t { kElement = 0, kInt8 = 1 };
 
@@ -60,11 +72,16 @@ class Buffer {  // grows, and is not initialised
  public:
   T* reserve(int64_t count) {
     if (count > size_) {
-      data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 4095) / 4096 * 4096)));
+      constexpr size_t kHugePage = 2 << 20;
+      const size_t bytes = (count * sizeof(T) + kHugePage - 1) / kHugePage * kHugePage;
+      data_.reset();
+      data_.reset(static_cast<T*>(std::aligned_alloc(kHugePage, bytes)));
+      if (data_) madvise(data_.get(), bytes, MADV_HUGEPAGE);
       size_ = data_ ? count : 0;
     }
     return data_.get();
   }
+  T* get() const { return data_.get(); }
 
  private:
   struct Free {
@@ -128,7 +145,7 @@ class Decoder {
  public:
   using Stored = typename E::Stored;
 
-  Decoder(const Shape& shape, const Layer* layers) : shape_(shape), layers_(layers) {
+  Decoder(const Shape& shape, const Layer* layers) : shape_(shape), layers_(layers), team_(shape.num_threads) {
     attention_.heads = shape.heads;
     attention_.kv_heads = shape.kv_heads;
     attention_.head_dim = shape.head_dim;
@@ -141,95 +158,155 @@ class Decoder {
   // 1 MLP), whose contribution goes there, [rows, hidden], without the output's bias.
   bool run(const Batch& batch, Stored* x, int first, int last, Stored* partial, int half) {
     if (!reserve(batch)) return false;
-#pragma omp parallel num_threads(shape_.num_threads)
-    {
-      const int thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+    team_.run([&](int thread) {
       for (int index = first; index < last; ++index) {
         const Layer& layer = layers_[index];
-        if (!partial || half == 0) attend(layer, batch, x, partial, thread, num_threads);
-        if (!partial || half == 1) feed_forward(layer, batch, x, partial, thread, num_threads);
+        if (!partial || half == 0) attend(layer, batch, x, partial, thread);
+        if (!partial || half == 1) feed_forward(layer, batch, x, partial, thread);
       }
-    }
+    });
     return true;
   }
 
-  // out [rows, columns] float32 = norm(x) * head.
-  bool logits(const Norm& norm, const Linear& head, const Stored* x, int64_t rows, float* out) {
-    Stored* normed = normed_.reserve(rows * shape_.hidden);
-    if (!normed || !reserve_quantized(rows)) return false;
-#pragma omp parallel num_threads(shape_.num_threads)
-    {
-      const int thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-      normalize_rows(norm, x, rows, thread, num_threads);
-#pragma omp barrier
-      multiply_by(head, normed, rows, shape_.hidden, thread, num_threads, [&](int row, int panel, __m512 low, __m512 high) {
+  // out [rows, columns] float32 = norm(x) * head, for the rows of x at `indices`.
+  bool logits(const Norm& norm, const Linear& head, const Stored* x, const int64_t* indices, int64_t rows, float* out) {
+    if (!reserve_operand(rows)) return false;
+    team_.run([&](int thread) {
+      load_normalized(head, norm, rows, thread, [&](int64_t row) { return x + indices[row] * shape_.hidden; });
+      multiply_by(head, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
         float* target = out + static_cast<int64_t>(row) * head.columns + panel * kPanel;
         const int left = head.columns - panel * kPanel;
-        _mm512_mask_storeu_ps(target, first_lanes(left), low);
-        _mm512_mask_storeu_ps(target + kLanes, first_lanes(left - kLanes), high);
+        if (left >= kPanel && reinterpret_cast<uintptr_t>(target) % 64 == 0) {  // past the cache: they are many
+          _mm512_stream_ps(target, low);
+          _mm512_stream_ps(target + kLanes, high);
+        } else {
+          _mm512_mask_storeu_ps(target, first_lanes(left), low);
+          _mm512_mask_storeu_ps(target + kLanes, first_lanes(left - kLanes), high);
+        }
       });
-    }
+      _mm_sfence();
+    });
     return true;
+  }
+
+  // logits [rows, columns] -> [rows] each.
+  void find_peaks(const float* logits, int64_t rows, int columns, float* highest, int64_t* tokens) {
+    each(rows, rows > 2, [&](int64_t row) {
+      const Peak peak = find_peak(logits + row * columns, columns);
+      highest[row] = peak.highest;
+      tokens[row] = peak.token;
+    });
+  }
+
+  // Rows of what was packed: out[i] = column ids[i].
+  void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
+    const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
+    const int width = shape_.hidden;
+    each(count, count > 128, [&](int64_t i) {
+      const auto* panel = packed.panel(static_cast<int>(ids[i] / kPanel)) + ids[i] % kPanel * E::kPair;
+      for (int k = 0; k < width; ++k) out[i * width + k] = panel[k / E::kPair * kPanel * E::kPair + k % E::kPair];
+    });
   }
 
  private:
+  template <class F>
+  void each(int64_t count, bool in_parallel, const F& f) {
+    if (!in_parallel) {
+      for (int64_t i = 0; i < count; ++i) f(i);
+      return;
+    }
+    team_.run([&](int thread) {
+      const Share share(count, thread, team_.size());
+      for (int64_t i = share.begin; i < share.end; ++i) f(i);
+    });
+  }
+
   struct FreeTile {
     void operator()(TileState<E>* tile) const { ::operator delete(tile, std::align_val_t(64)); }
   };
 
   bool reserve(const Batch& batch) {
     const int64_t rows = batch.num_rows;
-    return normed_.reserve(rows * shape_.hidden) && qkv_.reserve(rows * qkv_width()) &&
-           read_.reserve(rows * read_width()) && inner_.reserve(rows * shape_.inner) && reserve_quantized(rows);
+    return qkv_.reserve(rows * qkv_width()) && read_.reserve(rows * read_width()) &&
+           inner_.reserve(rows * shape_.inner) && reserve_operand(rows);
   }
-  bool reserve_quantized(int64_t rows) {
-    const int64_t widest = std::max({shape_.hidden, shape_.inner, read_width()}) + 3;
-    return quantized_.reserve(rows * widest) && row_scales_.reserve(rows);
+  bool reserve_operand(int64_t rows) {
+    return operand_.reserve(rows * pairs_of_widest()) && row_scales_.reserve(rows) &&
+           scratch_.reserve(2 * pairs_of_widest() * team_.size());
+  }
+  // Of bfloat16 and float32 there are at least as many as of int8.
+  int64_t pairs_of_widest() const {
+    return (std::max({shape_.hidden, shape_.inner, read_width()}) + E::kPair - 1) / E::kPair + kLanes;
   }
   int qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
   int read_width() const { return shape_.heads * shape_.head_dim; }
 
-  void normalize_rows(const Norm& norm, const Stored* x, int64_t rows, int thread, int num_threads) {
-    const Share share(rows, thread, num_threads);
-    for (int64_t row = share.begin; row < share.end; ++row)
-      normalize<E>(norm, shape_.eps, x + row * shape_.hidden, normed_.reserve(0) + row * shape_.hidden, shape_.hidden);
+  // Packs rows for a product, quantized where it wants that. read_row(row, scratch) returns the row, `width` elements.
+  template <class ReadRow>
+  void load_operand(const Linear& linear, int64_t rows, int width, int thread, const ReadRow& read_row) {
+    const RowBlocks blocks(rows);
+    const Share share(rows, thread, team_.size());
+    uint32_t* row_memory = scratch_.get() + 2 * pairs_of_widest() * thread;
+    auto* plain = reinterpret_cast<Stored*>(row_memory);
+    auto* quantized = reinterpret_cast<uint8_t*>(row_memory + pairs_of_widest());
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const Stored* source = read_row(row, plain);
+      if (linear.kind == kElement) {
+        if (width < linear.inner) source = pad(source, width, linear.inner, plain);
+        pack_row(source, linear.inner / E::kPair, operand_.get(), blocks, row);
+      } else {
+        row_scales_.get()[row] = quantize_row<E>(source, width, linear.inner, quantized);
+        pack_row(quantized, linear.inner / Int8::kPair, operand_.get(), blocks, row);
+      }
+    }
+    team_.barrier();
   }
 
-  // Calls done(row, panel, low, high) with the products of all rows, bias included where `with_bias` says so.
+  static const Stored* pad(const Stored* source, int width, int padded, Stored* target) {
+    if (source != target) std::memcpy(target, source, width * sizeof(Stored));
+    std::fill(target + width, target + padded, Stored{0});
+    return target;
+  }
+
+  template <class FindRow>
+  void load_normalized(const Linear& linear, const Norm& norm, int64_t rows, int thread, const FindRow& find_row) {
+    load_operand(linear, rows, shape_.hidden, thread, [&](int64_t row, Stored* scratch) {
+      normalize<E>(norm, shape_.eps, find_row(row), scratch, shape_.hidden);
+      return scratch;
+    });
+  }
+
+  // Calls done(row, panel, low, high) with the products of the packed rows, bias included where `with_bias` says so.
   template <class Done>
-  void multiply_by(const Linear& linear, const Stored* a, int64_t rows, int64_t stride, int thread, int num_threads,
-                   const Done& done, bool with_bias = true) {
+  void multiply_by(const Linear& linear, int64_t rows, int thread, const Done& done, bool with_bias = true) {
+    const RowBlocks blocks(rows);
     const float* bias = with_bias ? linear.bias : nullptr;
     const auto add_bias = [bias](int panel, __m512& low, __m512& high) {
       if (!bias) return;
       low = _mm512_add_ps(low, _mm512_loadu_ps(bias + panel * kPanel));
       high = _mm512_add_ps(high, _mm512_loadu_ps(bias + panel * kPanel + kLanes));
     };
-    if (linear.kind == kElement) {
+    if (!kHasInt8 || linear.kind == kElement) {
       const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
-      multiply<E>(a, stride, static_cast<int>(rows), packed, thread, num_threads,
+      multiply<E>(reinterpret_cast<const Stored*>(operand_.get()), blocks, packed, thread, team_.size(),
                   [&](int row, int panel, __m512 low, __m512 high) {
                     add_bias(panel, low, high);
                     done(row, panel, low, high);
                   });
       return;
     }
-    const Share share(rows, thread, num_threads);
-    uint8_t* quantized = quantized_.reserve(0);
-    float* row_scales = row_scales_.reserve(0);
-    for (int64_t row = share.begin; row < share.end; ++row)
-      row_scales[row] = quantize_row<E>(a + row * stride, static_cast<int>(stride), linear.inner,
-                                        quantized + row * linear.inner);
-#pragma omp barrier
-    const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
-    multiply<Int8>(quantized, linear.inner, static_cast<int>(rows), packed, thread, num_threads,
-                   [&](int row, int panel, __m512 low, __m512 high) {
-                     const __m512 scale = _mm512_set1_ps(row_scales[row]);
-                     low = rescale(linear, panel * kPanel, low, scale);
-                     high = rescale(linear, panel * kPanel + kLanes, high, scale);
-                     add_bias(panel, low, high);
-                     done(row, panel, low, high);
-                   });
+    if constexpr (kHasInt8) {
+      const float* row_scales = row_scales_.get();
+      const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
+      multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), blocks, packed, thread, team_.size(),
+                     [&](int row, int panel, __m512 low, __m512 high) {
+                       const __m512 scale = _mm512_set1_ps(row_scales[row]);
+                       low = rescale(linear, panel * kPanel, low, scale);
+                       high = rescale(linear, panel * kPanel + kLanes, high, scale);
+                       add_bias(panel, low, high);
+                       done(row, panel, low, high);
+                     });
+    }
   }
 
   static __m512 rescale(const Linear& linear, int column, __m512 sums, __m512 row_scale) {
@@ -245,16 +322,18 @@ class Decoder {
     E::store(target + kLanes, high, first_lanes(left - kLanes));
   }
 
-  // The end of a half layer: added to x, or put where the other ranks' parts are added first.
-  void contribute(const Linear& linear, const Stored* a, int64_t stride, int64_t rows, Stored* x, Stored* partial,
-                  int thread, int num_threads) {
+  // The end of a half layer: a's rows, `width` elements each, times `linear`, added to x or put where the other ranks'
+  // parts are added first.
+  void contribute(const Linear& linear, const Stored* a, int width, int64_t rows, Stored* x, Stored* partial,
+                  int thread) {
     const int hidden = shape_.hidden;
+    load_operand(linear, rows, width, thread, [&](int64_t row, Stored*) { return a + row * width; });
     if (partial) {
-      multiply_by(linear, a, rows, stride, thread, num_threads, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(linear, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
         store_panel(partial + static_cast<int64_t>(row) * hidden, panel, hidden, low, high);
       }, false);
     } else {
-      multiply_by(linear, a, rows, stride, thread, num_threads, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(linear, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
         Stored* target = x + static_cast<int64_t>(row) * hidden + panel * kPanel;
         const int left = hidden - panel * kPanel;
         const __mmask16 first = first_lanes(left), second = first_lanes(left - kLanes);
@@ -262,28 +341,28 @@ class Decoder {
         E::store(target + kLanes, _mm512_add_ps(high, E::load(target + kLanes, second)), second);
       });
     }
-#pragma omp barrier
+    team_.barrier();
   }
 
-  void attend(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread, int num_threads) {
+  void attend(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
     const int64_t rows = batch.num_rows;
     const int width = qkv_width();
-    Stored *normed = normed_.reserve(0), *qkv = qkv_.reserve(0), *read = read_.reserve(0);
-    normalize_rows(layer.attention_norm, x, rows, thread, num_threads);
-#pragma omp barrier
-    multiply_by(layer.qkv, normed, rows, shape_.hidden, thread, num_threads,
-                [&](int row, int panel, __m512 low, __m512 high) {
-                  store_panel(qkv + static_cast<int64_t>(row) * width, panel, width, low, high);
-                });
-#pragma omp barrier
-    const Share share(rows, thread, num_threads);
+    Stored *qkv = qkv_.get(), *read = read_.get();
+    load_normalized(layer.qkv, layer.attention_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
+    multiply_by(layer.qkv, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      store_panel(qkv + static_cast<int64_t>(row) * width, panel, width, low, high);
+    });
+    team_.barrier();
+    const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) place(layer, batch, row, qkv + row * width);
-#pragma omp barrier
+    if (thread == 0) team_.deal();
+    team_.barrier();
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
     read_cache(layer, batch, attention, qkv, read, thread);
-    contribute(layer.output, read, read_width(), rows, x, partial, thread, num_threads);
+    team_.barrier();
+    contribute(layer.output, read, read_width(), rows, x, partial, thread);
   }
 
   // Norms and turns a row's queries and keys, and stores its keys and values in the cache.
@@ -299,6 +378,10 @@ class Decoder {
     }
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
     const int64_t offset = position % size;
+    // Values are read in pairs: beside a sequence's last token may lie what another sequence left, even no number.
+    const bool next_follows = row + 1 < batch.num_rows && batch.slots[row + 1] == batch.slots[row] &&
+                              batch.positions[row + 1] == position + 1;
+    const bool is_last_of_pair_so_far = E::kPair == 2 && offset % 2 == 0 && !next_follows;
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
     const Stored* values = keys + static_cast<int64_t>(shape_.kv_heads) * head_dim;
     const int64_t head_elements = CacheLayout<E>::head_elements(attention_);
@@ -311,43 +394,41 @@ class Decoder {
       for (int d = 0; d < head_dim; d += E::kPair)
         std::memcpy(key_target + static_cast<int64_t>(d) * size, key + d, E::kPair * sizeof(Stored));
       for (int d = 0; d < head_dim; ++d) value_target[static_cast<int64_t>(d) * E::kPair] = value[d];
+      if (is_last_of_pair_so_far)
+        for (int d = 0; d < head_dim; ++d) value_target[static_cast<int64_t>(d) * E::kPair + 1] = 0;
     }
   }
 
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
                   int thread) {
     const int64_t tile_rows = shape.rows_per_tile();
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < num_items_; ++item) {
+    team_.share(num_items_, [&](int64_t item) {
       const Item& it = items_[item];
       const Span& span = batch.spans[it.span];
       attend_tile<E>(*tiles_[thread], shape, span, it.begin, std::min(it.begin + tile_rows, span.end), it.kv_head, qkv,
                      qkv_width(), static_cast<const Stored*>(layer.keys), static_cast<const Stored*>(layer.values),
                      batch.block_tables + span.slot * batch.table_width, read, read_width());
-    }
+    });
   }
 
-  void feed_forward(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread, int num_threads) {
+  void feed_forward(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
     const int64_t rows = batch.num_rows;
     const int inner = shape_.inner, kind = shape_.activation;
-    Stored *normed = normed_.reserve(0), *activated = inner_.reserve(0);
-    normalize_rows(layer.mlp_norm, x, rows, thread, num_threads);
-#pragma omp barrier
+    Stored* activated = inner_.get();
+    load_normalized(layer.up, layer.mlp_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
     if (shape_.is_gated) {  // a panel is 16 columns of the gate and the same 16 of what it gates
-      multiply_by(layer.up, normed, rows, shape_.hidden, thread, num_threads,
-                  [&](int row, int panel, __m512 gate, __m512 up) {
-                    E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes,
-                             _mm512_mul_ps(activate(kind, gate), up), first_lanes(inner - panel * kLanes));
-                  });
+      multiply_by(layer.up, rows, thread, [&](int row, int panel, __m512 gate, __m512 up) {
+        E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes,
+                 _mm512_mul_ps(activate<E>(kind, gate), up), first_lanes(inner - panel * kLanes));
+      });
     } else {
-      multiply_by(layer.up, normed, rows, shape_.hidden, thread, num_threads,
-                  [&](int row, int panel, __m512 low, __m512 high) {
-                    store_panel(activated + static_cast<int64_t>(row) * inner, panel, inner, activate(kind, low),
-                                activate(kind, high));
-                  });
+      multiply_by(layer.up, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
+        store_panel(activated + static_cast<int64_t>(row) * inner, panel, inner, activate<E>(kind, low),
+                    activate<E>(kind, high));
+      });
     }
-#pragma omp barrier
-    contribute(layer.down, activated, inner, rows, x, partial, thread, num_threads);
+    team_.barrier();
+    contribute(layer.down, activated, inner, rows, x, partial, thread);
   }
 
  public:
@@ -369,11 +450,13 @@ class Decoder {
   Shape shape_;
   const Layer* layers_;
   AttentionShape attention_{};
+  Team team_;
   std::vector<Item> items_;
   int64_t num_items_ = 0;
   std::vector<std::unique_ptr<TileState<E>, FreeTile>> tiles_;
-  Buffer<Stored> normed_, qkv_, read_, inner_;
-  Buffer<uint8_t> quantized_;
+  Buffer<Stored> qkv_, read_, inner_;
+  Buffer<uint32_t> operand_;  // packed rows, a pair each
+  Buffer<uint32_t> scratch_;  // of every thread, a row and a quantized one
   Buffer<float> row_scales_;
 };
 
@@ -383,66 +466,77 @@ void pack(const typename E::Stored* source, int64_t stride, const int64_t* order
           typename E::Stored* target, int num_threads) {
   const int pairs = (inner + E::kPair - 1) / E::kPair;
   const int panels = (columns + kPanel - 1) / kPanel;
-#pragma omp parallel for num_threads(num_threads)
-  for (int panel = 0; panel < panels; ++panel) {
-    auto* out = target + static_cast<int64_t>(panel) * pairs * kPanel * E::kPair;
-    for (int lane = 0; lane < kPanel; ++lane) {
-      const int column = panel * kPanel + lane;
-      const int64_t from = column < columns ? order[column] : -1;
-      const auto* row = source + from * stride;
-      for (int p = 0; p < pairs; ++p)
-        for (int i = 0; i < E::kPair; ++i) {
-          const int k = p * E::kPair + i;
-          out[(static_cast<int64_t>(p) * kPanel + lane) * E::kPair + i] = from >= 0 && k < inner ? row[k] : 0;
-        }
+  Team team(num_threads);
+  team.run([&](int thread) {
+    const Share share(panels, thread, num_threads);
+    for (int panel = static_cast<int>(share.begin); panel < share.end; ++panel) {
+      auto* out = target + static_cast<int64_t>(panel) * pairs * kPanel * E::kPair;
+      for (int lane = 0; lane < kPanel; ++lane) {
+        const int column = panel * kPanel + lane;
+        const int64_t from = column < columns ? order[column] : -1;
+        const auto* row = source + from * stride;
+        for (int p = 0; p < pairs; ++p)
+          for (int i = 0; i < E::kPair; ++i) {
+            const int k = p * E::kPair + i;
+            out[(static_cast<int64_t>(p) * kPanel + lane) * E::kPair + i] = from >= 0 && k < inner ? row[k] : 0;
+          }
+      }
     }
-  }
+  });
 }
 
-// Rows of what was packed: out[i] = column ids[i].
+// A matrix [rows, inner] to int8, with a scale and the sum of each row.
 template <class E>
-void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, int width, typename E::Stored* out,
-                 int num_threads) {
-  const Packed<E> packed{static_cast<const typename E::Stored*>(linear.data), linear.columns, linear.inner};
-#pragma omp parallel for num_threads(num_threads) if (count > 8)
-  for (int64_t i = 0; i < count; ++i) {
-    const auto* panel = packed.panel(static_cast<int>(ids[i] / kPanel)) + ids[i] % kPanel * E::kPair;
-    for (int k = 0; k < width; ++k) out[i * width + k] = panel[k / E::kPair * kPanel * E::kPair + k % E::kPair];
-  }
+void quantize(const typename E::Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
+              int num_threads) {
+  Team team(num_threads);
+  team.run([&](int thread) {
+    const Share share(rows, thread, num_threads);
+    for (int64_t row = share.begin; row < share.end; ++row)
+      quantize_weights<E>(source + row * inner, inner, target + row * inner, scales + row, sums + row);
+  });
 }
 
 }  // namespace inflight
 
 using namespace inflight;
+using Stored = Element::Stored;
 
-#define INFLIGHT_FUNCTIONS(name, E)                                                                                  \
-  void* name##_create(const Shape* shape, const Layer* layers) {                                                    \
-    return new (std::nothrow) Decoder<E>(*shape, layers);                                                           \
-  }                                                                                                                  \
-  void name##_destroy(void* decoder) { delete static_cast<Decoder<E>*>(decoder); }                                  \
-  void name##_plan(void* decoder, const Batch* batch) { static_cast<Decoder<E>*>(decoder)->plan(*batch); }          \
-  bool name##_run(void* decoder, const Batch* batch, E::Stored* x, int first, int last, E::Stored* partial,         \
-                  int half) {                                                                                        \
-    return static_cast<Decoder<E>*>(decoder)->run(*batch, x, first, last, partial, half);                           \
-  }                                                                                                                  \
-  bool name##_logits(void* decoder, const Norm* norm, const Linear* head, const E::Stored* x, int64_t rows,         \
-                     float* out) {                                                                                   \
-    return static_cast<Decoder<E>*>(decoder)->logits(*norm, *head, x, rows, out);                                   \
-  }                                                                                                                  \
-  void name##_pack(const E::Stored* source, int64_t stride, const int64_t* order, int columns, int inner,           \
-                   E::Stored* target, int num_threads) {                                                             \
-    pack<E>(source, stride, order, columns, inner, target, num_threads);                                            \
-  }                                                                                                                  \
-  void name##_unpack_rows(const Linear* linear, const int64_t* ids, int64_t count, int width, E::Stored* out,       \
-                          int num_threads) {                                                                         \
-    unpack_rows<E>(*linear, ids, count, width, out, num_threads);                                                   \
-  }
-
+#pragma GCC visibility push(default)
 extern "C" {
-INFLIGHT_FUNCTIONS(bfloat16, Bf16)
-INFLIGHT_FUNCTIONS(float32, F32)
-void int8_pack(const uint8_t* source, int64_t stride, const int64_t* order, int columns, int inner, uint8_t* target,
+void* create(const Shape* shape, const Layer* layers) {
+  try {
+    return new Decoder<Element>(*shape, layers);
+  } catch (...) {  // no memory, or no thread
+    return nullptr;
+  }
+}
+void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
+void plan(void* decoder, const Batch* batch) { static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
+bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
+  return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
+}
+bool logits(void* decoder, const Norm* norm, const Linear* head, const Stored* x, const int64_t* indices, int64_t rows,
+            float* out) {
+  return static_cast<Decoder<Element>*>(decoder)->logits(*norm, *head, x, indices, rows, out);
+}
+void find_peaks(void* decoder, const float* logits, int64_t rows, int columns, float* highest, int64_t* tokens) {
+  static_cast<Decoder<Element>*>(decoder)->find_peaks(logits, rows, columns, highest, tokens);
+}
+void unpack_rows(void* decoder, const Linear* linear, const int64_t* ids, int64_t count, Stored* out) {
+  static_cast<Decoder<Element>*>(decoder)->unpack_rows(*linear, ids, count, out);
+}
+void pack(const Stored* source, int64_t stride, const int64_t* order, int columns, int inner, Stored* target,
+          int num_threads) {
+  pack<Element>(source, stride, order, columns, inner, target, num_threads);
+}
+void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int columns, int inner, uint8_t* target,
                int num_threads) {
   pack<Int8>(source, stride, order, columns, inner, target, num_threads);
 }
+void quantize(const Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
+              int num_threads) {
+  quantize<Element>(source, rows, inner, target, scales, sums, num_threads);
 }
+}
+#pragma GCC visibility pop

@@ -2,7 +2,9 @@
 //
 // Weights are packed once, into panels of 32 columns: panel p is [inner / pair][32][pair], contiguous, so that a
 // thread reads its panels as one stream whatever the number of rows is. One copy serves one row (memory bound) and
-// many (compute bound: 12 x 32 accumulators in registers).
+// many (compute bound: 12 x 32 accumulators in registers). Activations are packed for each product, into blocks of up
+// to 12 rows, [inner / pair][rows of the block][pair]: rows that lie a power of two apart would share a few lines of
+// the cache. A pair has four bytes, whatever the type.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +15,7 @@ namespace inflight {
 
 constexpr int kPanel = 32;
 constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
+constexpr int kPrefetch = 4096;  // bytes ahead
 
 template <class E>
 struct Packed {
@@ -25,109 +28,93 @@ struct Packed {
   int num_panels() const { return (columns + kPanel - 1) / kPanel; }
 };
 
-// sums[row][half] = a[row] * panel; a's rows are `stride` elements apart.
+// Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1.
+struct RowBlocks {
+  explicit RowBlocks(int64_t rows) : rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
+  int64_t begin(int64_t block) const { return rows * block / count; }
+  int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
+
+  const int64_t rows, count;
+};
+
+// Packs a row of `num_pairs` pairs.
+inline void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBlocks& blocks, int64_t row) {
+  const int64_t block = blocks.of(row), begin = blocks.begin(block), step = blocks.begin(block + 1) - begin;
+  const auto* from = static_cast<const uint32_t*>(source);
+  auto* to = static_cast<uint32_t*>(packed) + begin * num_pairs + (row - begin);
+  for (int64_t i = 0; i < num_pairs; ++i) to[i * step] = from[i];
+}
+
+// sums[row][half] = a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
+// on no other row.
 template <class E, int kRows>
-inline __attribute__((always_inline)) void multiply_panel(const typename E::Stored* a, int64_t stride,
+inline __attribute__((always_inline)) void multiply_panel(const typename E::Stored* a,
                                                           const typename E::Stored* panel, int inner,
                                                           __m512 (&sums)[kRows][2]) {
   constexpr int kStep = kPanel * E::kPair;
+#pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_ps();
-  if constexpr (kRows <= 2) {  // too few chains of additions to hide their latency: two sets of sums
-    __m512 others[kRows][2];
-    for (int row = 0; row < kRows; ++row) others[row][0] = others[row][1] = _mm512_setzero_ps();
-    int k = 0;
-    for (; k + 2 * E::kPair <= inner; k += 2 * E::kPair, panel += 2 * kStep) {
-      _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096 + 64, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096 + 128, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096 + 192, _MM_HINT_T0);
-      const __m512 b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
-      const __m512 b2 = E::load_pairs(panel + kStep), b3 = E::load_pairs(panel + kStep + kStep / 2);
-      for (int row = 0; row < kRows; ++row) {
-        const __m512 x = E::broadcast_pair(a + row * stride + k);
-        const __m512 y = E::broadcast_pair(a + row * stride + k + E::kPair);
-        sums[row][0] = E::multiply_add(sums[row][0], x, b0);
-        sums[row][1] = E::multiply_add(sums[row][1], x, b1);
-        others[row][0] = E::multiply_add(others[row][0], y, b2);
-        others[row][1] = E::multiply_add(others[row][1], y, b3);
-      }
-    }
-    for (; k < inner; k += E::kPair, panel += kStep) {
-      const __m512 b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
-      for (int row = 0; row < kRows; ++row) {
-        const __m512 x = E::broadcast_pair(a + row * stride + k);
-        sums[row][0] = E::multiply_add(sums[row][0], x, b0);
-        sums[row][1] = E::multiply_add(sums[row][1], x, b1);
-      }
-    }
+  for (int k = 0; k < inner; k += E::kPair, panel += kStep, a += kRows * E::kPair) {
+    _mm_prefetch(reinterpret_cast<const char*>(panel) + kPrefetch, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(panel) + kPrefetch + 64, _MM_HINT_T0);
+    const __m512 b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
+#pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      sums[row][0] = E::add(sums[row][0], others[row][0]);
-      sums[row][1] = E::add(sums[row][1], others[row][1]);
-    }
-  } else {
-    for (int k = 0; k < inner; k += E::kPair, panel += kStep) {
-      const __m512 b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
-      for (int row = 0; row < kRows; ++row) {
-        const __m512 x = E::broadcast_pair(a + row * stride + k);
-        sums[row][0] = E::multiply_add(sums[row][0], x, b0);
-        sums[row][1] = E::multiply_add(sums[row][1], x, b1);
-      }
+      const __m512 x = E::broadcast_pair(a + row * E::kPair);
+      sums[row][0] = E::multiply_add(sums[row][0], x, b0);
+      sums[row][1] = E::multiply_add(sums[row][1], x, b1);
     }
   }
 }
 
-// Calls done(row, panel index, low 16 sums, high 16 sums) for the rows begin .. end - 1 of one panel.
+// Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block and one panel.
 template <class E, int kRows, class Done>
-inline void run_rows(const typename E::Stored* a, int64_t stride, const Packed<E>& w, int panel, int row,
-                     const Done& done) {
+inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Done& done) {
   __m512 sums[kRows][2];
-  multiply_panel<E, kRows>(a + row * stride, stride, w.panel(panel), w.inner, sums);
+  multiply_panel<E, kRows>(block, w.panel(panel), w.inner, sums);
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) done(row + i, panel, sums[i][0], sums[i][1]);
 }
 
 template <class E, class Done>
-void run_panel(const typename E::Stored* a, int64_t stride, const Packed<E>& w, int panel, int begin, int end,
-               const Done& done) {
-  // Blocks of equal size: 13 rows are 7 and 6, not 12 and 1.
-  const int rows = end - begin;
-  const int num_blocks = (rows + kMaxRows - 1) / kMaxRows;
-  int row = begin;
-  for (int block = 0; block < num_blocks; ++block) {
-    const int stop = begin + static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / num_blocks);
-    switch (stop - row) {
+void run_panel(const typename E::Stored* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
+               int panel, const Done& done) {
+  for (int64_t block = first; block < last; ++block) {
+    const int row = static_cast<int>(blocks.begin(block));
+    const typename E::Stored* rows = a + static_cast<int64_t>(row) * w.inner;
+    switch (blocks.begin(block + 1) - row) {
 #define INFLIGHT_ROWS(n) \
   case n:                \
-    run_rows<E, n>(a, stride, w, panel, row, done); \
+    run_rows<E, n>(rows, row, w, panel, done); \
     break;
       INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
       INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)
 #undef INFLIGHT_ROWS
     }
-    row = stop;
   }
 }
 
-// The whole product; called by every thread of a parallel region, without a barrier at the end.
+// The whole product of packed rows; called by every thread of a team, without a barrier at the end.
 //
-// Each thread has a run of panels. Where there are too few panels for the threads, rows are divided too. Rows are
-// taken in blocks that fit a core's cache beside a panel.
+// Each thread has a run of panels. Where there are too few panels for the threads, rows are divided too. Blocks of rows
+// are taken by so many that they stay in a core's cache from panel to panel.
 template <class E, class Done>
-void multiply(const typename E::Stored* a, int64_t stride, int rows, const Packed<E>& w, int thread, int num_threads,
+void multiply(const typename E::Stored* a, const RowBlocks& blocks, const Packed<E>& w, int thread, int num_threads,
               const Done& done) {
-  constexpr int kRowBlock = 240;
+  constexpr int64_t kBlocksAtOnce = 20;
   const int panels = w.num_panels();
-  const int row_parts = panels >= 2 * num_threads ? 1 : std::min(num_threads, (rows + kMaxRows - 1) / kMaxRows);
-  const int64_t num_tasks = static_cast<int64_t>(panels) * row_parts;
+  const int64_t row_parts = panels >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks.count);
+  const int64_t num_tasks = panels * row_parts;
   const int64_t first = num_tasks * thread / num_threads, last = num_tasks * (thread + 1) / num_threads;
   for (int64_t task = first; task < last;) {
-    const int part = static_cast<int>(task / panels);
+    const int64_t part = task / panels;
     const int panel_begin = static_cast<int>(task % panels);
     const int panel_end = static_cast<int>(std::min<int64_t>(panels, panel_begin + (last - task)));
-    const int row_begin = static_cast<int>(static_cast<int64_t>(rows) * part / row_parts);
-    const int row_end = static_cast<int>(static_cast<int64_t>(rows) * (part + 1) / row_parts);
-    for (int begin = row_begin; begin < row_end; begin += kRowBlock) {
-      const int end = std::min(begin + kRowBlock, row_end);
-      for (int panel = panel_begin; panel < panel_end; ++panel) run_panel<E>(a, stride, w, panel, begin, end, done);
+    const int64_t blocks_end = blocks.count * (part + 1) / row_parts;
+    for (int64_t begin = blocks.count * part / row_parts; begin < blocks_end; begin += kBlocksAtOnce) {
+      const int64_t end = std::min(begin + kBlocksAtOnce, blocks_end);
+      for (int panel = panel_begin; panel < panel_end; ++panel)
+        run_panel<E>(a, blocks, begin, end, w, panel, done);
     }
     task += panel_end - panel_begin;
   }

@@ -5,6 +5,9 @@
 // beforehand, 128 times the column's sum.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+
 #include "element.h"
 
 namespace inflight {
@@ -47,6 +50,24 @@ float quantize_row(const typename E::Stored* source, int count, int padded, uint
     _mm_mask_storeu_epi8(target + i, first_lanes(padded - i), _mm512_cvtepi32_epi8(q));
   }
   return scale;
+}
+
+// A row of a weight matrix to -127 .. 127; what `quantize` of packing.py does, to the bit.
+template <class E>
+void quantize_weights(const typename E::Stored* source, int count, int8_t* target, float* scale, int32_t* sum) {
+  __m512 largest = _mm512_setzero_ps();
+  for (int i = 0; i < count; i += kLanes)
+    largest = _mm512_max_ps(largest, _mm512_abs_ps(E::load(source + i, first_lanes(count - i))));
+  *scale = _mm512_reduce_max_ps(largest) / 127.0f;
+  const __m512 divisor = _mm512_set1_ps(std::max(*scale, 1e-30f));
+  __m512i total = _mm512_setzero_si512();
+  for (int i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    const __m512i q = _mm512_maskz_cvtps_epi32(mask, _mm512_div_ps(E::load(source + i, mask), divisor));
+    total = _mm512_add_epi32(total, q);
+    _mm_mask_storeu_epi8(target + i, mask, _mm512_cvtepi32_epi8(q));
+  }
+  *sum = _mm512_reduce_add_epi32(total);
 }
 
 }  // namespace inflight

@@ -1,0 +1,174 @@
+"""How fast the engine is in this process, without Triton: tokens/s, time to first token, gaps between tokens.
+
+The GptManager and the engine that a server runs, made by the same composition root from the same parameters, with
+callbacks that hand requests over and take the times of responses. `w` is a load of 64 requests, all at once or so
+many at a time; `lone` is one request after another. A small run warms up and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from inflight.batch_manager import GptManager
+from inflight.bench.bandwidth import Probe
+from inflight.bench.options import Options, add_options, engine_settings
+from inflight.bench.report import Resources, Timeline, to_line
+from inflight.bench.rounds import run_rounds
+from inflight.bench.setup import Setup
+from inflight.bench.workload import BenchRequest, draw
+from inflight.composition.models import load
+from inflight.composition.settings import check_parameters, scheduler_config
+from inflight.core.request import Request
+from inflight.core.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.errors import InflightError
+from inflight.models import read_model_description
+from inflight.triton.parameters import Parameters, Role, read_parameters
+
+
+class ClosedLoop:
+    """Requests of which so many are in flight at a time, and when what came back.
+
+    `get` and `take` are a GptManager's callbacks and run on its thread; `wait` is for another one.
+    """
+
+    def __init__(self, requests: Sequence[BenchRequest], concurrency: int, first_id: int) -> None:
+        self._requests = {first_id + number: request for number, request in enumerate(requests)}
+        self._waiting = deque(self._requests.items())
+        self._free_since_ns = deque([time.monotonic_ns()] * concurrency)
+        self._sent_ns: dict[int, int] = {}
+        self._responses_ns: dict[int, list[int]] = {request_id: [] for request_id in self._requests}
+        self._num_tokens = dict.fromkeys(self._requests, 0)
+        self._num_open = len(self._requests)
+        self._ended = threading.Event()
+        self._error: InflightError | None = None
+
+    def get(self, max_num: int) -> list[Request]:
+        """What may be sent now: `max_num` at most, any number if that is negative."""
+        requests: list[Request] = []
+        while self._waiting and self._free_since_ns and len(requests) != max_num:
+            request_id, request = self._waiting.popleft()
+            # A client would have sent it as soon as the one before had ended.
+            self._sent_ns[request_id] = self._free_since_ns.popleft()
+            requests.append(Request(request_id, request.prompt, request.num_output_tokens, streaming=True))
+        return requests
+
+    def take(self, response: Response) -> None:
+        """Note the time; a request that fails ends the run."""
+        now_ns = time.monotonic_ns()
+        if response.error is not None:
+            return self.fail(response.error)
+        if response.result is not None and response.result.num_output_tokens[0]:
+            self._responses_ns[response.request_id].append(now_ns)
+            self._num_tokens[response.request_id] += response.result.num_output_tokens[0]
+        if response.is_final:
+            self._free_since_ns.append(now_ns)
+            self._num_open -= 1
+            if not self._num_open:
+                self._ended.set()
+
+    def fail(self, error: InflightError) -> None:
+        """Nothing more will come."""
+        self._error = self._error or error
+        self._waiting.clear()
+        self._ended.set()
+
+    def wait(self) -> list[Timeline]:
+        """The times of all requests, in order; raises what a request has failed with."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return [self._timeline(request_id, request) for request_id, request in self._requests.items()]
+
+    def _timeline(self, request_id: int, request: BenchRequest) -> Timeline:
+        num_tokens = self._num_tokens[request_id]
+        assert num_tokens == request.num_output_tokens, f"{num_tokens} tokens of {request.num_output_tokens}"
+        times_ns = tuple(self._responses_ns[request_id])
+        return Timeline(len(request.prompt), num_tokens, self._sent_ns[request_id], times_ns)
+
+
+class InProcess:
+    """A loaded engine and its loop, for the length of a `with`.
+
+    Attributes:
+        load_s: What loading took, in seconds.
+    """
+
+    name = "offline"
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        """Raises ConfigError as a server that is given the same parameters would."""
+        parameters = _read(settings)
+        check_parameters(parameters)
+        self._loop = ClosedLoop((), 0, 0)
+        self._ids = itertools.count(1, 1_000_000)
+        begun = time.perf_counter()
+        engine = load(parameters, "", None).engine
+        self._manager = GptManager(
+            engine,
+            Scheduler(scheduler_config(parameters), engine.limits),
+            lambda max_num: self._loop.get(max_num),
+            lambda response: self._loop.take(response),
+            on_death=lambda error: self._loop.fail(error),
+        )
+        self.load_s = time.perf_counter() - begun
+
+    def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
+        """All of them, so many at a time; one run at a time."""
+        self._loop = ClosedLoop(requests, concurrency, next(self._ids))
+        self._manager.notify()
+        return self._loop.wait()
+
+    def resources(self) -> Resources:
+        """Of this process, so far."""
+        return Resources(self.load_s, peak_rss_bytes())
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.shutdown()
+
+
+def _read(settings: Mapping[str, str]) -> Parameters:
+    given = {key: {"string_value": value} for key, value in settings.items() if key != "max_batch_size"}
+    return read_parameters(
+        {"name": "tensorrt_llm", "max_batch_size": settings["max_batch_size"], "parameters": given},
+        Role.ENGINE,
+    )
+
+
+def peak_rss_bytes(pid: int | str = "self") -> int:
+    """Most memory that a process has had resident so far."""
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        line = next(line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench offline", description=__doc__.splitlines()[0])
+    add_options(parser, concurrency=0)
+    options = Options.of(parser.parse_args())
+    try:
+        _run(options)
+    except InflightError as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def _run(options: Options) -> None:
+    config = read_model_description(options.model).decoder
+    requests = draw(options.workload, config.vocab_size, options.num_requests)
+    setup = Setup.of(options, config, requests)
+    with Probe(options.num_threads) as probe, InProcess(engine_settings(options, requests)) as engine:
+        (figures,) = run_rounds([engine], requests, setup, probe)
+    print(to_line(engine.name, figures, setup))
+
+
+if __name__ == "__main__":
+    main()

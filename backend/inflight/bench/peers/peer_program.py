@@ -1,0 +1,168 @@
+"""What the programs beside this one share: their options, the clock, and the line with the figures.
+
+Runs in a peer's environment, where only the standard library is certain to be there, as a script's neighbour and
+not as a part of a package: it knows neither the peer nor this project. One thread, the process's main one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+_WARM_UP_REQUESTS = 8
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids of a prompt, and how many tokens to generate, greedily and past any end id."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a program was started with."""
+
+    model: str
+    requests: tuple[Request, ...]
+    mode: str
+    dtype: str
+    threads: int
+
+    @property
+    def max_together(self) -> int:
+        """Requests that run at a time."""
+        return len(self.requests) if self.mode == "w" else 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(len(request.prompt) + request.max_tokens for request in self.requests)
+
+    def refuse_other_dtypes_than(self, *dtypes: str) -> None:
+        """Raises SystemExit where the peer has no such weights."""
+        if self.dtype not in dtypes:
+            raise SystemExit(f"--dtype {self.dtype}: this peer runs {' and '.join(dtypes)}")
+
+
+class System(ABC):
+    """A loaded peer."""
+
+    @abstractmethod
+    def run(self, requests: Sequence[Request]) -> list[list[float]]:
+        """Submits all requests at once and waits for them; for each, `time.perf_counter()` of every token."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what would keep the process from ending."""
+
+
+def main(load: Callable[[Setting], System], *packages: str) -> None:
+    """Loads, warms up, measures, and prints a line of JSON; `packages` are those whose versions are told.
+
+    Times are in seconds (`load_s` without imports, `start_s` from the start of the process) and milliseconds.
+    """
+    setting = _parse()
+    begun = time.perf_counter()
+    system = load(setting)
+    loaded, start_s = time.perf_counter(), _seconds_since_process_start()
+    system.run(warm_up(setting))
+    measured = measure(system, setting)
+    resources = {
+        "peak_rss_bytes": _peak_rss_bytes(),
+        "load_s": round(loaded - begun, 3),
+        "start_s": round(start_s, 3),
+    }
+    versions = {"versions": {package: version(package) for package in packages}}
+    print(json.dumps({**measured, **resources, **versions}), flush=True)
+    system.close()
+
+
+def warm_up(setting: Setting) -> list[Request]:
+    """The first requests, cut to a few tokens: enough that every kernel has run once."""
+    return [
+        Request(request.prompt, min(request.max_tokens, _WARM_UP_TOKENS))
+        for request in setting.requests[: min(_WARM_UP_REQUESTS, setting.max_together)]
+    ]
+
+
+def measure(system: System, setting: Setting) -> dict:
+    """Runs the requests, together ("w") or one after the other ("lone").
+
+    Raises RuntimeError if a request ends with another number of tokens than it asked for: the work would differ.
+    """
+    together = setting.mode == "w"
+    groups = [list(setting.requests)] if together else [[request] for request in setting.requests]
+    timelines: list[list[float]] = []
+    seconds = 0.0
+    for group in groups:
+        begun = time.perf_counter()
+        moments = system.run(group)
+        _check_lengths(group, moments)
+        timelines += [[moment - begun for moment in row] for row in moments]
+        seconds += max(row[-1] for row in moments) - begun
+    return figures(timelines, seconds)
+
+
+def _check_lengths(requests: list[Request], moments: list[list[float]]) -> None:
+    for number, (request, row) in enumerate(zip(requests, moments)):
+        if len(row) != request.max_tokens:
+            raise RuntimeError(
+                f"request {number} ended with {len(row)} tokens, expected {request.max_tokens}"
+            )
+
+
+def figures(timelines: list[list[float]], seconds: float) -> dict:
+    """`timelines`: for each request, seconds from its submission to each token. Gaps of all are one heap."""
+    first = [row[0] for row in timelines]
+    gaps = [later - earlier for row in timelines for earlier, later in itertools.pairwise(row)]
+    return {
+        "output_tokens_per_s": round(sum(map(len, timelines)) / seconds, 2),
+        "ttft_ms": _percentiles_ms(first),
+        "itl_ms": _percentiles_ms(gaps),
+    }
+
+
+def _percentiles_ms(values: list[float]) -> dict | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {name: round(1e3 * ordered[round(part * last)], 3) for name, part in (("p50", 0.5), ("p99", 0.99))}
+
+
+def _parse() -> Setting:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, help="a checkpoint, or what the peer made from one")
+    parser.add_argument(
+        "--requests", type=Path, required=True, help='JSON: [{"prompt": [ids], "max_tokens": n}, …]'
+    )
+    parser.add_argument("--mode", choices=("w", "lone"), required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    requests = tuple(Request(**fields) for fields in json.loads(options.requests.read_text()))
+    return Setting(options.model, requests, options.mode, options.dtype, options.threads)
+
+
+def _seconds_since_process_start() -> float:
+    """From the kernel's record, so that starting Python and importing the peer count too."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_ticks = int(fields[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_rss_bytes() -> int:
+    # ru_maxrss would begin with what the parent held when it forked.
+    status = Path("/proc/self/status").read_text()
+    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(kib) * 1024

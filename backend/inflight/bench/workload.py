@@ -1,0 +1,69 @@
+"""What `offline`, `serve` and `compare` ask a model for: the same requests of every system, drawn from a seed.
+
+Token ids are random, so that nothing can be shared between prompts; greedy, and no token ends a sequence, so that
+every system generates the same number of tokens. Standard library only: it also runs where nothing else of this
+package is installed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+WorkloadName = Literal["w", "lone"]
+
+_FIRST_TOKEN = 10  # lower ids are a tokenizer's special ones
+_PROMPT_LENGTHS = (32, 512)
+_OUTPUT_LENGTHS = (16, 128)
+_LONE_PROMPT, _LONE_OUTPUT = 128, 64
+_WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 8, 8
+_SEED, _LONE_SEED = 1234, 77
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """A prompt, as token ids, and how many tokens to generate."""
+
+    prompt: tuple[int, ...]
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.prompt) + self.num_output_tokens
+
+
+def draw(name: WorkloadName, vocab_size: int, count: int) -> list[BenchRequest]:
+    """The first `count` requests of a workload; they do not depend on how many are drawn."""
+    return draw_w(vocab_size, count) if name == "w" else draw_lone(vocab_size, count)
+
+
+def draw_w(vocab_size: int, count: int) -> list[BenchRequest]:
+    """Prompts of 32 to 512 tokens, log-uniform; outputs of 16 to 128, uniform."""
+    numbers = random.Random(_SEED)
+    return [_draw_one(numbers, vocab_size) for _ in range(count)]
+
+
+def draw_lone(vocab_size: int, count: int) -> list[BenchRequest]:
+    """Prompts of 128 tokens, outputs of 64: for requests that have the machine to themselves."""
+    numbers = random.Random(_LONE_SEED)
+    return [BenchRequest(_draw_tokens(numbers, _LONE_PROMPT, vocab_size), _LONE_OUTPUT) for _ in range(count)]
+
+
+def shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    """A few of the requests with a few tokens each: enough to warm up."""
+    return [BenchRequest(request.prompt, _WARM_UP_OUTPUT) for request in requests[:_WARM_UP_REQUESTS]]
+
+
+def _draw_one(numbers: random.Random, vocab_size: int) -> BenchRequest:
+    shortest, longest = _PROMPT_LENGTHS
+    num_prompt_tokens = round(math.exp(numbers.uniform(math.log(shortest), math.log(longest))))
+    num_output_tokens = numbers.randint(*_OUTPUT_LENGTHS)
+    return BenchRequest(_draw_tokens(numbers, num_prompt_tokens, vocab_size), num_output_tokens)
+
+
+def _draw_tokens(numbers: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(numbers.randrange(_FIRST_TOKEN, vocab_size) for _ in range(count))

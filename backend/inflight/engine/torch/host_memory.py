@@ -1,0 +1,71 @@
+"""Large host memory in huge pages, where the kernel has them: fewer page faults, fewer misses when reading.
+
+Memory is zero at first, and costs nothing until it is used. Any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: a cache line
+_REGION = 64 << 20  # bytes
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros with memory of its own."""
+    count = torch.Size(shape).numel()
+    return _map(max(1, count * dtype.itemsize))[: count * dtype.itemsize].view(dtype).view(shape)
+
+
+class Arena:
+    """Tensors side by side in a few regions, for those that are too small for huge pages by themselves."""
+
+    def __init__(self) -> None:
+        self._region = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """[count], at a multiple of 64 bytes; lives as long as it is referred to, with its region."""
+        size = count * dtype.itemsize
+        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if padded > len(self._region):
+            self._region = _map(max(padded, _REGION))
+        found, self._region = self._region[:size], self._region[padded:]
+        return found.view(dtype)
+
+
+class Recycled:
+    """Tensors in memory that earlier ones were in: what is mapped anew costs a page fault for every page."""
+
+    def __init__(self) -> None:
+        self._memories: list[mmap.mmap] = []
+        nobodys = [object()]
+        self._unused = sys.getrefcount(nobodys[0])
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As torch.empty; nothing refers to the memory any more, not even a view."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        memories = self._memories
+        unused = [index for index in range(len(memories)) if sys.getrefcount(memories[index]) == self._unused]
+        found = next((index for index in unused if len(memories[index]) >= size), None)
+        if found is None:
+            for index in reversed(unused):
+                del memories[index]
+            found = len(memories)
+            memories.append(_map_memory(1 << max(size, 1).bit_length()))
+        return torch.frombuffer(memories[found], dtype=torch.uint8)[:size].view(dtype).view(shape)
+
+
+def _map(size: int) -> Tensor:
+    return torch.frombuffer(_map_memory(size), dtype=torch.uint8)
+
+
+def _map_memory(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

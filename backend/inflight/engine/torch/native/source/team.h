@@ -1,0 +1,112 @@
+// The threads that work on one product after another: they meet at barriers every few microseconds.
+//
+// Who waits spins for a moment and then sleeps: where other programs want the processors too, a thread that spins
+// keeps off the very one it waits for.
+#pragma once
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace inflight {
+
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {
+    sigset_t all, before;  // signals are for the program's own threads
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int thread = 1; thread < size; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  ~Team() {
+    call_ = nullptr;
+    advance(job_);
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int size() const { return size_; }
+
+  // f(thread) on each of them, the caller being thread 0; returns when all have returned. One caller at a time.
+  template <class F>
+  void run(const F& f) {
+    call_ = [](const void* data, int thread) { (*static_cast<const F*>(data))(thread); };
+    data_ = &f;
+    advance(job_);
+    f(0);
+    barrier();
+  }
+
+  void barrier() {
+    const uint32_t phase = phase_.value.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      advance(phase_);
+    } else {
+      wait(phase_, phase);
+    }
+  }
+
+  // Numbers 0 .. count - 1, each to one of the threads; a barrier comes before the next call of `deal`.
+  template <class F>
+  void share(int64_t count, const F& f) {
+    for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < count;
+         i = next_.fetch_add(1, std::memory_order_relaxed))
+      f(i);
+  }
+  void deal() { next_.store(0, std::memory_order_relaxed); }
+
+ private:
+  static constexpr int kSpins = 2000;  // some tens of microseconds
+
+  struct alignas(64) Word {
+    std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> sleepers{0};
+  };
+
+  void work(int thread) {
+    for (uint32_t seen = 0;;) {
+      wait(job_, seen);
+      ++seen;
+      if (!call_) return;
+      call_(data_, thread);
+      barrier();
+    }
+  }
+
+  static void advance(Word& word) {
+    word.value.fetch_add(1);
+    if (word.sleepers.load()) syscall(SYS_futex, &word.value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  }
+
+  static void wait(Word& word, uint32_t old) {
+    for (int i = 0; i < kSpins; ++i) {
+      if (word.value.load(std::memory_order_acquire) != old) return;
+      _mm_pause();
+    }
+    word.sleepers.fetch_add(1);
+    while (word.value.load() == old)
+      syscall(SYS_futex, &word.value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+    word.sleepers.fetch_sub(1);
+  }
+
+  const int size_;
+  void (*call_)(const void*, int) = nullptr;
+  const void* data_ = nullptr;
+  Word job_, phase_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int64_t> next_{0};
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace inflight

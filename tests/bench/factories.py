@@ -1,0 +1,24 @@
+"""A model's shape and a setup, as a benchmark would find them."""
+
+from __future__ import annotations
+
+from inflight.bench.setup import ModelShape, Setup, Versions
+
+SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 100, layer_weights=1_000_000, head_weights=50_000)
+SETUP = Setup(
+    model="tiny",
+    shape=SHAPE,
+    dtype="bfloat16",
+    kernels="default",
+    threads=2,
+    workload="w",
+    requests=1,
+    prompt_tokens=10,
+    output_tokens=2,
+    concurrency=1,
+    max_num_tokens=2048,
+    kv_cache_tokens=32,
+    rounds=1,
+    versions=Versions("3.11", "2.13", "0.1"),
+    cpu="a CPU",
+)

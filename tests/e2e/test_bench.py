@@ -1,0 +1,45 @@
+"""What `scripts/bench serve` measures a real server with."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.bench.serve import ServedEngine, analyze
+from inflight.bench.workload import BenchRequest
+from inflight.server.errors import ServeError
+
+REQUESTS = [BenchRequest((10 + number, 2, 3), 4 + number) for number in range(12)]
+STEP_MS = 2
+SETTINGS = {
+    "fake_engine": f"vocab=1000,step_us={STEP_MS * 1000}",
+    "max_sequence_length": "256",
+    "max_tokens_in_paged_kv_cache": "4096",
+}
+
+
+def test_perf_analyzer_sends_every_request_once_so_many_at_a_time(fake_server):
+    timelines = analyze(fake_server, REQUESTS, 4)
+    assert sorted(timeline.num_output_tokens for timeline in timelines) == [*range(4, 16)]
+    for timeline in timelines:
+        took_ns = timeline.responses_ns[-1] - timeline.sent_ns
+        assert took_ns >= timeline.num_output_tokens * STEP_MS * 1e6 / 2
+        others = [t for t in timelines if t.sent_ns < timeline.sent_ns < t.responses_ns[-1]]
+        assert len(others) < 4
+
+
+def test_fewer_requests_than_may_be_in_flight_are_all_in_flight(fake_server):
+    assert len(analyze(fake_server, REQUESTS[:2], 16)) == 2
+
+
+def test_a_request_that_the_server_refuses_is_said(fake_server):
+    with pytest.raises(ServeError, match="request_output_len"):
+        analyze(fake_server, [BenchRequest((1, 2), 1_000_000)], 1)
+
+
+def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere):
+    with ServedEngine(SETTINGS | {"max_batch_size": "4"}) as engine:
+        engine.run(REQUESTS[:4], 4)
+        resources = engine.resources()
+    assert resources.server_peak_rss_bytes is not None
+    assert 10 << 20 < resources.peak_rss_bytes < resources.server_peak_rss_bytes
+    assert resources.load_s > 0

@@ -1,0 +1,125 @@
+"""To the bit: what a row gives on compiled code is the same alone, in any company, and however its context is cut.
+
+An int8 row's scale is its own and its sums are whole numbers; a sum of bfloat16 or float32 products is made in the
+same order however many rows there are. Everything else is made row by row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft, Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.engine.torch import TorchEngine
+from tests.engine.driver import Driver, Row, alone, load_engine
+from tests.engine.kernels import needs_native
+from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
+from tests.models.zoo import Zoo, ZooModel
+
+DTYPES = ["int8", "bfloat16", "float32"]
+NUM_TOKENS = 12
+LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
+SAMPLED = SamplingConfig(temperature=1.1, top_k=30, repetition_penalty=1.2, random_seed=4)
+
+pytestmark = [needs_native, pytest.mark.parametrize("dtype", DTYPES)]
+
+
+def load_native(folder: Path, dtype: str, **changes: Any) -> TorchEngine:
+    return load_engine(folder, **{"dtype": dtype, "kernels": "native", "max_num_sequences": 20, **changes})
+
+
+def assert_equal(row: Row, other: Row) -> None:
+    count = min(len(row.logits), len(other.logits))
+    assert count > 0
+    assert row.generated[:count] == other.generated[:count]
+    assert torch.equal(torch.stack(row.logits[:count]), torch.stack(other.logits[:count]))
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-head-dim", "qwen3", "gpt2"])
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_rows_of_a_batch(zoo: Zoo, case: str, dtype: str, size: int) -> None:
+    """Contexts beside each other, then contexts beside generation, then generation alone."""
+    model = zoo[case]
+    engine = load_native(model.folder, dtype)
+    prompts = [model.prompt(3 + 7 * number % 50, number) for number in range(size)]
+    singles = [alone(engine, prompt, NUM_TOKENS) for prompt in prompts]
+    driver = Driver(engine)
+    rows = [driver.start(prompt) for prompt in prompts]
+    first, last = rows[: size - 1], rows[-1]
+    driver.step({row: len(row.tokens) for row in first})
+    driver.step({last: len(last.tokens)}, first)
+    for number in range(NUM_TOKENS - 1):
+        driver.step(generation=rows[:: 1 if number % 2 else -1])
+    for row, single in zip(rows, singles, strict=True):
+        assert_equal(row, single)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 33])
+def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> None:
+    model = zoo[case]
+    engine = load_native(model.folder, dtype)
+    prompt = model.prompt(75)
+    driver = Driver(engine)
+    row = driver.start(prompt)
+    driver.generate(row, NUM_TOKENS, chunk)
+    assert_equal(row, alone(engine, prompt, NUM_TOKENS))
+
+
+def test_long_contexts(zoo: Zoo, dtype: str) -> None:
+    """Beyond what is scored at a time, in blocks that are no multiple of that."""
+    model = zoo["llama-gqa"]
+    engine = load_native(model.folder, dtype, tokens_per_block=6, max_num_tokens=1024)
+    prompts = [model.prompt(length, length) for length in (240, 3, 200, 17)]
+    driver = Driver(engine)
+    rows = [driver.start(prompt) for prompt in prompts]
+    driver.step({row: len(row.tokens) - 2 for row in rows if len(row.tokens) > 3})
+    driver.step({row: len(row.tokens) - row.num_computed for row in rows})
+    for _ in range(NUM_TOKENS):
+        driver.step(generation=rows)
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert_equal(row, alone(engine, prompt, NUM_TOKENS))
+
+
+def make_requests(model: ZooModel) -> list[Request]:
+    """Eight, of all kinds but beam searches, which return no logits of each step alone."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"sampling": SAMPLED},
+        {"draft": ExternalDraft(model.prompt(4, 99))},
+        {"prompt_lookup_num_tokens": 3},
+        {"sampling": SamplingConfig(repetition_penalty=1.3)},
+        {},
+        {"sampling": SAMPLED, "streaming": True},
+        {"prompt_lookup_num_tokens": 5, "streaming": True},
+    ]
+    return [
+        Request(number, model.prompt(5 + 9 * number, number), 16, output=LOGITS, **kind)
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
+    result = served.result(request)
+    return [to_torch(tensor) for tensor in (result.context_logits, *result.generation_logits)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_through_the_scheduler(zoo: Zoo, dtype: str, way: str) -> None:
+    """Mixed, arriving one after the other, with chunks and pauses, against each by itself."""
+    model = zoo["llama-gqa"]
+    requests = make_requests(model)
+    engine = load(model.folder, 36, 8, dtype=dtype, kernels="native")
+    together = serve(engine, config_of(way), requests, per_iteration=3)
+    if way.startswith("utilization"):
+        assert together.num_pauses > 0
+    for request in requests:
+        by_itself = serve(engine, config_of("no-evict"), [request])
+        assert together.tokens(request) == by_itself.tokens(request)
+        for found, expected in zip(logits_of(together, request), logits_of(by_itself, request), strict=True):
+            assert torch.equal(found, expected)

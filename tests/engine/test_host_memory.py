@@ -1,0 +1,42 @@
+"""Memory that is large, or used again and again."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.engine.torch.host_memory import Arena, Recycled, zeros
+
+
+def test_zeros_are_zero_and_ones_own():
+    first, second = zeros((3, 5), torch.bfloat16), zeros((3, 5), torch.bfloat16)
+    first += 1
+    assert first.shape == (3, 5) and not second.any()
+    assert zeros((0, 5), torch.float32).shape == (0, 5)
+
+
+def test_tensors_of_an_arena_lie_apart_at_cache_lines():
+    arena = Arena()
+    tensors = [arena.empty(count, torch.int8) for count in (1, 64, 65, 100 << 20, 7)]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [tensor.data_ptr() % 64 for tensor in tensors] == [0] * 5
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [2], [3], [4]]
+
+
+def test_memory_is_used_again_once_not_even_a_view_is_left():
+    recycled = Recycled()
+    first = recycled.empty((4, 5), torch.float32)
+    place, view = first.data_ptr(), first[1:2]
+    assert recycled.empty((4, 5), torch.float32).data_ptr() != place
+    del first
+    assert recycled.empty((2, 5), torch.float32).data_ptr() != place
+    del view
+    assert recycled.empty((2, 5), torch.float32).data_ptr() == place
+    assert recycled.empty((0, 5), torch.float32).shape == (0, 5)
+
+
+def test_what_is_too_small_is_given_up():
+    recycled = Recycled()
+    for size in (10, 1000, 100_000, 1000, 10):
+        recycled.empty((size,), torch.float32)
+    assert len(recycled._memories) == 1

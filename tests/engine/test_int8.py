@@ -1,0 +1,99 @@
+"""int8 weights: what they are rounded to, and that torch's operators have the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.composition.models import load
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.engine.torch.native.packing import quantize
+from inflight.models import Linear, load_weights, read_model_description
+from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
+from tests.engine.ranks import assert_same, ranks
+from tests.engine.serving import config_of, serve
+from tests.engine.serving import load as load_small
+from tests.models.zoo import Zoo
+from tests.triton.factories import make_parameters
+
+
+def test_quantized_weights_are_within_half_a_step() -> None:
+    weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    levels, scales = quantize(weight)
+    assert levels.dtype == torch.int8 and levels.abs().max() == 127
+    assert torch.all((levels * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7)
+
+
+def _rounded(linear: Linear) -> torch.Tensor:
+    levels, scales = quantize(linear.weight)
+    return (levels * scales[:, None]).to(linear.weight.dtype)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "gpt2"])
+def test_torch_has_every_matrix_rounded_and_nothing_else(zoo: Zoo, case: str) -> None:
+    description = read_model_description(zoo[case].folder)
+    before = load_weights(description, torch.bfloat16, torch.device("cpu"))
+    after = load_engine(zoo[case].folder, dtype="int8", kernels="torch")._decoder._weights
+    for old, new in zip(before.layers, after.layers, strict=True):
+        for name in ("qkv", "output", "up", "down"):
+            was, is_ = getattr(old, name), getattr(new, name)
+            assert torch.equal(is_.weight, _rounded(was))
+            assert not torch.equal(is_.weight, was.weight)
+            assert (was.bias is None and is_.bias is None) or torch.equal(was.bias, is_.bias)
+        assert torch.equal(new.attention_norm.weight, old.attention_norm.weight)
+    assert torch.equal(after.lm_head.weight, _rounded(before.lm_head))
+    assert torch.equal(after.embedding, before.embedding), "what is looked up is not multiplied"
+
+
+@needs_native
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "qwen3", "gpt2"])
+def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case: str) -> None:
+    """The weights' error is common to them; the activations' is the compiled code's own."""
+    model = zoo[case]
+    prompt = model.prompt(40)
+    rows = [
+        alone(load_engine(model.folder, dtype="int8", kernels=kernels), prompt, 1)
+        for kernels in ("native", "torch")
+    ]
+    native, rounded = (row.logits[0] for row in rows)
+    exact = model.logits(prompt)[-1]
+    assert (native - rounded).square().mean() < 2 * (native - exact).square().mean()
+
+
+@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_ranks_serve_int8(zoo: Zoo, topology: tuple[int, int], kernels: str | None) -> None:
+    """Stages give what one rank gives; ranks that share a layer round their parts by scales of their own."""
+    from tests.engine.test_ranks import _some_of_everything
+
+    model = zoo["llama-gqa"]
+    requests = _some_of_everything(model)[:1] if kernels == "torch" else _some_of_everything(model)
+    with ranks(model.folder, topology, 64, 8, dtype="int8", kernels=kernels) as engine:
+        many = serve(engine, config_of("chunked"), requests)
+    one = serve(
+        load_small(model.folder, 64, 8, dtype="int8", kernels=kernels), config_of("chunked"), requests
+    )
+    assert many.responses.keys() == one.responses.keys()
+    if topology == (1, 2):
+        assert_same(many, one)
+
+
+def _load(zoo: Zoo, **parameters: Any) -> tuple[TorchEngine, str]:
+    model = load(make_parameters(gpt_model_path=str(zoo["llama"].folder), **parameters), "", None)
+    return model.engine, model.dtype
+
+
+@needs_native
+def test_parameters_choose_what_computes_the_layers(zoo: Zoo) -> None:
+    engine, dtype = _load(zoo)
+    assert isinstance(engine._decoder, NativeDecoder)
+    assert dtype == "float32", "the checkpoint's"
+    for kernels, decoder in (("native", NativeDecoder), ("torch", Decoder)):
+        engine, dtype = _load(zoo, kernels=kernels, dtype="int8")
+        assert isinstance(engine._decoder, decoder)
+        assert (dtype, engine.dtype) == ("int8", "bfloat16")

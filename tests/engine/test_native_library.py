@@ -1,0 +1,365 @@
+"""Where the compiled code comes from, and that a machine that cannot have it serves all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from inflight.engine.torch.native import library
+from inflight.engine.torch.native.library import CannotBuild, load_library
+from inflight.errors import ConfigError
+from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
+from tests.models.zoo import Zoo
+
+FAILURES = {
+    "an error": (
+        "echo 'In file x' >&2; echo 'x.h:1: fatal error: no such file' >&2; exit 1",
+        "x.h:1: fatal error",
+    ),
+    "words in no known encoding": (
+        "printf '\\377\\376 error' >&2; exit 1",
+        "failed with status 1: \ufffd\ufffd error",
+    ),
+    "silence": ("exit 3", "failed with status 3"),
+    "a signal": ("kill -9 $$", "failed with status -9"),
+    "nothing to show for it": ("exit 0", "failed with status 0"),
+    "something that cannot be loaded": ('echo junk > "$target"', "cannot be kept or loaded"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One with an empty cache, and a compiler that is a shell script.
+
+    Attributes:
+        root: All of it is in there.
+        real: A library that was really compiled.
+    """
+
+    root: Path
+    real: Path
+
+    def compiler(self, body: str) -> None:
+        """What it does with `$target`; by then it has left a trace."""
+        lines = ("#!/bin/sh", '[ "$1" = --version ] && exec echo 1', f"echo run >> '{self.root}/runs'")
+        script = self.root / "bin" / "c++"
+        script.write_text("\n".join((*lines, "for target; do :; done", body, "")))
+        script.chmod(0o700)
+
+    def working_compiler(self) -> None:
+        """It gives the real library, without the digest behind it."""
+        self.compiler(f"head -c -{library._DIGEST_BYTES} '{self.real}' > \"$target\"")
+
+    @property
+    def num_builds(self) -> int:
+        runs = self.root / "runs"
+        return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "cache" / "inflight"
+
+    def kept(self) -> list[Path]:
+        return sorted(self.cache.iterdir())
+
+    @property
+    def path(self) -> Path:
+        """Where the library is kept."""
+        command = library._compiler_command("float32", int8=False)
+        key = library._key(command, library._processor_flags())
+        return self.cache / f"decoder-{key}.so"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    real = Path(load_library("float32")._name)
+    if not real.exists():
+        pytest.skip("this machine has no place to keep compiled code")
+    for name in ("bin", "cache", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # remembers nothing
+    return Machine(tmp_path, real)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered of this machine's compiler."""
+    monkeypatch.setattr(library, "_load", library._load.__wrapped__)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@needs_native
+def test_it_is_built_once_and_kept(machine: Machine) -> None:
+    machine.working_compiler()
+    for _ in range(2):
+        assert isinstance(load_library("float32"), ctypes.CDLL)
+    assert machine.num_builds == 1
+    assert machine.kept() == [machine.path]
+    assert machine.cache.stat().st_mode & 0o777 == 0o700, "what lies there is run"
+
+
+@needs_native
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.4, 0.9, 1.0])
+def test_a_damaged_file_is_built_again(machine: Machine, share: float) -> None:
+    """To run code that lies behind a file's end would kill the process; the last one lacks a byte."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    content = machine.real.read_bytes()
+    machine.path.write_bytes(content[: min(int(share * len(content)), len(content) - 1)])
+    load_library("float32")
+    assert machine.num_builds == 1
+    assert machine.path.read_bytes() == content
+
+
+@needs_native
+def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    content = bytearray(machine.real.read_bytes())
+    content[len(content) // 2] ^= 1
+    machine.path.write_bytes(content)
+    load_library("float32")
+    assert machine.num_builds == 1
+
+
+@needs_native
+def test_of_several_at_once_one_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have nothing in common but the folder, as processes have."""
+    machine.working_compiler()
+    meet_before_the_lock(monkeypatch, 3)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(load_library, ["float32"] * 3))
+    assert all(isinstance(each, ctypes.CDLL) for each in found)
+    assert machine.num_builds == 1
+    assert machine.kept() == [machine.path]
+
+
+@needs_native
+def test_without_locks_several_build_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has compiled before any puts its file in place."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    machine.working_compiler()
+    monkeypatch.setattr(library.fcntl, "flock", refuse)
+    meeting, compile_ = threading.Barrier(3), library._compile
+
+    def meet(compiler: str, target: Path) -> None:
+        compile_(compiler, target)
+        meeting.wait(30)
+
+    monkeypatch.setattr(library, "_compile", meet)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(load_library, ["float32"] * 3))
+    assert all(isinstance(each, ctypes.CDLL) for each in found)
+    assert machine.num_builds == 3
+    assert machine.kept() == [machine.path]
+    assert library._is_whole(machine.path)
+
+
+def meet_before_the_lock(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """All have seen that nothing is there before any builds."""
+    meeting, wait = threading.Barrier(count), library._one_at_a_time
+
+    def meet(folder: Path) -> object:
+        meeting.wait(30)
+        return wait(folder)
+
+    monkeypatch.setattr(library, "_one_at_a_time", meet)
+
+
+@needs_native
+@pytest.mark.parametrize("cache", ["file", "file/below", "relative", ""])
+def test_without_a_place_to_keep_it_it_is_built_every_time(
+    machine: Machine, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.working_compiler()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(machine.root / cache) if cache.startswith("file") else cache)
+    for _ in range(2):
+        load_library("float32")
+    assert machine.num_builds == 2
+    assert list((machine.root / "tmp").iterdir()) == []
+
+
+@needs_native
+@pytest.mark.parametrize("harm", ["writable by others", "another user's"])
+def test_a_folder_that_others_can_write_to_is_not_used(machine: Machine, harm: str) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    if harm == "writable by others":
+        machine.cache.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(machine.cache, 12345, -1)
+    else:
+        pytest.skip("only root can give a folder away")
+    load_library("float32")
+    assert machine.num_builds == 1
+    assert machine.kept() == []
+
+
+@needs_native
+def test_a_full_disk_is_said_and_leaves_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.working_compiler()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(library.os, "replace", fail)
+    with pytest.raises(CannotBuild, match="No space left on device"):
+        load_library("float32")
+    monkeypatch.undo()
+    assert machine.kept() == []
+
+
+@needs_native
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(machine: Machine, failure: str) -> None:
+    body, message = FAILURES[failure]
+    machine.compiler(body)
+    with pytest.raises(CannotBuild) as error:
+        load_library("float32")
+    assert message in str(error.value)
+    assert [path for path in machine.kept() if path != machine.path] == []
+
+
+@needs_native
+@pytest.mark.parametrize("body", ["", "sleep 300"])
+def test_a_compiler_that_cannot_be_run_or_does_not_end(
+    machine: Machine, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is no program, and one whose child hangs: it is ended too, or it would keep the pipes open."""
+    monkeypatch.setattr(library, "_BUILD_TIMEOUT_S", 2.0)
+    if body:
+        machine.compiler(f"{body} & echo $! > '{machine.root}/child'; wait")
+    else:
+        (machine.root / "bin" / "c++").write_bytes(b"\0\1\2")
+        (machine.root / "bin" / "c++").chmod(0o700)
+    with pytest.raises(CannotBuild, match="cannot be run: "):
+        load_library("float32")
+    child = machine.root / "child"
+    if child.exists():
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(int(child.read_text()))
+            assert select.select([handle], [], [], 10)[0], "the compiler's own child goes on"
+            os.close(handle)
+
+
+def test_the_compiler_that_the_environment_names_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "c++", "clang++"):
+        (tmp_path / name).touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "mine")
+    assert library._find_compiler() == str(tmp_path / "mine")
+    monkeypatch.setenv("CXX", "not-there")
+    assert library._find_compiler() == str(tmp_path / "c++")
+    (tmp_path / "c++").unlink()
+    monkeypatch.delenv("CXX")
+    assert library._find_compiler() == str(tmp_path / "clang++")
+
+
+# ---------------------------------------------------------------- without it
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CXX", raising=False)
+    return "there is no C++ compiler"
+
+
+def no_avx512(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
+    return "the processor lacks avx512"
+
+
+def no_flags(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    monkeypatch.setattr(library, "_processor_flags", frozenset)
+    return "the processor lacks avx512"
+
+
+def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    (folder / "c++").write_text("#!/bin/sh\necho 'an error of its own' >&2\nexit 1\n")
+    (folder / "c++").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.delenv("CXX", raising=False)
+    # A processor that would do, whatever this one is.
+    monkeypatch.setattr(
+        library,
+        "_processor_flags",
+        lambda: library._NEEDED | library._INT8 | library._OF_DTYPE["bfloat16"],
+    )
+    return "an error of its own"
+
+
+LACKS = [no_compiler, no_avx512, no_flags, a_compiler_that_fails]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("lack", LACKS)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_machine_without_it_serves_and_says_why_once(
+    zoo: Zoo,
+    lack: object,
+    dtype: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = zoo["llama"]
+    if lack is no_compiler and library._NEEDED - library._processor_flags():
+        pytest.skip("the processor comes first")
+    reason = lack(monkeypatch, tmp_path)  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(model.folder, dtype=dtype)
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    row = alone(engine, model.prompt(9), 4)
+    if dtype is None:
+        assert row.generated == model.greedy(model.prompt(9), 4)
+    with pytest.raises(ConfigError, match="kernels is native, but there is no compiled code: ") as error:
+        load_engine(model.folder, dtype=dtype, kernels="native")
+    assert reason in str(error.value)
+
+
+def test_who_asks_for_torch_is_not_warned(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_engine(zoo["llama"].folder, kernels="torch")
+    assert caplog.records == []
+
+
+def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(zoo["llama"].folder, dtype="float16")
+    assert engine.dtype == "float16"
+    assert ["not in float16" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_processor_flags", lambda: library._NEEDED)
+    with pytest.raises(CannotBuild, match="the processor lacks avx512_bf16"):
+        load_library("bfloat16")
+    with pytest.raises(CannotBuild, match="not in float16"):
+        load_library("float16")
