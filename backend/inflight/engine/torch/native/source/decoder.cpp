@@ -299,19 +299,18 @@ class Decoder {
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
       multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), blocks, packed, thread, team_.size(),
-                     [&](int row, int panel, __m512 low, __m512 high) {
+                     [&](int row, int panel, __m512i low_sums, __m512i high_sums) {
                        const __m512 scale = _mm512_set1_ps(row_scales[row]);
-                       low = rescale(linear, panel * kPanel, low, scale);
-                       high = rescale(linear, panel * kPanel + kLanes, high, scale);
+                       __m512 low = rescale(linear, panel * kPanel, low_sums, scale);
+                       __m512 high = rescale(linear, panel * kPanel + kLanes, high_sums, scale);
                        add_bias(panel, low, high);
                        done(row, panel, low, high);
                      });
     }
   }
 
-  static __m512 rescale(const Linear& linear, int column, __m512 sums, __m512 row_scale) {
-    const __m512i exact =
-        _mm512_sub_epi32(_mm512_castps_si512(sums), _mm512_loadu_si512(linear.corrections + column));
+  static __m512 rescale(const Linear& linear, int column, __m512i sums, __m512 row_scale) {
+    const __m512i exact = _mm512_sub_epi32(sums, _mm512_loadu_si512(linear.corrections + column));
     return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_loadu_ps(linear.scales + column)), row_scale);
   }
 

@@ -34,6 +34,9 @@ struct Bf16 {
   static void store(Stored* target, __m512 values, __mmask16 mask = 0xffff) {
     _mm256_mask_storeu_epi16(target, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
   }
+  using Pairs = __m512;
+  using Sums = __m512;
+  static Sums zero() { return _mm512_setzero_ps(); }
   // A register of 16 pairs, as they lie in a packed operand.
   static __m512 load_pairs(const Stored* source) { return _mm512_loadu_ps(source); }
   static __m512 load_pairs(const Stored* source, __mmask16 mask) {
@@ -45,7 +48,6 @@ struct Bf16 {
     std::memcpy(&pair, source, sizeof pair);
     return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
   }
-  static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
   static __m512 multiply_add(__m512 total, __m512 a, __m512 b) {
     return _mm512_dpbf16_ps(total, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
@@ -61,10 +63,12 @@ struct F32 {
   static void store(Stored* target, __m512 values, __mmask16 mask = 0xffff) {
     _mm512_mask_storeu_ps(target, mask, values);
   }
+  using Pairs = __m512;
+  using Sums = __m512;
+  static Sums zero() { return _mm512_setzero_ps(); }
   static __m512 load_pairs(const Stored* source) { return _mm512_loadu_ps(source); }
   static __m512 load_pairs(const Stored* source, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, source); }
   static __m512 broadcast_pair(const Stored* source) { return _mm512_set1_ps(*source); }
-  static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
   static __m512 multiply_add(__m512 total, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, total); }
 };
 

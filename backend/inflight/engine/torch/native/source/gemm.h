@@ -15,7 +15,8 @@ namespace inflight {
 
 constexpr int kPanel = 32;
 constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
-constexpr int kPrefetch = 4096;  // bytes ahead
+constexpr int kPrefetch = 4096;      // bytes ahead
+constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two panels may take
 
 template <class E>
 struct Packed {
@@ -45,22 +46,30 @@ inline void pack_row(const void* source, int64_t num_pairs, void* packed, const 
   for (int64_t i = 0; i < num_pairs; ++i) to[i * step] = from[i];
 }
 
+// What is read next: a kernel asks for 128 bytes of it with every pair.
+struct Ahead {
+  const char* data;
+  int step;
+};
+
 // sums[row][half] = a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
 // on no other row.
 template <class E, int kRows>
 inline __attribute__((always_inline)) void multiply_panel(const typename E::Stored* a,
                                                           const typename E::Stored* panel, int inner,
-                                                          __m512 (&sums)[kRows][2]) {
+                                                          const Ahead& ahead, typename E::Sums (&sums)[kRows][2]) {
   constexpr int kStep = kPanel * E::kPair;
 #pragma GCC unroll 16
-  for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_ps();
+  for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = E::zero();
+  const char* next = ahead.data;
   for (int k = 0; k < inner; k += E::kPair, panel += kStep, a += kRows * E::kPair) {
-    _mm_prefetch(reinterpret_cast<const char*>(panel) + kPrefetch, _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(panel) + kPrefetch + 64, _MM_HINT_T0);
-    const __m512 b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
+    _mm_prefetch(next, _MM_HINT_T1);
+    _mm_prefetch(next + 64, _MM_HINT_T1);
+    next += ahead.step;
+    const typename E::Pairs b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      const __m512 x = E::broadcast_pair(a + row * E::kPair);
+      const typename E::Pairs x = E::broadcast_pair(a + row * E::kPair);
       sums[row][0] = E::multiply_add(sums[row][0], x, b0);
       sums[row][1] = E::multiply_add(sums[row][1], x, b1);
     }
@@ -69,9 +78,10 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Stor
 
 // Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block and one panel.
 template <class E, int kRows, class Done>
-inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Done& done) {
-  __m512 sums[kRows][2];
-  multiply_panel<E, kRows>(block, w.panel(panel), w.inner, sums);
+inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Ahead& ahead,
+                     const Done& done) {
+  typename E::Sums sums[kRows][2];
+  multiply_panel<E, kRows>(block, w.panel(panel), w.inner, ahead, sums);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) done(row + i, panel, sums[i][0], sums[i][1]);
 }
@@ -79,13 +89,19 @@ inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& 
 template <class E, class Done>
 void run_panel(const typename E::Stored* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
                int panel, const Done& done) {
+  // The first block of rows is multiplied as the panel comes from memory; while the second is, memory brings the next
+  // panel, as far as the core's cache has room for it.
+  const char* data = reinterpret_cast<const char*>(w.panel(panel));
+  const int64_t bytes = static_cast<int64_t>(w.inner) * kPanel * sizeof(typename E::Stored);
+  const Ahead here{data + kPrefetch, kPanel * 4}, next{data + bytes, 2 * bytes <= kCache ? kPanel * 4 : 0};
   for (int64_t block = first; block < last; ++block) {
+    const Ahead& ahead = block == first + 1 ? next : here;
     const int row = static_cast<int>(blocks.begin(block));
     const typename E::Stored* rows = a + static_cast<int64_t>(row) * w.inner;
     switch (blocks.begin(block + 1) - row) {
 #define INFLIGHT_ROWS(n) \
   case n:                \
-    run_rows<E, n>(rows, row, w, panel, done); \
+    run_rows<E, n>(rows, row, w, panel, ahead, done); \
     break;
       INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
       INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)

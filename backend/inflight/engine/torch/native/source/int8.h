@@ -15,19 +15,19 @@ namespace inflight {
 struct Int8 {
   using Stored = uint8_t;  // of activations; weights are int8_t in the same places
   static constexpr int kPair = 4;
-  static __m512 load_pairs(const Stored* source) { return _mm512_loadu_ps(source); }
-  static __m512 broadcast_pair(const Stored* source) {
+  using Pairs = __m512i;
+  using Sums = __m512i;
+  static Pairs load_pairs(const Stored* source) { return _mm512_loadu_si512(source); }
+  static Pairs broadcast_pair(const Stored* source) {
     int32_t quad;
     std::memcpy(&quad, source, sizeof quad);
-    return _mm512_castsi512_ps(_mm512_set1_epi32(quad));
+    return _mm512_set1_epi32(quad);
   }
-  static __m512 multiply_add(__m512 total, __m512 a, __m512 b) {
-    return _mm512_castsi512_ps(
-        _mm512_dpbusd_epi32(_mm512_castps_si512(total), _mm512_castps_si512(a), _mm512_castps_si512(b)));
+  static Sums multiply_add(Sums total, Pairs a, Pairs b) {  // GCC 12 keeps the intrinsic's sums in memory
+    asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
+    return total;
   }
-  static __m512 add(__m512 a, __m512 b) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-  }
+  static Sums zero() { return _mm512_setzero_si512(); }
 };
 
 // One row; returns its scale. `padded` is a multiple of 4 and at least `count`.
