@@ -64,6 +64,7 @@ GOOD = [
     ("exclude_input_in_output", "False", False),
     ("default_end_ids", "2, 7", (2, 7)),
     ("cancellation_check_period_ms", "100", 100),
+    ("stream_interval", "4", 4),
     ("stats_check_period_ms", "1000", 1000),
     ("iter_stats_max_iterations", "0", 0),
     ("request_stats_max_iterations", "10", 10),

@@ -75,7 +75,13 @@ class FrontEnd:
         self._responses = ResponseBuilder(pb_utils)
         self._in_flight = InFlight(client)
         self._budget = ResponseBudget()
-        self._sender = Sender(self._in_flight, self._responses, self._budget, pb_utils.Logger.log_verbose)
+        self._sender = Sender(
+            self._in_flight,
+            self._responses,
+            self._budget,
+            pb_utils.Logger.log_verbose,
+            model.parameters.stream_interval,
+        )
         self._states = StateRequests(client, self._responses)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000

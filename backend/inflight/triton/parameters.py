@@ -70,6 +70,7 @@ class Parameters:
     exclude_input_in_output: bool | None
     default_end_ids: tuple[int, ...]
     cancellation_check_period_ms: int
+    stream_interval: int
     stats_check_period_ms: int
     iter_stats_max_iterations: int
     request_stats_max_iterations: int
@@ -249,6 +250,13 @@ _BUILT: tuple[ParameterSpec, ...] = (
         integer(1),
         20,
         "how often every client is asked whether it is gone",
+        _MODELS,
+    ),
+    ParameterSpec(
+        "stream_interval",
+        integer(1),
+        1,
+        "tokens of a streamed response, but for the first and the last: each costs time that the model could have",
         _MODELS,
     ),
     ParameterSpec("stats_check_period_ms", integer(1), 100, "how often statistics are published"),

@@ -16,6 +16,7 @@ from inflight.core.response import Response
 from inflight.endpoint.mailbox import Mailbox
 from inflight.errors import Cancelled, InflightError, StepFailed, Unavailable
 from inflight.triton.in_flight import Arrival, Ending, InFlight
+from inflight.triton.pacing import Pacing
 from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 
@@ -35,24 +36,27 @@ class Sender:
         responses: ResponseBuilder,
         budget: ResponseBudget,
         log: Callable[[str], None],
+        stream_interval: int = 1,
     ) -> None:
         """Args:
         in_flight: Where the clients of responses are found.
         responses: Makes Triton's responses.
         budget: Knows whether there is room for a response, and gets it back when a request has been answered.
         log: Takes a line about a client that could not be answered.
+        stream_interval: As the parameter.
         """
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
         self._log = log
         self._mailbox = Mailbox()
+        self._pacing = Pacing(stream_interval, self._mailbox.put)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
     def put(self, response: Response) -> None:
         """Take one response from the engine; never waits."""
-        self._mailbox.put(response)
+        self._pacing.put(response)
 
     def close(self) -> None:
         """Send what waits and end the thread."""

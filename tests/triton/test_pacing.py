@@ -1,0 +1,68 @@
+"""How many tokens a response of a stream waits for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.core.response import Response
+from inflight.errors import StepFailed
+from inflight.triton.pacing import Pacing
+from tests.endpoint.factories import delta
+
+
+def handed_on(interval: int, responses: list[Response]) -> list[list[Response]]:
+    """What each of the responses lets go."""
+    gone: list[Response] = []
+    pacing = Pacing(interval, gone.append)
+    steps = []
+    for response in responses:
+        pacing.put(response)
+        steps.append(gone.copy())
+        gone.clear()
+    assert not pacing._held, "nothing is kept of requests that have ended"
+    return steps
+
+
+def test_every_token_goes_at_once_by_default() -> None:
+    responses = [delta(1, 0), delta(1, 1), delta(1, 2, final=True)]
+    assert handed_on(1, responses) == [[response] for response in responses]
+
+
+def test_the_first_and_the_last_never_wait() -> None:
+    tokens = [delta(1, token) for token in range(6)] + [delta(1, 6, final=True)]
+    sizes = [len(step) for step in handed_on(4, tokens)]
+    assert sizes == [1, 0, 0, 0, 4, 0, 2]
+
+
+def test_drafts_that_were_accepted_count_one_by_one() -> None:
+    tokens = [delta(1, 0), delta(1, 1, 2, 3), delta(1, 4, 5), delta(1, 6, final=True)]
+    assert [len(step) for step in handed_on(4, tokens)] == [1, 0, 2, 1]
+
+
+def test_sequences_wait_apart() -> None:
+    tokens = [
+        delta(1, 0),
+        delta(1, 1, sequence_index=1),
+        delta(2, 2),
+        delta(1, 3),
+        delta(1, 4, sequence_index=1),
+        delta(1, 5),
+        delta(2, 6, final=True),
+        delta(1, 7, final=True),
+    ]
+    assert [len(step) for step in handed_on(3, tokens)] == [1, 1, 1, 0, 0, 0, 1, 4]
+
+
+def test_an_error_does_not_wait() -> None:
+    error = Response(1, error=StepFailed("boom"), is_final=True)
+    assert handed_on(3, [delta(1, 0), delta(1, 1), error])[-1][-1] == error
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 7])
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_nothing_is_lost_and_each_sequence_keeps_its_order(interval: int, counts: list[int]) -> None:
+    responses = [delta(1, *range(10 * i, 10 * i + count)) for i, count in enumerate(counts)]
+    responses.append(delta(1, 999, final=True))
+    assert [each for step in handed_on(interval, responses) for each in step] == responses
