@@ -117,7 +117,10 @@ class TestRounds:
     def interpreter(self, tmp_path):
         def make(name: str, source: str) -> str:
             path = tmp_path / name
-            path.write_text(f"#!{sys.executable}\nimport json, sys\n{source}\n")
+            program = tmp_path / f"{name}.py"
+            program.write_text(f"import json, sys\n{source}\n")
+            # Not in the first line: a path there may have no space.
+            path.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{program}' \"$@\"\n")
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
             return str(path)
 

@@ -28,7 +28,6 @@ from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError
-from inflight.models import read_model_description
 from inflight.triton.parameters import Parameters, Role, read_parameters
 
 
@@ -162,6 +161,10 @@ def main() -> None:
 
 
 def _run(options: Options) -> None:
+    from inflight.models import (
+        read_model_description,
+    )  # imports torch, which `load` sets its threads up for first
+
     config = read_model_description(options.model).decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)
     setup = Setup.of(options, config, requests)

@@ -27,7 +27,6 @@ from inflight.bench.rounds import BenchedEngine, run_rounds
 from inflight.bench.setup import Setup
 from inflight.bench.workload import BenchRequest, draw
 from inflight.errors import InflightError
-from inflight.models import read_model_description
 from inflight.server import belongings, perf_analyzer
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
@@ -143,6 +142,10 @@ def main() -> None:
 
 
 def _run(options: Options, is_beside: bool) -> None:
+    from inflight.models import (
+        read_model_description,
+    )  # imports torch, which `load` sets its threads up for first
+
     config = read_model_description(options.model).decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)
     setup = Setup.of(options, config, requests)

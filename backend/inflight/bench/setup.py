@@ -5,10 +5,13 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from inflight.bench.options import Options, kv_cache_tokens
 from inflight.bench.workload import BenchRequest
-from inflight.models import DecoderConfig
+
+if TYPE_CHECKING:
+    from inflight.models import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -377,25 +377,30 @@ class Decoder {
     }
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
     const int64_t offset = position % size;
-    // Values are read in pairs: beside a sequence's last token may lie what another sequence left, even no number.
-    const bool next_follows = row + 1 < batch.num_rows && batch.slots[row + 1] == batch.slots[row] &&
-                              batch.positions[row + 1] == position + 1;
-    const bool is_last_of_pair_so_far = E::kPair == 2 && offset % 2 == 0 && !next_follows;
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
     const Stored* values = keys + static_cast<int64_t>(shape_.kv_heads) * head_dim;
     const int64_t head_elements = CacheLayout<E>::head_elements(attention_);
     for (int head = 0; head < shape_.kv_heads; ++head) {
       const int64_t at = block * CacheLayout<E>::block_elements(attention_) + head * head_elements;
-      Stored* key_target = static_cast<Stored*>(layer.keys) + at + offset * E::kPair;
-      Stored* value_target = static_cast<Stored*>(layer.values) + at + offset / E::kPair * head_dim * E::kPair +
-                             offset % E::kPair;
-      const Stored *key = keys + static_cast<int64_t>(head) * head_dim, *value = values + static_cast<int64_t>(head) * head_dim;
+      Stored* target = static_cast<Stored*>(layer.keys) + at + offset * E::kPair;
+      const Stored* key = keys + static_cast<int64_t>(head) * head_dim;
       for (int d = 0; d < head_dim; d += E::kPair)
-        std::memcpy(key_target + static_cast<int64_t>(d) * size, key + d, E::kPair * sizeof(Stored));
-      for (int d = 0; d < head_dim; ++d) value_target[static_cast<int64_t>(d) * E::kPair] = value[d];
-      if (is_last_of_pair_so_far)
-        for (int d = 0; d < head_dim; ++d) value_target[static_cast<int64_t>(d) * E::kPair + 1] = 0;
+        std::memcpy(target + static_cast<int64_t>(d) * size, key + d, E::kPair * sizeof(Stored));
     }
+    const bool is_second = offset % E::kPair != 0;
+    if (is_second && row > 0 && follows(batch, row)) return;  // the row before stores both
+    const bool has_second = !is_second && E::kPair == 2 && row + 1 < batch.num_rows && follows(batch, row + 1);
+    for (int head = 0; head < shape_.kv_heads; ++head) {
+      const int64_t at = block * CacheLayout<E>::block_elements(attention_) + head * head_elements;
+      Stored* target = static_cast<Stored*>(layer.values) + at + offset / E::kPair * head_dim * E::kPair;
+      const Stored* value = values + static_cast<int64_t>(head) * head_dim;
+      E::store_values(target, value, has_second ? value + qkv_width() : nullptr, is_second, head_dim);
+    }
+  }
+
+  // Whether a row is the token after that of the row before it.
+  static bool follows(const Batch& batch, int64_t row) {
+    return batch.slots[row] == batch.slots[row - 1] && batch.positions[row] == batch.positions[row - 1] + 1;
   }
 
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
