@@ -140,13 +140,13 @@ class TestRounds:
     ):
         bad = interpreter("bad", "sys.exit('no such kernel')")
         good = interpreter("good", """print("hello"); print(json.dumps({"output_tokens_per_s": 20}))""")
-        peers = ["--peer", "vllm", "--peer-python", bad, "--peer", "openvino", "--peer-python", good]
+        peers = ["--peer", "vllm", "--peer-python", bad, "--peer", "transformers", "--peer-python", good]
         *runs, last = self._compare(monkeypatch, capsys, tmp_path, *peers, "--rounds", "2", "--workload", "w")
         assert [(run["round"], run["side"]) for run in runs] == [
-            (number, side) for number in (1, 2) for side in ("ours", "vllm", "openvino")
+            (number, side) for number in (1, 2) for side in ("ours", "vllm", "transformers")
         ]
         assert "no such kernel" in runs[1]["failed"] and "failed" not in runs[2]
-        assert last["results"]["w"]["openvino"]["ratios"] == {"output_tokens_per_s": 1.5}
+        assert last["results"]["w"]["transformers"]["ratios"] == {"output_tokens_per_s": 1.5}
         assert last["results"]["w"]["vllm"]["ratios"] == {}
 
     def test_a_peer_is_given_the_requests_and_its_own_model(self, monkeypatch, capsys, tmp_path, interpreter):
@@ -156,14 +156,16 @@ class TestRounds:
             "requests = json.load(open(given['--requests']))\n"
             "print(json.dumps({'given': given, 'lengths': [len(r['prompt']) for r in requests]}))",
         )
-        peer = ["--peer", "llama_cpp", "--peer-python", echo, "--peer-model", "weights.gguf"]
+        weights = tmp_path / "weights.gguf"
+        weights.touch()
+        peer = ["--peer", "llama_cpp", "--peer-python", echo, "--peer-model", str(weights)]
         options = ["--rounds", "1", "--workload", "lone", "--dtype", "int8", "--threads", "3"]
         _, run, _ = self._compare(monkeypatch, capsys, tmp_path, *peer, *options)
         assert run["lengths"] == [128] * 4
         assert (
             run["given"].items()
             >= {
-                "--model": "weights.gguf",
+                "--model": str(weights),
                 "--mode": "lone",
                 "--dtype": "int8",
                 "--threads": "3",
@@ -207,6 +209,7 @@ class TestPeerPrograms:
     def test_one_token_has_no_latency_between_tokens(self):
         assert figures([[0.1]], seconds=0.1)["itl_ms"] is None
 
-    def test_warming_up_takes_no_more_requests_than_run_together(self):
-        assert [request.max_tokens for request in warm_up(_setting("lone"))] == [8]
-        assert len(warm_up(_setting("w", count=20))) == 8
+    def test_everything_warms_up_or_one_request_of_those_that_come_one_by_one(self):
+        together, one_by_one = _setting("w", count=20), _setting("lone")
+        assert warm_up(together) == list(together.requests)
+        assert warm_up(one_by_one) == list(one_by_one.requests[:1])

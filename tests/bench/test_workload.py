@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from inflight.bench.workload import draw, shortened
+from inflight.bench.workload import draw, warm_up
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,7 @@ def test_lengths_are_within_their_bounds_and_ids_within_the_vocabulary():
     assert {token for request in requests for token in request.prompt} == set(range(10, 512))
 
 
-def test_a_warm_up_asks_a_few_of_the_prompts_for_a_few_tokens():
-    requests = draw("w", 512, 64)
-    short = shortened(requests)
-    assert [request.prompt for request in short] == [request.prompt for request in requests[: len(short)]]
-    assert 0 < sum(request.num_tokens for request in short) < sum(r.num_tokens for r in requests) / 4
+def test_everything_warms_up_or_one_request_of_those_that_come_one_by_one():
+    requests = draw("w", 512, 5)
+    assert warm_up(requests, 5) == requests
+    assert warm_up(requests, 1) == requests[:1]

@@ -16,6 +16,7 @@ from inflight.core.output_config import OutputConfig
 from inflight.core.request import ExternalDraft, Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
+from inflight.testing.make_model import Shape, make_model
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
@@ -69,6 +70,21 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> Non
     row = driver.start(prompt)
     driver.generate(row, NUM_TOKENS, chunk)
     assert_equal(row, alone(engine, prompt, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("tokens_per_block", [16, 24])
+def test_wide_windows(tmp_path: Path, dtype: str, tokens_per_block: int) -> None:
+    """Where a row's window begins, another row of its tile sees more."""
+    folder = make_model(tmp_path, shape=Shape(2, 64, 4, 4, 96, 300, 1024, 10_000.0))
+    changes = {"tokens_per_block": tokens_per_block, "attention_windows": (300,), "max_num_tokens": 1024}
+    engine = load_native(folder, dtype, max_sequence_length=1024, max_num_sequences=2, **changes)
+    prompt = tuple(number * 7 % 290 for number in range(700))
+    whole = alone(engine, prompt, 3 * NUM_TOKENS)
+    driver = Driver(engine)
+    row = driver.start(prompt + tuple(whole.generated[:NUM_TOKENS]))  # as after a pause
+    driver.generate(row, 2 * NUM_TOKENS)
+    assert row.generated == whole.generated[NUM_TOKENS:]
+    assert torch.equal(torch.stack(row.logits), torch.stack(whole.logits[NUM_TOKENS:]))
 
 
 def test_long_contexts(zoo: Zoo, dtype: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,8 +24,18 @@ from rich.console import Console
 from rich.table import Table
 
 from inflight.bench.bandwidth import read_gb_per_s
+from inflight.bench.options import positive
 from inflight.bench.setup import cpu_name
-from inflight.bench.sides import OURS, PEER_NAMES, Peer, Work, missing_libraries, run_ours, run_peer
+from inflight.bench.sides import (
+    CONVERTED,
+    OURS,
+    PEER_NAMES,
+    Peer,
+    Work,
+    missing_libraries,
+    run_ours,
+    run_peer,
+)
 from inflight.bench.workload import WorkloadName, draw
 
 Metric = Literal["output_tokens_per_s", "ttft_ms", "itl_ms", "peak_rss_bytes", "load_s", "start_s"]
@@ -116,13 +127,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--workload", choices=("w", "lone", "both"), default="both")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(arguments)
     try:
-        if not peers_of(options.peer_options):
+        peers = peers_of(options.peer_options)
+        if not peers:
             raise ValueError("expected a --peer")
+        for peer in peers:
+            _check(peer)
     except ValueError as error:
         parser.error(str(error))
     if not (options.model / "config.json").is_file():
@@ -150,6 +164,17 @@ def _peer(fields: Mapping[str, str]) -> Peer:
     if python is None:
         raise ValueError(f"--peer {name}: expected a --peer-python after it")
     return Peer(name, Path(python), Path(model) if model else None)
+
+
+def _check(peer: Peer) -> None:
+    if shutil.which(peer.python) is None:
+        raise ValueError(f"--peer-python {peer.python}: expected an interpreter")
+    if peer.model is None and peer.name in CONVERTED:
+        raise ValueError(
+            f"--peer {peer.name}: expected a --peer-model after it, the checkpoint in its own form"
+        )
+    if peer.model is not None and not peer.model.exists():
+        raise ValueError(f"--peer-model {peer.model}: expected what {peer.name} loads, found nothing")
 
 
 def _prepare(options: argparse.Namespace, workload: WorkloadName, folder: Path) -> Work:

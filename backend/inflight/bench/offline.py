@@ -2,7 +2,7 @@
 
 The GptManager and the engine that a server runs, made by the same composition root from the same parameters, with
 callbacks that hand requests over and take the times of responses. `w` is a load of 64 requests, all at once or so
-many at a time; `lone` is one request after another. A small run warms up and is not counted.
+many at a time; `lone` is one request after another. A run before the others warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError
+from inflight.models import read_model_description
 from inflight.triton.parameters import Parameters, Role, read_parameters
 
 
@@ -161,9 +162,6 @@ def main() -> None:
 
 
 def _run(options: Options) -> None:
-    from inflight.models import (
-        read_model_description,
-    )  # imports torch, which `load` sets its threads up for first
 
     config = read_model_description(options.model).decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)

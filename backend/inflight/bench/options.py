@@ -63,6 +63,14 @@ class Options:
         )
 
 
+def positive(text: str) -> int:
+    """For argparse: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
 def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     """What `Options.of` reads; `concurrency` is the default."""
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
@@ -72,17 +80,17 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
         default="w",
         help="w: prompts of 32 to 512 tokens; lone: one by one",
     )
-    parser.add_argument("--requests", type=int, help="64, or 4 of lone, without it")
+    parser.add_argument("--requests", type=positive, help="64, or 4 of lone, without it")
     parser.add_argument(
         "--concurrency", type=int, default=concurrency, help="most in flight, 0: all at once; lone: 1"
     )
     parser.add_argument("--dtype", help="the checkpoint's without it")
     parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
     parser.add_argument(
-        "--threads", type=int, help="of the forward pass; as many as there are cores without it"
+        "--threads", type=positive, help="of the forward pass; as many as there are cores without it"
     )
-    parser.add_argument("--max-num-tokens", type=int, default=2048, help="most tokens of an iteration")
-    parser.add_argument("--rounds", type=int, default=1, help="medians of so many")
+    parser.add_argument("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
+    parser.add_argument("--rounds", type=positive, default=1, help="medians of so many")
 
 
 def kv_cache_tokens(requests: Sequence[BenchRequest], concurrency: int) -> int:

@@ -45,7 +45,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """By the nearest rank; 0 of nothing."""
+    """The median, and the 99th percentile by the nearest rank; 0 of nothing."""
 
     p50: float
     p99: float
@@ -55,7 +55,7 @@ class Percentiles:
         """Of values in any order."""
         ordered = sorted(values) or [0.0]
         last = len(ordered) - 1
-        return cls(ordered[round(0.5 * last)], ordered[round(0.99 * last)])
+        return cls(statistics.median(ordered), ordered[round(0.99 * last)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,8 @@ def summarize(
     itl = Percentiles.of([gap for timeline in timelines for gap in timeline.gaps_ms])
     # A request's last token is never fed back.
     gflop = shape.gflop(num_prompt + num_output - len(timelines), num_output)
-    prompt_gflop = shape.gflop(num_prompt / len(timelines), 1)
+    prompt_gflop = shape.gflop(num_prompt, len(timelines))
+    prompt_seconds = 1e-3 * sum(timeline.ttft_ms for timeline in timelines)
     return Figures(
         output_tokens_per_s=num_output / seconds,
         total_tokens_per_s=(num_prompt + num_output) / seconds,
@@ -135,7 +136,7 @@ def summarize(
         ttft_ms=ttft,
         itl_ms=itl,
         gflop_per_s=gflop / seconds,
-        prefill_gflop_per_s=1e3 * prompt_gflop / ttft.p50 if is_one_by_one else None,
+        prefill_gflop_per_s=prompt_gflop / prompt_seconds if is_one_by_one else None,
         decode_gflop_per_s=1e3 * shape.gflop(1, 1) / itl.p50 if is_one_by_one and itl.p50 else None,
         memory_gb_per_s=bandwidth,
         resources=resources,

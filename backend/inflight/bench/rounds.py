@@ -8,7 +8,7 @@ from typing import Protocol
 from inflight.bench.bandwidth import Probe
 from inflight.bench.report import Bandwidth, Figures, Resources, Timeline, medians, summarize, to_line
 from inflight.bench.setup import Setup
-from inflight.bench.workload import BenchRequest, shortened
+from inflight.bench.workload import BenchRequest, warm_up
 
 
 class BenchedEngine(Protocol):
@@ -32,7 +32,7 @@ def run_rounds(
 ) -> list[Figures]:
     """Warm all up, then measure all of them `setup.rounds` times; the medians of each."""
     for engine in engines:
-        engine.run(shortened(requests), setup.concurrency)
+        engine.run(warm_up(requests, setup.concurrency), setup.concurrency)
     rounds: list[list[Figures]] = [[] for _ in engines]
     for number in range(setup.rounds):
         for engine, figures in zip(engines, rounds):

@@ -1,7 +1,7 @@
 """How fast a real tritonserver is, by Triton's perf_analyzer: the figures of `offline`, through gRPC streams.
 
 Starts a server as `scripts/serve` does, lets perf_analyzer send every request of the workload once, so many at a
-time, and reads the responses' times from what it exports. One run of a few requests warms up and is not counted.
+time, and reads the responses' times from what it exports. A run before the others warms up and is not counted.
 With `--beside`, the same engine also runs in this process, in turn with the server, and the ratio is printed.
 """
 
@@ -27,6 +27,7 @@ from inflight.bench.rounds import BenchedEngine, run_rounds
 from inflight.bench.setup import Setup
 from inflight.bench.workload import BenchRequest, draw
 from inflight.errors import InflightError
+from inflight.models import read_model_description
 from inflight.server import belongings, perf_analyzer
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
@@ -142,9 +143,6 @@ def main() -> None:
 
 
 def _run(options: Options, is_beside: bool) -> None:
-    from inflight.models import (
-        read_model_description,
-    )  # imports torch, which `load` sets its threads up for first
 
     config = read_model_description(options.model).decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from inflight.bench.options import Options, kv_cache_tokens
 from inflight.bench.workload import BenchRequest
-
-if TYPE_CHECKING:
-    from inflight.models import DecoderConfig
+from inflight.models import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)

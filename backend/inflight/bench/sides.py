@@ -18,12 +18,16 @@ from pathlib import Path
 from inflight.bench.workload import WorkloadName
 
 PEER_NAMES = ("vllm", "openvino", "transformers", "llama_cpp")
+CONVERTED = ("openvino", "llama_cpp")
+"""Peers that do not load a checkpoint as it is."""
 OURS = "ours"
 
 _PROGRAMS = Path(__file__).parent / "peers"
 _TCMALLOC = "tcmalloc_minimal"
 _LINES_OF_A_FAILURE = 12
 _VLLM_KV_CACHE_GIB = 2
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+_OURS = ("PYTHONPATH", "GOMP_SPINCOUNT")  # variables of this process that are nothing to a peer
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,20 @@ class Work:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a program printed: its line of JSON, or why there is none."""
+    """What a program printed: its line of JSON, or why there is none; and what else it had to say."""
 
     figures: Mapping[str, object] | None
     failure: str = ""
+    warnings: str = ""
 
 
 def run_ours(work: Work) -> Printed:
     """`scripts/bench offline` with the same requests."""
     options = ["--model", work.model, "--workload", work.workload, "--requests", work.num_requests]
     options += ["--dtype", work.dtype, "--threads", work.threads]
-    return _run([sys.executable, "-m", "inflight.bench.offline", *map(str, options)], dict(os.environ))
+    printed = _run([sys.executable, "-m", "inflight.bench.offline", *map(str, options)], os.environ | _ON_CPU)
+    print(printed.warnings, end="", file=sys.stderr)  # of what cannot run on compiled code, say
+    return printed
 
 
 def run_peer(peer: Peer, work: Work) -> Printed:
@@ -75,8 +82,8 @@ def peer_command(peer: Peer, work: Work) -> list[str]:
 
 def peer_environment(peer: Peer, threads: int) -> dict[str, str]:
     """This process's variables, less the path to its own packages, with what the peer's guide says to set."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    inherited |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
+    inherited |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | _ON_CPU
     return inherited | (_vllm_variables(peer.python, threads) if peer.name == "vllm" else {})
 
 
@@ -126,7 +133,7 @@ def _run(command: list[str], environment: Mapping[str, str]) -> Printed:
         return Printed(None, str(error))
     figures = last_json_line(done.stdout)
     if done.returncode == 0 and figures is not None:
-        return Printed(figures)
+        return Printed(figures, warnings=done.stderr)
     said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-_LINES_OF_A_FAILURE:]
     return Printed(None, "\n".join([f"exit status {done.returncode}", *said]))
 

@@ -19,7 +19,6 @@ _FIRST_TOKEN = 10  # lower ids are a tokenizer's special ones
 _PROMPT_LENGTHS = (32, 512)
 _OUTPUT_LENGTHS = (16, 128)
 _LONE_PROMPT, _LONE_OUTPUT = 128, 64
-_WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 8, 8
 _SEED, _LONE_SEED = 1234, 77
 
 
@@ -53,9 +52,12 @@ def draw_lone(vocab_size: int, count: int) -> list[BenchRequest]:
     return [BenchRequest(_draw_tokens(numbers, _LONE_PROMPT, vocab_size), _LONE_OUTPUT) for _ in range(count)]
 
 
-def shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """A few of the requests with a few tokens each: enough to warm up."""
-    return [BenchRequest(request.prompt, _WARM_UP_OUTPUT) for request in requests[:_WARM_UP_REQUESTS]]
+def warm_up(requests: Sequence[BenchRequest], concurrency: int) -> Sequence[BenchRequest]:
+    """What runs before anything is timed: everything once, or one request if they come one by one.
+
+    Some systems prepare themselves for every shape of a batch when they first see it.
+    """
+    return requests[:1] if concurrency == 1 else requests
 
 
 def _draw_one(numbers: random.Random, vocab_size: int) -> BenchRequest:

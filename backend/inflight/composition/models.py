@@ -6,7 +6,6 @@ Imports torch and MPI only where they are needed. On the thread that loads the m
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "demo_model"
 
-_GOMP_SPINS = "10000"
 
 _log = logging.getLogger(__name__)
 
@@ -52,21 +50,12 @@ class LoadedModel:
 
 def load(parameters: Parameters, version_dir: str, station: Station | None) -> LoadedModel:
     """What `station` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
-    calm_torchs_threads()
     if station is None:
         return load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
     # Of fake engines, each rank's makes up the same tokens.
     model = load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, station)
     station.has_loaded()
     return model
-
-
-def calm_torchs_threads() -> None:
-    """Have them look for more work for a moment only; before torch is imported, which reads it then.
-
-    By default they do for milliseconds, in which they keep the engine's own threads off the processors.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", _GOMP_SPINS)
 
 
 def load_fake(parameters: Parameters) -> LoadedModel:

@@ -21,7 +21,7 @@ class Pacing:
         """
         self._interval = interval
         self._hand_on = hand_on
-        # By request and sequence, what is held since the last one that went on. None was sent yet: not here.
+        # By request and sequence, what has come since something went on; a sequence is here once something has.
         self._held: dict[int, dict[int, list[Response]]] = {}
 
     def put(self, response: Response) -> None:

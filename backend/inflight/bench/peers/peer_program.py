@@ -14,11 +14,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-_WARM_UP_REQUESTS = 8
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -82,17 +79,21 @@ def main(load: Callable[[Setting], System], *packages: str) -> None:
         "load_s": round(loaded - begun, 3),
         "start_s": round(start_s, 3),
     }
-    versions = {"versions": {package: version(package) for package in packages}}
+    versions = {"versions": {package: _version(package) for package in packages}}
     print(json.dumps({**measured, **resources, **versions}), flush=True)
     system.close()
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # the same code may be installed under another name
+        return None
+
+
 def warm_up(setting: Setting) -> list[Request]:
-    """The first requests, cut to a few tokens: enough that every kernel has run once."""
-    return [
-        Request(request.prompt, min(request.max_tokens, _WARM_UP_TOKENS))
-        for request in setting.requests[: min(_WARM_UP_REQUESTS, setting.max_together)]
-    ]
+    """Everything once, or one request if they come one by one: every shape of a batch has been seen then."""
+    return list(setting.requests[:1] if setting.mode == "lone" else setting.requests)
 
 
 def measure(system: System, setting: Setting) -> dict:

@@ -31,7 +31,7 @@ class TorchEngineConfig:
         ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
         kernels: "torch" for torch's operators, "native" for compiled code, which a CPU with AVX-512 can run; None:
             native where it can be had, else torch.
-        num_threads: Threads of torch's operators on a CPU, in this whole process; None: torch's choice.
+        num_threads: Threads on a CPU: of compiled layers and, in this whole process, of torch; None: its choice.
         attention_windows: `max_attention_window_size`: how many tokens a token sees, itself included; layer i has
             entry i % n. Empty: all before it. Where the checkpoint has a sliding window too, the smaller one
             holds. What no token sees any more stays in the cache: memory is not saved.

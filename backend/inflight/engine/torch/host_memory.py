@@ -1,6 +1,6 @@
 """Large host memory in huge pages, where the kernel has them: fewer page faults, fewer misses when reading.
 
-Memory is zero at first, and costs nothing until it is used. Any thread.
+It costs nothing until it is used. An `Arena` or a `Recycled` belongs to one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The paged KV cache: keys and values of every layer in blocks of a fixed number of tokens.
 
-Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. Which sequence holds which
-block is not known here. One block more than the scheduler knows of, the null block, is always zero: it fills block
-tables up where a batch's sequences differ in length.
+Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. Compiled layers have an order
+of their own inside a block (native/source/attention.h) and use neither `write` nor `gather`. Which sequence holds
+which block is not known here. One block more than the scheduler knows of, the null block, is always zero: it fills
+block tables up where a batch's sequences differ in length.
 """
 
 from __future__ import annotations

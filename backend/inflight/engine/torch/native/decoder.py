@@ -48,7 +48,9 @@ class NativeDecoder:
         needs_cleared_blocks: As for `Decoder`.
     """
 
-    needs_cleared_blocks = False  # nothing behind a sequence's last token is multiplied
+    needs_cleared_blocks = (
+        False  # what lies behind a sequence's last token is masked, or zeroed as that is stored
+    )
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class NativeDecoder:
             block_tables.data_ptr(),
             block_tables.shape[1],
         )
-        self._library.plan(self._handle, batch)
+        _check(self._library.plan(self._handle, batch))
         if self._collectives.size == 1:
             self._run(batch, x, 0, len(self._layers))
             return x

@@ -81,7 +81,7 @@ class BatchStruct(Structure):
 _SIGNATURES = {
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
-    "plan": (None, (c_void_p, POINTER(BatchStruct))),
+    "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "logits": (
         c_bool,

@@ -32,15 +32,9 @@ struct AttentionShape {
   int recent, sinks;  // window; recent 0: everything before
   int group() const { return heads / kv_heads; }
   int rows_per_tile() const { return std::max(1, kTile / group()); }
+  int64_t head_elements() const { return static_cast<int64_t>(head_dim) * tokens_per_block; }
+  int64_t block_elements() const { return kv_heads * head_elements(); }
   int groups_per_block() const { return (tokens_per_block + kLanes - 1) / kLanes; }
-};
-
-template <class E>
-struct CacheLayout {
-  static int64_t block_elements(const AttentionShape& s) {
-    return static_cast<int64_t>(s.kv_heads) * s.head_dim * s.tokens_per_block;
-  }
-  static int64_t head_elements(const AttentionShape& s) { return static_cast<int64_t>(s.head_dim) * s.tokens_per_block; }
 };
 
 // One key head's tile while it is worked on; a thread has one.
@@ -212,12 +206,6 @@ inline void soften(TileState<E>& tile, int num_vectors, int num_groups, const in
   }
 }
 
-template <class T>
-inline void prefetch(const T* data, int64_t count) {
-  const char* bytes = reinterpret_cast<const char*>(data);
-  for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64) _mm_prefetch(bytes + i, _MM_HINT_T1);
-}
-
 // Rows begin .. end - 1 of a span, for one key head.
 //
 //   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
@@ -242,8 +230,8 @@ void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& sp
     std::memset(tile.sums[m], 0, padded * sizeof(float));
   }
   const int64_t first_position = span.start + (begin - span.begin), last_position = span.start + (end - 1 - span.begin);
-  const int64_t head_elements = CacheLayout<E>::head_elements(shape);
-  const int64_t block_elements = CacheLayout<E>::block_elements(shape);
+  const int64_t head_elements = shape.head_elements();
+  const int64_t block_elements = shape.block_elements();
   const int64_t pair_stride = static_cast<int64_t>(size) * E::kPair;
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
   const int64_t last_block = last_position / size;
@@ -254,6 +242,7 @@ void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& sp
   int64_t first_keys[kGroupsAtOnce];
   int num_keys[kGroupsAtOnce], num_pairs[kGroupsAtOnce];
   int num_groups = 0;
+  int64_t part = 0;  // of the sequence, 16 groups: what is summed up together is the same for every row and batch
   const auto flush = [&] {
     if (num_groups == 0) return;
     in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
@@ -271,21 +260,20 @@ void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& sp
       continue;
     }
     const int64_t at = block_table[block] * block_elements + kv_head * head_elements;
-    if (end - begin == 1) {  // bound by memory: a context chunk's tiles find in the cache what the first one read
-      prefetch(keys + at, head_elements);
-      prefetch(values + at, head_elements);
-    }
     for (int offset = 0; offset < size; offset += kLanes) {
       const int64_t first_key = block * size + offset;
       if (first_key > last_position) break;
       if (shape.recent && first_key + kLanes <= oldest && first_key >= shape.sinks) continue;
+      const int64_t own_part = (block * shape.groups_per_block() + offset / kLanes) / kGroupsAtOnce;
+      if (own_part != part) flush();
+      part = own_part;
       key_groups[num_groups] = keys + at + static_cast<int64_t>(offset) * E::kPair;
       value_groups[num_groups] = values + at + static_cast<int64_t>(offset) * head_dim;
       first_keys[num_groups] = first_key;
       num_keys[num_groups] = std::min(kLanes, size - offset);
       const int used = static_cast<int>(std::min<int64_t>(num_keys[num_groups], last_position - first_key + 1));
       num_pairs[num_groups] = (used + E::kPair - 1) / E::kPair;
-      if (++num_groups == kGroupsAtOnce) flush();
+      ++num_groups;
     }
   }
   flush();

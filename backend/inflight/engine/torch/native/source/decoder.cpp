@@ -71,13 +71,13 @@ template <class T>
 class Buffer {  // grows, and is not initialised
  public:
   T* reserve(int64_t count) {
-    if (count > size_) {
+    if (!data_ || count > size_) {
       constexpr size_t kHugePage = 2 << 20;
-      const size_t bytes = (count * sizeof(T) + kHugePage - 1) / kHugePage * kHugePage;
+      const size_t bytes = (count * sizeof(T) / kHugePage + 1) * kHugePage;
       data_.reset();
       data_.reset(static_cast<T*>(std::aligned_alloc(kHugePage, bytes)));
       if (data_) madvise(data_.get(), bytes, MADV_HUGEPAGE);
-      size_ = data_ ? count : 0;
+      size_ = data_ ? bytes / sizeof(T) : 0;
     }
     return data_.get();
   }
@@ -150,8 +150,8 @@ class Decoder {
     attention_.kv_heads = shape.kv_heads;
     attention_.head_dim = shape.head_dim;
     attention_.tokens_per_block = shape.tokens_per_block;
-    tiles_.resize(shape.num_threads);
-    for (auto& tile : tiles_) tile.reset(new (std::align_val_t(64)) TileState<E>);
+    states_.resize(shape.num_threads);
+    for (auto& state : states_) state.reset(new (std::align_val_t(64)) TileState<E>);
   }
 
   // Layers first .. last - 1, x [rows, hidden] in place. With `partial` it is one half of one layer (0 attention,
@@ -221,8 +221,8 @@ class Decoder {
     });
   }
 
-  struct FreeTile {
-    void operator()(TileState<E>* tile) const { ::operator delete(tile, std::align_val_t(64)); }
+  struct FreeState {
+    void operator()(TileState<E>* state) const { ::operator delete(state, std::align_val_t(64)); }
   };
 
   bool reserve(const Batch& batch) {
@@ -379,9 +379,9 @@ class Decoder {
     const int64_t offset = position % size;
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
     const Stored* values = keys + static_cast<int64_t>(shape_.kv_heads) * head_dim;
-    const int64_t head_elements = CacheLayout<E>::head_elements(attention_);
+    const int64_t head_elements = attention_.head_elements();
     for (int head = 0; head < shape_.kv_heads; ++head) {
-      const int64_t at = block * CacheLayout<E>::block_elements(attention_) + head * head_elements;
+      const int64_t at = block * attention_.block_elements() + head * head_elements;
       Stored* target = static_cast<Stored*>(layer.keys) + at + offset * E::kPair;
       const Stored* key = keys + static_cast<int64_t>(head) * head_dim;
       for (int d = 0; d < head_dim; d += E::kPair)
@@ -389,9 +389,9 @@ class Decoder {
     }
     const bool is_second = offset % E::kPair != 0;
     if (is_second && row > 0 && follows(batch, row)) return;  // the row before stores both
-    const bool has_second = !is_second && E::kPair == 2 && row + 1 < batch.num_rows && follows(batch, row + 1);
+    const bool has_second = !is_second && E::kPair > 1 && row + 1 < batch.num_rows && follows(batch, row + 1);
     for (int head = 0; head < shape_.kv_heads; ++head) {
-      const int64_t at = block * CacheLayout<E>::block_elements(attention_) + head * head_elements;
+      const int64_t at = block * attention_.block_elements() + head * head_elements;
       Stored* target = static_cast<Stored*>(layer.values) + at + offset / E::kPair * head_dim * E::kPair;
       const Stored* value = values + static_cast<int64_t>(head) * head_dim;
       E::store_values(target, value, has_second ? value + qkv_width() : nullptr, is_second, head_dim);
@@ -406,10 +406,10 @@ class Decoder {
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
                   int thread) {
     const int64_t tile_rows = shape.rows_per_tile();
-    team_.share(num_items_, [&](int64_t item) {
-      const Item& it = items_[item];
-      const Span& span = batch.spans[it.span];
-      attend_tile<E>(*tiles_[thread], shape, span, it.begin, std::min(it.begin + tile_rows, span.end), it.kv_head, qkv,
+    team_.share(static_cast<int64_t>(tiles_.size()), [&](int64_t index) {
+      const Tile& tile = tiles_[index];
+      const Span& span = batch.spans[tile.span];
+      attend_tile<E>(*states_[thread], shape, span, tile.begin, std::min(tile.begin + tile_rows, span.end), tile.kv_head, qkv,
                      qkv_width(), static_cast<const Stored*>(layer.keys), static_cast<const Stored*>(layer.values),
                      batch.block_tables + span.slot * batch.table_width, read, read_width());
     });
@@ -437,17 +437,19 @@ class Decoder {
 
  public:
   // Cuts the spans into tiles; before `run`, for all layers of a batch.
-  void plan(const Batch& batch) {
-    items_.clear();
+  bool plan(const Batch& batch) try {
+    tiles_.clear();
     const int tile_rows = attention_.rows_per_tile();
     for (int64_t index = 0; index < batch.num_spans; ++index)
       for (int64_t begin = batch.spans[index].begin; begin < batch.spans[index].end; begin += tile_rows)
-        for (int head = 0; head < shape_.kv_heads; ++head) items_.push_back({index, begin, head});
-    num_items_ = static_cast<int64_t>(items_.size());
+        for (int head = 0; head < shape_.kv_heads; ++head) tiles_.push_back({index, begin, head});
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
 
  private:
-  struct Item {
+  struct Tile {  // some rows of a span, for one key head
     int64_t span, begin;
     int kv_head;
   };
@@ -455,9 +457,8 @@ class Decoder {
   const Layer* layers_;
   AttentionShape attention_{};
   Team team_;
-  std::vector<Item> items_;
-  int64_t num_items_ = 0;
-  std::vector<std::unique_ptr<TileState<E>, FreeTile>> tiles_;
+  std::vector<Tile> tiles_;
+  std::vector<std::unique_ptr<TileState<E>, FreeState>> states_;  // of every thread
   Buffer<Stored> qkv_, read_, inner_;
   Buffer<uint32_t> operand_;  // packed rows, a pair each
   Buffer<uint32_t> scratch_;  // of every thread, a row and a quantized one
@@ -470,9 +471,8 @@ void pack(const typename E::Stored* source, int64_t stride, const int64_t* order
           typename E::Stored* target, int num_threads) {
   const int pairs = (inner + E::kPair - 1) / E::kPair;
   const int panels = (columns + kPanel - 1) / kPanel;
-  Team team(num_threads);
-  team.run([&](int thread) {
-    const Share share(panels, thread, num_threads);
+  in_parallel(num_threads, [&](int thread, int size) {
+    const Share share(panels, thread, size);
     for (int panel = static_cast<int>(share.begin); panel < share.end; ++panel) {
       auto* out = target + static_cast<int64_t>(panel) * pairs * kPanel * E::kPair;
       for (int lane = 0; lane < kPanel; ++lane) {
@@ -493,9 +493,8 @@ void pack(const typename E::Stored* source, int64_t stride, const int64_t* order
 template <class E>
 void quantize(const typename E::Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
               int num_threads) {
-  Team team(num_threads);
-  team.run([&](int thread) {
-    const Share share(rows, thread, num_threads);
+  in_parallel(num_threads, [&](int thread, int size) {
+    const Share share(rows, thread, size);
     for (int64_t row = share.begin; row < share.end; ++row)
       quantize_weights<E>(source + row * inner, inner, target + row * inner, scales + row, sums + row);
   });
@@ -516,7 +515,7 @@ void* create(const Shape* shape, const Layer* layers) {
   }
 }
 void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
-void plan(void* decoder, const Batch* batch) { static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
+bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
 }

@@ -13,11 +13,15 @@ namespace inflight {
 
 constexpr int kLanes = 16;  // float32 values in a register
 
+inline __mmask16 first_lanes(int count) {
+  return count >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (count < 0 ? 0 : count)) - 1);
+}
+
 // Values of one token, or of two, in pairs along tokens. Beside a sequence's last token comes zero: another sequence may
 // have left there what is no number. A token that is the second of its pair joins the first, which is there.
 inline void store_pairs(uint16_t* target, const uint16_t* first, const uint16_t* second, bool is_second, int count) {
   for (int i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = i + kLanes <= count ? 0xffff : static_cast<__mmask16>((1u << (count - i)) - 1);
+    const __mmask16 mask = first_lanes(count - i);
     const __m512i own = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, first + i));
     __m512i pairs = own;
     if (second) {
@@ -35,16 +39,6 @@ struct Bf16 {
   using Stored = uint16_t;
   static constexpr int kPair = 2;
 
-  static float to_float(Stored value) {
-    const uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-  }
-  static Stored from_float(float value) {
-    return static_cast<Stored>(_mm_extract_epi16(
-        reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(value))), 0));
-  }
   static __m512 load(const Stored* source, __mmask16 mask = 0xffff) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, source));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -78,8 +72,6 @@ struct F32 {
   using Stored = float;
   static constexpr int kPair = 1;
 
-  static float to_float(Stored value) { return value; }
-  static Stored from_float(float value) { return value; }
   static __m512 load(const Stored* source, __mmask16 mask = 0xffff) { return _mm512_maskz_loadu_ps(mask, source); }
   static void store(Stored* target, __m512 values, __mmask16 mask = 0xffff) {
     _mm512_mask_storeu_ps(target, mask, values);
@@ -95,9 +87,5 @@ struct F32 {
   }
   static __m512 multiply_add(__m512 total, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, total); }
 };
-
-inline __mmask16 first_lanes(int count) {
-  return count >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (count < 0 ? 0 : count)) - 1);
-}
 
 }  // namespace inflight

@@ -41,9 +41,9 @@ struct RowBlocks {
 // Packs a row of `num_pairs` pairs.
 inline void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBlocks& blocks, int64_t row) {
   const int64_t block = blocks.of(row), begin = blocks.begin(block), step = blocks.begin(block + 1) - begin;
-  const auto* from = static_cast<const uint32_t*>(source);
-  auto* to = static_cast<uint32_t*>(packed) + begin * num_pairs + (row - begin);
-  for (int64_t i = 0; i < num_pairs; ++i) to[i * step] = from[i];
+  const auto* from = static_cast<const char*>(source);
+  char* to = static_cast<char*>(packed) + 4 * (begin * num_pairs + (row - begin));
+  for (int64_t i = 0; i < num_pairs; ++i) std::memcpy(to + 4 * i * step, from + 4 * i, 4);
 }
 
 // What is read next: a kernel asks for 128 bytes of it with every pair.
@@ -93,9 +93,11 @@ void run_panel(const typename E::Stored* a, const RowBlocks& blocks, int64_t fir
   // panel, as far as the core's cache has room for it.
   const char* data = reinterpret_cast<const char*>(w.panel(panel));
   const int64_t bytes = static_cast<int64_t>(w.inner) * kPanel * sizeof(typename E::Stored);
-  const Ahead here{data + kPrefetch, kPanel * 4}, next{data + bytes, 2 * bytes <= kCache ? kPanel * 4 : 0};
+  constexpr int kStep = kPanel * 4;
+  const Ahead this_panel{data + kPrefetch, kStep}, next_panel{data + bytes, kStep}, nothing{data, 0};
+  const Ahead& meanwhile = 2 * bytes <= kCache ? next_panel : nothing;
   for (int64_t block = first; block < last; ++block) {
-    const Ahead& ahead = block == first + 1 ? next : here;
+    const Ahead& ahead = block == first ? this_panel : block == first + 1 ? meanwhile : nothing;
     const int row = static_cast<int>(blocks.begin(block));
     const typename E::Stored* rows = a + static_cast<int64_t>(row) * w.inner;
     switch (blocks.begin(block + 1) - row) {

@@ -14,6 +14,8 @@
 #include <atomic>
 #include <climits>
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -25,15 +27,17 @@ class Team {
     sigset_t all, before;  // signals are for the program's own threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int thread = 1; thread < size; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+    try {
+      for (int thread = 1; thread < size; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+    } catch (...) {
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      end();
+      throw;
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  ~Team() {
-    call_ = nullptr;
-    advance(job_);
-    for (auto& worker : workers_) worker.join();
-  }
+  ~Team() { end(); }
 
   int size() const { return size_; }
 
@@ -74,6 +78,12 @@ class Team {
     std::atomic<uint32_t> sleepers{0};
   };
 
+  void end() {
+    call_ = nullptr;
+    advance(job_);
+    for (auto& worker : workers_) worker.join();
+  }
+
   void work(int thread) {
     for (uint32_t seen = 0;;) {
       wait(job_, seen);
@@ -108,5 +118,18 @@ class Team {
   alignas(64) std::atomic<int64_t> next_{0};
   std::vector<std::thread> workers_;
 };
+
+// f(thread, number of threads) on so many threads, or on the caller's alone where no others can be had.
+template <class F>
+void in_parallel(int num_threads, const F& f) {
+  std::unique_ptr<Team> team;
+  try {
+    team = std::make_unique<Team>(num_threads);
+  } catch (const std::exception&) {
+    f(0, 1);
+    return;
+  }
+  team->run([&](int thread) { f(thread, num_threads); });
+}
 
 }  // namespace inflight
