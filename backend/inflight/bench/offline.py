@@ -162,7 +162,6 @@ def main() -> None:
 
 
 def _run(options: Options) -> None:
-
     config = read_model_description(options.model).decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)
     setup = Setup.of(options, config, requests)

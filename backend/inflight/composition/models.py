@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "demo_model"
 
-
 _log = logging.getLogger(__name__)
 
 

@@ -95,12 +95,13 @@ class Decoder:
             window: plan_attention(packed, block_tables, cache.tokens_per_block, window, self.dtype)
             for window in self._windows
         }
+        places = _places(packed, block_tables, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         rotation = None if self._cos is None else self._rotation(packed.positions)
         for index, layer in enumerate(weights.layers):
             plan = plans[self._layer_windows[index]]
             x = x + self._attention(
-                self._norm(x, layer.attention_norm), rotation, index, layer, packed, plan, cache
+                self._norm(x, layer.attention_norm), rotation, index, layer, places, plan, cache
             )
             x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
         return x
@@ -131,7 +132,7 @@ class Decoder:
         rotation: tuple[Tensor, Tensor] | None,
         index: int,
         layer: LayerWeights,
-        packed: PackedBatch,
+        places: Tensor,
         plan: AttentionPlan,
         cache: KvCache,
     ) -> Tensor:
@@ -146,7 +147,7 @@ class Decoder:
         if rotation is not None:
             queries_keys = _rotate(queries_keys, *rotation)
         queries, keys = queries_keys.split((heads, kv_heads), dim=1)
-        cache.write(index, packed.places, keys, values)
+        cache.write(index, places, keys, values)
         return self._row_parallel(layer.output, attend(queries, keys, values, index, plan, cache))
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
@@ -165,6 +166,12 @@ class Decoder:
         """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
         cos, sin = self._cos[positions], self._sin[positions]
         return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+
+def _places(packed: PackedBatch, block_tables: Tensor, tokens_per_block: int) -> Tensor:
+    """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
+    blocks = block_tables[packed.slots, packed.positions // tokens_per_block]
+    return blocks * tokens_per_block + packed.positions % tokens_per_block
 
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

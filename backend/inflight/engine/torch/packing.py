@@ -38,7 +38,6 @@ class PackedBatch:
         token_ids: [rows].
         positions: [rows], each token's place in its sequence.
         slots: [rows].
-        places: [rows], where each token's keys and values go: block * tokens_per_block + offset.
         sampled_rows: Rows whose logits choose tokens, in the order of `ScheduledBatch.sampled_slots`; of a chunk
             with drafts all rows from its last certain token on.
         chunks: Context chunks.
@@ -49,7 +48,6 @@ class PackedBatch:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    places: Tensor
     sampled_rows: Tensor
     chunks: tuple[PackedChunk, ...]
     generation_begin: int
@@ -87,12 +85,10 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     parts = on_device.split([num_rows, num_rows, len(sampled), num_context])
     slot_rows, position_rows, sampled_rows, context_ids = parts
     fed_back = table.last_tokens[slot_rows[num_context:]]
-    blocks = table.block_tables[slot_rows, position_rows // tokens_per_block]
     return PackedBatch(
         token_ids=torch.cat([context_ids, fed_back]),
         positions=position_rows,
         slots=slot_rows,
-        places=blocks * tokens_per_block + position_rows % tokens_per_block,
         sampled_rows=sampled_rows,
         chunks=chunks,
         generation_begin=num_context,

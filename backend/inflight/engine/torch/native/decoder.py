@@ -48,9 +48,8 @@ class NativeDecoder:
         needs_cleared_blocks: As for `Decoder`.
     """
 
-    needs_cleared_blocks = (
-        False  # what lies behind a sequence's last token is masked, or zeroed as that is stored
-    )
+    # What lies behind a sequence's last token is masked, or zeroed as that is stored.
+    needs_cleared_blocks = False
 
     def __init__(
         self,

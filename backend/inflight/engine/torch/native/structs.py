@@ -1,4 +1,4 @@
-"""What crosses into the compiled code: the structs of source/decoder.cpp, field for field."""
+"""What crosses into the compiled code: the structs of source/layer.h, field for field."""
 
 from __future__ import annotations
 

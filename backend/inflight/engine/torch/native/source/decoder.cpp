@@ -1,19 +1,20 @@
 // A decoder's layers on a CPU: one call computes any number of them for all rows of a packed batch.
 //
-// Called through ctypes by `inflight.engine.torch.native`; the structs below are declared there again, field for
-// field. Weights, caches and tables are the caller's memory. A call runs on the caller's thread and on those of the
-// decoder's team, and returns when all is done; one call at a time for each decoder.
-#include <sys/mman.h>
-
+// Called through ctypes by `inflight.engine.torch.native`. Weights, caches and tables are the caller's memory. A call
+// runs on the caller's thread and on those of the decoder's team, and returns when all is done; one call at a time for
+// each decoder.
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "attention.h"
 #include "gemm.h"
 #include "int8.h"
+#include "layer.h"
 #include "peaks.h"
 #include "team.h"
 #include "vector_math.h"
+#include "weights.h"
 
 namespace inflight {
 
@@ -27,119 +28,6 @@ constexpr bool kHasInt8 = true;
 constexpr bool kHasInt8 = false;  // half as much to compile
 #endif
 
-enum Kind : int32_t { kElement = 0, kInt8 = 1 };
-
-struct Linear {
-  const void* data;
-  const float* bias;          // [padded columns], or none
-  const float* scales;        // int8: [padded columns]
-  const int32_t* corrections;  // int8: [padded columns], 128 times the column's sum
-  int32_t columns, inner, kind;
-};
-
-struct Norm {
-  const float* weight;
-  const float* bias;  // none: a root-mean-square norm
-};
-
-struct Layer {
-  Norm attention_norm, mlp_norm;
-  Linear qkv, output, up, down;
-  const float *query_norm, *key_norm;  // [head_dim], or none
-  void *keys, *values;
-  int32_t recent, sinks;
-};
-
-struct Shape {
-  int32_t hidden, heads, kv_heads, head_dim, inner;
-  int32_t tokens_per_block, is_gated, activation, num_threads;
-  float eps;
-  const float *cos, *sin;  // [positions, head_dim / 2], or none
-};
-
-struct Batch {
-  int64_t num_rows;
-  const int64_t* positions;     // [num_rows]
-  const int64_t* slots;         // [num_rows]
-  int64_t num_spans;
-  const Span* spans;
-  const int64_t* block_tables;  // [slots, table_width]
-  int64_t table_width;
-};
-
-template <class T>
-class Buffer {  // grows, and is not initialised
- public:
-  T* reserve(int64_t count) {
-    if (!data_ || count > size_) {
-      constexpr size_t kHugePage = 2 << 20;
-      const size_t bytes = (count * sizeof(T) / kHugePage + 1) * kHugePage;
-      data_.reset();
-      data_.reset(static_cast<T*>(std::aligned_alloc(kHugePage, bytes)));
-      if (data_) madvise(data_.get(), bytes, MADV_HUGEPAGE);
-      size_ = data_ ? bytes / sizeof(T) : 0;
-    }
-    return data_.get();
-  }
-  T* get() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(T* p) const { std::free(p); }
-  };
-  std::unique_ptr<T, Free> data_;
-  int64_t size_ = 0;
-};
-
-template <class E>
-void normalize(const Norm& norm, float eps, const typename E::Stored* x, typename E::Stored* out, int count) {
-  __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-  for (int i = 0; i < count; i += kLanes) {
-    const __m512 v = E::load(x + i, first_lanes(count - i));
-    sum = _mm512_add_ps(sum, v);
-    squares = _mm512_fmadd_ps(v, v, squares);
-  }
-  float mean = 0.0f;
-  float variance = _mm512_reduce_add_ps(squares) / count;
-  if (norm.bias) {
-    mean = _mm512_reduce_add_ps(sum) / count;
-    __m512 deviations = _mm512_setzero_ps();
-    for (int i = 0; i < count; i += kLanes) {
-      const __mmask16 mask = first_lanes(count - i);
-      const __m512 d = _mm512_maskz_sub_ps(mask, E::load(x + i, mask), _mm512_set1_ps(mean));
-      deviations = _mm512_fmadd_ps(d, d, deviations);
-    }
-    variance = _mm512_reduce_add_ps(deviations) / count;
-  }
-  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(variance + eps)), shift = _mm512_set1_ps(mean);
-  for (int i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    __m512 v = _mm512_mul_ps(_mm512_sub_ps(E::load(x + i, mask), shift), factor);
-    v = _mm512_mul_ps(v, _mm512_maskz_loadu_ps(mask, norm.weight + i));
-    if (norm.bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, norm.bias + i));
-    E::store(out + i, v, mask);
-  }
-}
-
-// In place; pairs are (i, i + head_dim / 2).
-template <class E>
-void rotate(typename E::Stored* head, const float* cos, const float* sin, int head_dim) {
-  const int half = head_dim / 2;
-  for (int i = 0; i < half; i += kLanes) {
-    const __mmask16 mask = first_lanes(half - i);
-    const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i), s = _mm512_maskz_loadu_ps(mask, sin + i);
-    const __m512 first = E::load(head + i, mask), second = E::load(head + half + i, mask);
-    E::store(head + i, _mm512_fnmadd_ps(second, s, _mm512_mul_ps(first, c)), mask);
-    E::store(head + half + i, _mm512_fmadd_ps(first, s, _mm512_mul_ps(second, c)), mask);
-  }
-}
-
-struct Share {  // of rows or items, of one thread
-  int64_t begin, end;
-  Share(int64_t count, int thread, int num_threads)
-      : begin(count * thread / num_threads), end(count * (thread + 1) / num_threads) {}
-};
-
 template <class E>
 class Decoder {
  public:
@@ -152,6 +40,18 @@ class Decoder {
     attention_.tokens_per_block = shape.tokens_per_block;
     states_.resize(shape.num_threads);
     for (auto& state : states_) state.reset(new (std::align_val_t(64)) TileState<E>);
+  }
+
+  // Cuts the spans into tiles; before `run`, for all layers of a batch.
+  bool plan(const Batch& batch) try {
+    tiles_.clear();
+    const int tile_rows = attention_.rows_per_tile();
+    for (int64_t index = 0; index < batch.num_spans; ++index)
+      for (int64_t begin = batch.spans[index].begin; begin < batch.spans[index].end; begin += tile_rows)
+        for (int head = 0; head < shape_.kv_heads; ++head) tiles_.push_back({index, begin, head});
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
 
   // Layers first .. last - 1, x [rows, hidden] in place. With `partial` it is one half of one layer (0 attention,
@@ -198,7 +98,7 @@ class Decoder {
     });
   }
 
-  // Rows of what was packed: out[i] = column ids[i].
+  // Rows of what was packed: out[i] = column ids[i]. A few take less time than it takes to wake the others.
   void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
     const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
     const int width = shape_.hidden;
@@ -366,7 +266,7 @@ class Decoder {
 
   // Norms and turns a row's queries and keys, and stores its keys and values in the cache.
   void place(const Layer& layer, const Batch& batch, int64_t row, Stored* qkv) {
-    const int head_dim = shape_.head_dim, size = shape_.tokens_per_block;
+    const int head_dim = shape_.head_dim;
     const int64_t position = batch.positions[row];
     for (int head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
       Stored* data = qkv + static_cast<int64_t>(head) * head_dim;
@@ -375,26 +275,32 @@ class Decoder {
       if (shape_.cos)
         rotate<E>(data, shape_.cos + position * (head_dim / 2), shape_.sin + position * (head_dim / 2), head_dim);
     }
+    const int size = shape_.tokens_per_block;
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
-    const int64_t offset = position % size;
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
-    const Stored* values = keys + static_cast<int64_t>(shape_.kv_heads) * head_dim;
-    const int64_t head_elements = attention_.head_elements();
+    store_keys(static_cast<Stored*>(layer.keys) + block * attention_.block_elements(), position % size, keys);
+    store_values(static_cast<Stored*>(layer.values) + block * attention_.block_elements(), position % size, batch, row,
+                 keys + static_cast<int64_t>(shape_.kv_heads) * head_dim);
+  }
+
+  // block, offset: where in the cache.
+  void store_keys(Stored* block, int64_t offset, const Stored* keys) {
     for (int head = 0; head < shape_.kv_heads; ++head) {
-      const int64_t at = block * attention_.block_elements() + head * head_elements;
-      Stored* target = static_cast<Stored*>(layer.keys) + at + offset * E::kPair;
-      const Stored* key = keys + static_cast<int64_t>(head) * head_dim;
-      for (int d = 0; d < head_dim; d += E::kPair)
-        std::memcpy(target + static_cast<int64_t>(d) * size, key + d, E::kPair * sizeof(Stored));
+      Stored* target = block + head * attention_.head_elements() + offset * E::kPair;
+      const Stored* key = keys + static_cast<int64_t>(head) * shape_.head_dim;
+      for (int d = 0; d < shape_.head_dim; d += E::kPair)
+        std::memcpy(target + static_cast<int64_t>(d) * shape_.tokens_per_block, key + d, E::kPair * sizeof(Stored));
     }
+  }
+
+  void store_values(Stored* block, int64_t offset, const Batch& batch, int64_t row, const Stored* values) {
     const bool is_second = offset % E::kPair != 0;
     if (is_second && row > 0 && follows(batch, row)) return;  // the row before stores both
     const bool has_second = !is_second && E::kPair > 1 && row + 1 < batch.num_rows && follows(batch, row + 1);
     for (int head = 0; head < shape_.kv_heads; ++head) {
-      const int64_t at = block * attention_.block_elements() + head * head_elements;
-      Stored* target = static_cast<Stored*>(layer.values) + at + offset / E::kPair * head_dim * E::kPair;
-      const Stored* value = values + static_cast<int64_t>(head) * head_dim;
-      E::store_values(target, value, has_second ? value + qkv_width() : nullptr, is_second, head_dim);
+      Stored* target = block + head * attention_.head_elements() + offset / E::kPair * shape_.head_dim * E::kPair;
+      const Stored* value = values + static_cast<int64_t>(head) * shape_.head_dim;
+      E::store_values(target, value, has_second ? value + qkv_width() : nullptr, is_second, shape_.head_dim);
     }
   }
 
@@ -435,20 +341,6 @@ class Decoder {
     contribute(layer.down, activated, inner, rows, x, partial, thread);
   }
 
- public:
-  // Cuts the spans into tiles; before `run`, for all layers of a batch.
-  bool plan(const Batch& batch) try {
-    tiles_.clear();
-    const int tile_rows = attention_.rows_per_tile();
-    for (int64_t index = 0; index < batch.num_spans; ++index)
-      for (int64_t begin = batch.spans[index].begin; begin < batch.spans[index].end; begin += tile_rows)
-        for (int head = 0; head < shape_.kv_heads; ++head) tiles_.push_back({index, begin, head});
-    return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-
- private:
   struct Tile {  // some rows of a span, for one key head
     int64_t span, begin;
     int kv_head;
@@ -464,41 +356,6 @@ class Decoder {
   Buffer<uint32_t> scratch_;  // of every thread, a row and a quantized one
   Buffer<float> row_scales_;
 };
-
-// columns x inner, row-major with `stride`, to panels; order[i] is the source row of column i, negative for zeros.
-template <class E>
-void pack(const typename E::Stored* source, int64_t stride, const int64_t* order, int columns, int inner,
-          typename E::Stored* target, int num_threads) {
-  const int pairs = (inner + E::kPair - 1) / E::kPair;
-  const int panels = (columns + kPanel - 1) / kPanel;
-  in_parallel(num_threads, [&](int thread, int size) {
-    const Share share(panels, thread, size);
-    for (int panel = static_cast<int>(share.begin); panel < share.end; ++panel) {
-      auto* out = target + static_cast<int64_t>(panel) * pairs * kPanel * E::kPair;
-      for (int lane = 0; lane < kPanel; ++lane) {
-        const int column = panel * kPanel + lane;
-        const int64_t from = column < columns ? order[column] : -1;
-        const auto* row = source + from * stride;
-        for (int p = 0; p < pairs; ++p)
-          for (int i = 0; i < E::kPair; ++i) {
-            const int k = p * E::kPair + i;
-            out[(static_cast<int64_t>(p) * kPanel + lane) * E::kPair + i] = from >= 0 && k < inner ? row[k] : 0;
-          }
-      }
-    }
-  });
-}
-
-// A matrix [rows, inner] to int8, with a scale and the sum of each row.
-template <class E>
-void quantize(const typename E::Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
-              int num_threads) {
-  in_parallel(num_threads, [&](int thread, int size) {
-    const Share share(rows, thread, size);
-    for (int64_t row = share.begin; row < share.end; ++row)
-      quantize_weights<E>(source + row * inner, inner, target + row * inner, scales + row, sums + row);
-  });
-}
 
 }  // namespace inflight
 

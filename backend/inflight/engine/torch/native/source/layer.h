@@ -1,0 +1,129 @@
+// What a layer consists of, and what is done to one of its rows alone. structs.py declares the structs again, field for
+// field.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+
+#include "attention.h"
+#include "element.h"
+
+namespace inflight {
+
+enum Kind : int32_t { kElement = 0, kInt8 = 1 };
+
+struct Linear {
+  const void* data;
+  const float* bias;          // [padded columns], or none
+  const float* scales;        // int8: [padded columns]
+  const int32_t* corrections;  // int8: [padded columns], 128 times the column's sum
+  int32_t columns, inner, kind;
+};
+
+struct Norm {
+  const float* weight;
+  const float* bias;  // none: a root-mean-square norm
+};
+
+struct Layer {
+  Norm attention_norm, mlp_norm;
+  Linear qkv, output, up, down;
+  const float *query_norm, *key_norm;  // [head_dim], or none
+  void *keys, *values;
+  int32_t recent, sinks;
+};
+
+struct Shape {
+  int32_t hidden, heads, kv_heads, head_dim, inner;
+  int32_t tokens_per_block, is_gated, activation, num_threads;
+  float eps;
+  const float *cos, *sin;  // [positions, head_dim / 2], or none
+};
+
+struct Batch {
+  int64_t num_rows;
+  const int64_t* positions;     // [num_rows]
+  const int64_t* slots;         // [num_rows]
+  int64_t num_spans;
+  const Span* spans;
+  const int64_t* block_tables;  // [slots, table_width]
+  int64_t table_width;
+};
+
+template <class T>
+class Buffer {  // grows, and is not initialised
+ public:
+  T* reserve(int64_t count) {
+    if (!data_ || count > size_) {
+      constexpr size_t kHugePage = 2 << 20;
+      const size_t bytes = (count * sizeof(T) / kHugePage + 1) * kHugePage;
+      data_.reset();
+      data_.reset(static_cast<T*>(std::aligned_alloc(kHugePage, bytes)));
+      if (data_) madvise(data_.get(), bytes, MADV_HUGEPAGE);
+      size_ = data_ ? bytes / sizeof(T) : 0;
+    }
+    return data_.get();
+  }
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+template <class E>
+void normalize(const Norm& norm, float eps, const typename E::Stored* x, typename E::Stored* out, int count) {
+  __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+  for (int i = 0; i < count; i += kLanes) {
+    const __m512 v = E::load(x + i, first_lanes(count - i));
+    sum = _mm512_add_ps(sum, v);
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  float mean = 0.0f;
+  float variance = _mm512_reduce_add_ps(squares) / count;
+  if (norm.bias) {
+    mean = _mm512_reduce_add_ps(sum) / count;
+    __m512 deviations = _mm512_setzero_ps();
+    for (int i = 0; i < count; i += kLanes) {
+      const __mmask16 mask = first_lanes(count - i);
+      const __m512 d = _mm512_maskz_sub_ps(mask, E::load(x + i, mask), _mm512_set1_ps(mean));
+      deviations = _mm512_fmadd_ps(d, d, deviations);
+    }
+    variance = _mm512_reduce_add_ps(deviations) / count;
+  }
+  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(variance + eps)), shift = _mm512_set1_ps(mean);
+  for (int i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = first_lanes(count - i);
+    __m512 v = _mm512_mul_ps(_mm512_sub_ps(E::load(x + i, mask), shift), factor);
+    v = _mm512_mul_ps(v, _mm512_maskz_loadu_ps(mask, norm.weight + i));
+    if (norm.bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, norm.bias + i));
+    E::store(out + i, v, mask);
+  }
+}
+
+// In place; pairs are (i, i + head_dim / 2).
+template <class E>
+void rotate(typename E::Stored* head, const float* cos, const float* sin, int head_dim) {
+  const int half = head_dim / 2;
+  for (int i = 0; i < half; i += kLanes) {
+    const __mmask16 mask = first_lanes(half - i);
+    const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i), s = _mm512_maskz_loadu_ps(mask, sin + i);
+    const __m512 first = E::load(head + i, mask), second = E::load(head + half + i, mask);
+    E::store(head + i, _mm512_fnmadd_ps(second, s, _mm512_mul_ps(first, c)), mask);
+    E::store(head + half + i, _mm512_fmadd_ps(first, s, _mm512_mul_ps(second, c)), mask);
+  }
+}
+
+struct Share {  // of rows or items, of one thread
+  int64_t begin, end;
+  Share(int64_t count, int thread, int num_threads)
+      : begin(count * thread / num_threads), end(count * (thread + 1) / num_threads) {}
+};
+
+}  // namespace inflight
