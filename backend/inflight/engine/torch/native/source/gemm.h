@@ -15,8 +15,10 @@ namespace inflight {
 
 constexpr int kPanel = 32;
 constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
-constexpr int kPrefetch = 4096;      // bytes ahead
-constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two panels may take
+constexpr int kFewRows = 6;   // that one micro-kernel takes while it waits for memory
+constexpr int kBlocksAtOnce = 20;      // so many stay in a core's cache from panel to panel
+constexpr int kPrefetch = 8192;        // bytes ahead
+constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two parts of panels may take
 
 template <class E>
 struct Packed {
@@ -26,12 +28,18 @@ struct Packed {
   const typename E::Stored* panel(int index) const {
     return data + static_cast<int64_t>(index) * inner * kPanel;
   }
+  const typename E::Stored* part(int index, int begin) const {
+    return panel(index) + static_cast<int64_t>(begin) * kPanel;
+  }
+  static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * kPanel * sizeof(typename E::Stored); }
   int num_panels() const { return (columns + kPanel - 1) / kPanel; }
 };
 
-// Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1.
+// Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1. All but the fewest are in two blocks at least, the
+// second of which is multiplied while memory brings what the first is multiplied by next.
 struct RowBlocks {
-  explicit RowBlocks(int64_t rows) : rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
+  explicit RowBlocks(int64_t rows)
+      : rows(rows), count(std::max<int64_t>((rows + kMaxRows - 1) / kMaxRows, rows > kFewRows ? 2 : 1)) {}
   int64_t begin(int64_t block) const { return rows * block / count; }
   int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 
@@ -46,26 +54,25 @@ inline void pack_row(const void* source, int64_t num_pairs, void* packed, const 
   for (int64_t i = 0; i < num_pairs; ++i) std::memcpy(to + 4 * i * step, from + 4 * i, 4);
 }
 
-// What is read next: a kernel asks for 128 bytes of it with every pair.
+// What memory is to bring: a kernel asks for the line at `first` and the line at `second` with every pair.
 struct Ahead {
-  const char* data;
+  const char *first, *second;
   int step;
 };
 
-// sums[row][half] = a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
+// sums[row][half] += a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
 // on no other row.
 template <class E, int kRows>
 inline __attribute__((always_inline)) void multiply_panel(const typename E::Stored* a,
                                                           const typename E::Stored* panel, int inner,
                                                           const Ahead& ahead, typename E::Sums (&sums)[kRows][2]) {
   constexpr int kStep = kPanel * E::kPair;
-#pragma GCC unroll 16
-  for (int row = 0; row < kRows; ++row) sums[row][0] = sums[row][1] = E::zero();
-  const char* next = ahead.data;
+  const char *first = ahead.first, *second = ahead.second;
   for (int k = 0; k < inner; k += E::kPair, panel += kStep, a += kRows * E::kPair) {
-    _mm_prefetch(next, _MM_HINT_T1);
-    _mm_prefetch(next + 64, _MM_HINT_T1);
-    next += ahead.step;
+    _mm_prefetch(first, _MM_HINT_T1);
+    _mm_prefetch(second, _MM_HINT_T1);
+    first += ahead.step;
+    second += ahead.step;
     const typename E::Pairs b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
@@ -76,50 +83,86 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Stor
   }
 }
 
-// Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block and one panel.
+// With the first block of rows comes half of what follows the part of a panel that is multiplied, with the second block
+// the other half. A thread's first part is asked for while it is multiplied. A lone block asks for nothing: it goes as
+// fast as memory, and the processor's own prefetching serves it better.
+inline Ahead look_ahead(const char* data, int64_t bytes, int64_t block, int64_t num_blocks, bool is_first) {
+  const char* next = data + bytes;
+  if (num_blocks == 1 || block > 1) return {data, data, 0};
+  if (is_first && block == 0) return {data + kPrefetch, data + kPrefetch + 64, 128};
+  if (is_first) return {next, next + 64, 128};
+  const char* half = next + block * (bytes / 2);
+  return {half, half + bytes / 4, 64};
+}
+
+// What of a panel is multiplied at a time: values `begin` to `end` of the inner dimension.
+struct Part {
+  int begin, end, inner;
+};
+
+// Sums that wait for their panel's next part. They come back as they were: where a panel is cut changes nothing.
+template <class E>
+struct Waiting {
+  typename E::Sums sums[kBlocksAtOnce * kMaxRows][2];
+};
+
+// Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block, after the panel's last part.
 template <class E, int kRows, class Done>
-inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Ahead& ahead,
-                     const Done& done) {
+inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Part& part,
+                     const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
   typename E::Sums sums[kRows][2];
-  multiply_panel<E, kRows>(block, w.panel(panel), w.inner, ahead, sums);
+  if (part.begin == 0) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) done(row + i, panel, sums[i][0], sums[i][1]);
+    for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = E::zero();
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) sums[i][0] = waiting[i][0], sums[i][1] = waiting[i][1];
+  }
+  multiply_panel<E, kRows>(block + static_cast<int64_t>(part.begin) * kRows, w.part(panel, part.begin),
+                           part.end - part.begin, ahead, sums);
+  if (part.end == part.inner) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) done(row + i, panel, sums[i][0], sums[i][1]);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) waiting[i][0] = sums[i][0], waiting[i][1] = sums[i][1];
+  }
 }
 
 template <class E, class Done>
-void run_panel(const typename E::Stored* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
-               int panel, const Done& done) {
-  // The first block of rows is multiplied as the panel comes from memory; while the second is, memory brings the next
-  // panel, as far as the core's cache has room for it.
-  const char* data = reinterpret_cast<const char*>(w.panel(panel));
-  const int64_t bytes = static_cast<int64_t>(w.inner) * kPanel * sizeof(typename E::Stored);
-  constexpr int kStep = kPanel * 4;
-  const Ahead this_panel{data + kPrefetch, kStep}, next_panel{data + bytes, kStep}, nothing{data, 0};
-  const Ahead& meanwhile = 2 * bytes <= kCache ? next_panel : nothing;
+void run_part(const typename E::Stored* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
+              int panel, const Part& part, bool is_first, Waiting<E>& waiting, const Done& done) {
+  const char* data = reinterpret_cast<const char*>(w.part(panel, part.begin));
+  const int64_t bytes = w.part_bytes(part.end - part.begin);
+  auto* own = waiting.sums;
+  int row = static_cast<int>(blocks.begin(first));
   for (int64_t block = first; block < last; ++block) {
-    const Ahead& ahead = block == first ? this_panel : block == first + 1 ? meanwhile : nothing;
-    const int row = static_cast<int>(blocks.begin(block));
+    const Ahead ahead = look_ahead(data, bytes, block - first, last - first, is_first);
     const typename E::Stored* rows = a + static_cast<int64_t>(row) * w.inner;
-    switch (blocks.begin(block + 1) - row) {
+    const int end = static_cast<int>(blocks.begin(block + 1));
+    switch (end - row) {
 #define INFLIGHT_ROWS(n) \
   case n:                \
-    run_rows<E, n>(rows, row, w, panel, ahead, done); \
+    run_rows<E, n>(rows, row, w, panel, part, ahead, own, done); \
     break;
       INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
       INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)
 #undef INFLIGHT_ROWS
     }
+    own += end - row;
+    row = end;
   }
 }
 
 // The whole product of packed rows; called by every thread of a team, without a barrier at the end.
 //
-// Each thread has a run of panels. Where there are too few panels for the threads, rows are divided too. Blocks of rows
-// are taken by so many that they stay in a core's cache from panel to panel.
+// Each thread has a run of panels. Where there are too few panels for the threads, rows are divided too.
 template <class E, class Done>
 void multiply(const typename E::Stored* a, const RowBlocks& blocks, const Packed<E>& w, int thread, int num_threads,
               const Done& done) {
-  constexpr int64_t kBlocksAtOnce = 20;
+  const int64_t num_parts = (2 * w.part_bytes(w.inner) + kCache - 1) / kCache;
+  const int part_size = static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair);
+  Waiting<E> waiting;
   const int panels = w.num_panels();
   const int64_t row_parts = panels >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks.count);
   const int64_t num_tasks = panels * row_parts;
@@ -131,8 +174,12 @@ void multiply(const typename E::Stored* a, const RowBlocks& blocks, const Packed
     const int64_t blocks_end = blocks.count * (part + 1) / row_parts;
     for (int64_t begin = blocks.count * part / row_parts; begin < blocks_end; begin += kBlocksAtOnce) {
       const int64_t end = std::min(begin + kBlocksAtOnce, blocks_end);
+      const int at_once = end - begin == 1 ? w.inner : part_size;
       for (int panel = panel_begin; panel < panel_end; ++panel)
-        run_panel<E>(a, blocks, begin, end, w, panel, done);
+        for (int from = 0; from < w.inner; from += at_once) {
+          const Part part{from, std::min(w.inner, from + at_once), w.inner};
+          run_part<E>(a, blocks, begin, end, w, panel, part, panel == panel_begin && from == 0, waiting, done);
+        }
     }
     task += panel_end - panel_begin;
   }
