@@ -20,6 +20,9 @@ COPY backend backend
 COPY client client
 COPY model_repository model_repository
 RUN python3 -m pip install -c constraints.txt ".[mpi]" ./client
+# For CPUs: compiled here for all that have AVX-512, so that no container needs a compiler or waits for one.
+RUN apt-get update && apt-get install -yqq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* && \
+    cd / && python3 -m inflight.engine.torch.native.prebuild
 
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM

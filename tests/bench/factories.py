@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from inflight.bench.setup import ModelShape, Setup, Versions
+from inflight.bench.measuring.setup import Kernels, ModelShape, Setup, Versions
 
-SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 100, layer_weights=1_000_000, head_weights=50_000)
+SHAPE = ModelShape(
+    2, 8, 2, 1, 4, 16, 100, layer_weights=1_000_000, head_weights=50_000, num_weights=1_050_000
+)
 SETUP = Setup(
     model="tiny",
     shape=SHAPE,
     dtype="bfloat16",
-    kernels="default",
+    kernels=Kernels("default"),
     threads=2,
     workload="w",
     requests=1,
@@ -18,6 +20,8 @@ SETUP = Setup(
     concurrency=1,
     max_num_tokens=2048,
     kv_cache_tokens=32,
+    kv_cache_bytes=512,
+    weight_bytes=2_100_000,
     rounds=1,
     versions=Versions("3.11", "2.13", "0.1"),
     cpu="a CPU",

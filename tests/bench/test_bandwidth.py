@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.bench.bandwidth import Probe
+from inflight.bench.measuring.bandwidth import Probe
 
 
 def test_a_probe_answers_as_often_as_it_is_asked():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,28 +14,36 @@ from pathlib import Path
 import pytest
 
 from inflight.bench import compare as program
-from inflight.bench.compare import Run, compare, medians, peers_of, values_of
-from inflight.bench.peers.peer_program import Request, Setting, figures, measure, warm_up
-from inflight.bench.sides import (
+from inflight.bench.compare import Progress, peers_of, weigh
+from inflight.bench.comparing import sides
+from inflight.bench.comparing.peers.peer_program import Request, Setting, Workload, figures, measure, warm_up
+from inflight.bench.comparing.sides import (
+    OURS,
     PEER_NAMES,
-    Peer,
     Printed,
+    Side,
+    Work,
+    command,
+    environment,
     last_json_line,
     missing_libraries,
-    peer_environment,
+    ours,
+    run,
 )
+from inflight.processes import ProcessId
+from inflight.testing.make_model import make_model
 
+from .factories import SHAPE
 
-def _run(side: str, tokens_per_s: float, workload="w", **more: float) -> Run:
-    return Run(side, workload, {"output_tokens_per_s": tokens_per_s, **more})
+_DEADLINE_S = 120.0
 
 
 class TestOptions:
     def test_python_and_model_belong_to_the_peer_before_them(self):
         options = [("--peer", "openvino"), ("--peer-model", "m"), ("--peer-python", "a"), ("--peer", "vllm")]
         assert peers_of([*options, ("--peer-python", "b")]) == [
-            Peer("openvino", Path("a"), Path("m")),
-            Peer("vllm", Path("b"), None),
+            Side("openvino", Path("a"), Path("m")),
+            Side("vllm", Path("b"), None),
         ]
 
     def test_a_peer_that_is_given_twice_is_refused(self):
@@ -50,8 +60,9 @@ class TestOptions:
             peers_of([("--peer", "vllm"), ("--peer", "openvino"), ("--peer-python", "x")])
 
     def test_every_peer_has_a_program(self):
-        folder = Path(program.__file__).parent / "peers"
-        assert {path.name for path in folder.glob("run_*.py")} == {f"run_{name}.py" for name in PEER_NAMES}
+        folder = Path(sides.__file__).parent / "peers"
+        names = {path.name for path in folder.glob("run_*.py")}
+        assert names == {f"run_{name}.py" for name in (OURS, *PEER_NAMES)}
 
 
 class TestWhatIsPrinted:
@@ -62,76 +73,168 @@ class TestWhatIsPrinted:
     def test_anything_else_is_no_figures(self, text):
         assert last_json_line(text) is None
 
-    def test_latencies_are_their_medians_and_what_is_null_is_left_out(self):
-        told = {"output_tokens_per_s": 5, "ttft_ms": {"p50": 2.5, "p99": 9}, "itl_ms": None, "bench": "x"}
-        assert values_of(told) == {"output_tokens_per_s": 5.0, "ttft_ms": 2.5}
+
+class TestProgress:
+    def test_the_time_left_is_that_of_the_runs_left(self):
+        progress = Progress(["ours", "vllm"], 2)
+        progress.has_run("ours", 10.0)
+        assert progress.left_s() == 30.0  # vllm's is not known yet
+        progress.has_run("vllm", 100.0)
+        assert progress.left_s() == 110.0
+
+    def test_a_side_that_is_given_up_takes_no_time(self, capsys):
+        progress = Progress(["ours", "vllm"], 3)
+        progress.has_run("ours", 60.0)
+        progress.has_run("vllm", 1000.0)
+        progress.gives_up("vllm")
+        progress.starts(2, "ours")
+        assert capsys.readouterr().err == "round 2: ours (run 3 of 4, about 2 min left)\n"
 
 
-class TestRatios:
-    def test_a_ratio_is_our_median_by_the_peers(self):
-        runs = [_run("ours", value) for value in (10, 40, 30)] + [
-            _run("vllm", value) for value in (10, 20, 15)
-        ]
-        comparison = compare(runs, "w", "vllm")
-        assert comparison.medians == {"output_tokens_per_s": 15}
-        assert comparison.ratios == {"output_tokens_per_s": 2}
-        assert comparison.ranges == {"output_tokens_per_s": (1, 2)}
+class TestMemory:
+    def test_what_is_beyond_weights_and_cache_is_told(self):
+        figures = {"peak_rss_bytes": 5_000_000, "kv_cache": {"tokens": 1000, "value_bytes": 2}}
+        cache = 2 * 2 * 1 * 4 * 1000 * 2  # keys and values, layers, heads, head_dim, tokens, bytes
+        assert weigh(figures, SHAPE, "bfloat16") == {
+            "weight_bytes": 2_100_000,
+            "kv_cache_bytes": cache,
+            "beyond_bytes": 5_000_000 - 2_100_000 - cache,
+        }
+        assert weigh(figures, SHAPE, "int8")["weight_bytes"] == 1_050_000
 
-    def test_failed_runs_count_neither_in_medians_nor_in_ranges(self):
-        runs = [_run("ours", 10), _run("ours", 90), Run("vllm", "w", {}), _run("vllm", 30)]
-        comparison = compare(runs, "w", "vllm")
-        assert comparison.ratios["output_tokens_per_s"] == pytest.approx(50 / 30)
-        assert comparison.ranges["output_tokens_per_s"] == (3, 3)
-
-    def test_there_is_no_ratio_where_one_side_has_no_figure(self):
-        runs = [_run("ours", 10, load_s=1), _run("vllm", 10, ttft_ms=5)]
-        assert compare(runs, "w", "vllm").ratios == {"output_tokens_per_s": 1}
-
-    def test_workloads_are_apart(self):
-        runs = [_run("ours", 10), _run("ours", 70, workload="lone")]
-        assert medians(runs, "lone", "ours") == {"output_tokens_per_s": 70}
+    def test_nothing_is_told_of_a_program_that_does_not_tell_its_own(self):
+        assert weigh({"peak_rss_bytes": 5}, SHAPE, "bfloat16") == {}
 
 
 class TestEnvironment:
     def test_vllm_gets_the_openmp_of_its_own_environment(self, tmp_path):
         python, openmp = tmp_path / "bin" / "python", tmp_path / "lib" / "libiomp5.so"
-        assert str(openmp) in missing_libraries(Peer("vllm", python))
+        assert str(openmp) in missing_libraries(Side("vllm", python))
         openmp.parent.mkdir()
         openmp.touch()
-        assert str(openmp) not in missing_libraries(Peer("vllm", python))
-        assert str(openmp) in peer_environment(Peer("vllm", python), 1)["LD_PRELOAD"].split(":")
+        assert str(openmp) not in missing_libraries(Side("vllm", python))
+        assert str(openmp) in environment(Side("vllm", python), 1)["LD_PRELOAD"].split(":")
 
     def test_vllm_is_bound_to_as_many_cpus_as_there_are_threads(self, tmp_path):
-        variables = peer_environment(Peer("vllm", tmp_path / "bin" / "python"), 1)
+        variables = environment(Side("vllm", tmp_path / "bin" / "python"), 1)
         assert variables["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
 
     def test_our_own_packages_are_not_on_a_peers_path(self, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", "ours")
-        assert "PYTHONPATH" not in peer_environment(Peer("openvino", Path("python")), 2)
+        assert "PYTHONPATH" not in environment(Side("openvino", Path("python")), 2)
+
+    def test_our_own_variables_are_as_they_are_here(self, monkeypatch):
+        monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+        assert environment(ours(), 2)["GOMP_SPINCOUNT"] == "5"
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """A script in the place of an interpreter: `sys.argv[1]` is the side's program, then come its options."""
+
+    def make(name: str, source: str) -> str:
+        path = tmp_path / name
+        program = tmp_path / f"{name}.py"
+        program.write_text(f"import json, os, signal, subprocess, sys, time\n{source}\n")
+        # Not in the first line: a path there may have no space.
+        path.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{program}' \"$@\"\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return str(path)
+
+    return make
+
+
+def _work(tmp_path: Path, timeout_s: float = _DEADLINE_S) -> Work:
+    return Work(tmp_path, tmp_path / "requests.json", "bfloat16", 1, 128, timeout_s)
+
+
+_HANGS = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+sys.stderr.write("loading\\n"); sys.stderr.flush()
+open({path!r} + ".part", "w").write(f"{{os.getpid()}} {{child.pid}}")
+os.rename({path!r} + ".part", {path!r})
+time.sleep(1000)
+"""
+
+
+class TestProcesses:
+    def test_a_side_is_told_everything_on_its_command_line(self, tmp_path):
+        work = Work(Path("model"), Path("r.json"), "int8", 3, 256, 60)
+        python, script, *options = command(Side("openvino", Path("py"), Path("export")), work)
+        assert (python, Path(script).name) == ("py", "run_openvino.py")
+        assert dict(zip(options[::2], options[1::2])) == {
+            "--model": "export",
+            "--requests": "r.json",
+            "--dtype": "int8",
+            "--threads": "3",
+            "--kv-cache-tokens": "256",
+        }
+
+    def test_ours_runs_here_and_loads_the_checkpoint(self):
+        python, script, _, model, *_ = command(ours(), _work(Path("model")))
+        assert (python, Path(script).name, model) == (sys.executable, "run_ours.py", "model")
+
+    def test_one_that_hangs_is_ended_with_what_it_has_started(self, tmp_path, interpreter):
+        pids = tmp_path / "pids"
+        hangs = interpreter("hangs", _HANGS.format(path=str(pids)))
+        printed = run(Side("vllm", Path(hangs)), _work(tmp_path, timeout_s=5))
+        assert printed.has_hung and printed.figures is None
+        assert "ended after 5 s" in printed.failure and "loading" in printed.failure
+        _assert_ended(pids)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_one_that_is_running_ends_with_compare(self, tmp_path, interpreter, number):
+        pids = tmp_path / "pids"
+        hangs = interpreter("hangs", _HANGS.format(path=str(pids)))
+        model = str(make_model(tmp_path / "model", shape="tiny"))
+        source = (
+            "import sys; from inflight.bench import compare\n"
+            f"compare.ours = lambda: compare.Side('ours', {hangs!r})\n"
+            f"sys.argv[1:] = ['--model', {model!r}, '--peer', 'vllm', '--peer-python', {hangs!r}]\n"
+            "compare.read_gb_per_s = lambda threads: 1.0\n"
+            "compare.main()"
+        )
+        process = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.DEVNULL)
+        try:
+            _wait_for(pids)
+            process.send_signal(number)
+            assert process.wait(_DEADLINE_S) != 0
+        finally:
+            process.kill()
+            process.wait()
+        _assert_ended(pids)
+
+    def test_a_program_that_is_not_there_is_a_failure(self, tmp_path):
+        assert "No such file" in run(Side("vllm", tmp_path / "python"), _work(tmp_path)).failure
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.05)
+
+
+def _assert_ended(pids: Path) -> None:
+    for pid in map(int, pids.read_text().split()):
+        process = ProcessId.of(pid)
+        assert process is None or process.wait(_DEADLINE_S)
 
 
 class TestRounds:
     """`main`, with scripts for the interpreters of peers."""
 
-    @pytest.fixture
-    def interpreter(self, tmp_path):
-        def make(name: str, source: str) -> str:
-            path = tmp_path / name
-            program = tmp_path / f"{name}.py"
-            program.write_text(f"import json, sys\n{source}\n")
-            # Not in the first line: a path there may have no space.
-            path.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{program}' \"$@\"\n")
-            path.chmod(path.stat().st_mode | stat.S_IXUSR)
-            return str(path)
-
-        return make
+    OURS = Printed({"w": {"output_tokens_per_s": 30.0}, "memory_gb_per_s": 99, "versions": {"inflight": "1"}})
 
     def _compare(self, monkeypatch, capsys, tmp_path, *arguments: str) -> list[dict]:
-        (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-        ours = Printed({"output_tokens_per_s": 30.0, "ttft_ms": {"p50": 1, "p99": 1}})
-        monkeypatch.setattr(program, "run_ours", lambda work: ours)
+        def run_or_pretend(side: Side, work: Work) -> Printed:
+            return self.OURS if side.name == OURS else run(side, work)
+
+        model = make_model(tmp_path / "model", shape="tiny")
+        monkeypatch.setattr(program, "run", run_or_pretend)
         monkeypatch.setattr(program, "read_gb_per_s", lambda threads: 1.0)
-        monkeypatch.setattr(sys, "argv", ["compare", "--model", str(tmp_path), *arguments])
+        monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(sys, "argv", ["compare", "--model", str(model), *arguments])
         program.main()
         return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
@@ -139,7 +242,9 @@ class TestRounds:
         self, monkeypatch, capsys, tmp_path, interpreter
     ):
         bad = interpreter("bad", "sys.exit('no such kernel')")
-        good = interpreter("good", """print("hello"); print(json.dumps({"output_tokens_per_s": 20}))""")
+        good = interpreter(
+            "good", """print("hello"); print(json.dumps({"w": {"output_tokens_per_s": 20}}))"""
+        )
         peers = ["--peer", "vllm", "--peer-python", bad, "--peer", "transformers", "--peer-python", good]
         *runs, last = self._compare(monkeypatch, capsys, tmp_path, *peers, "--rounds", "2", "--workload", "w")
         assert [(run["round"], run["side"]) for run in runs] == [
@@ -148,29 +253,80 @@ class TestRounds:
         assert "no such kernel" in runs[1]["failed"] and "failed" not in runs[2]
         assert last["results"]["w"]["transformers"]["ratios"] == {"output_tokens_per_s": 1.5}
         assert last["results"]["w"]["vllm"]["ratios"] == {}
+        assert last["setup"]["versions"]["ours"] == {"inflight": "1"}
 
-    def test_a_peer_is_given_the_requests_and_its_own_model(self, monkeypatch, capsys, tmp_path, interpreter):
+    def test_memory_is_read_here_for_all_sides_alike(self, monkeypatch, capsys, tmp_path, interpreter):
+        peer = interpreter("peer", """print('{"memory_gb_per_s": 77}')""")
+        options = ["--peer", "vllm", "--peer-python", peer, "--rounds", "1", "--workload", "w"]
+        *runs, _ = self._compare(monkeypatch, capsys, tmp_path, *options)
+        assert [run["memory_gb_per_s"] for run in runs] == [{"before": 1.0, "after": 1.0}] * 2
+
+    def test_a_peer_that_hangs_does_not_run_again_and_the_others_go_on(
+        self, monkeypatch, capsys, tmp_path, interpreter
+    ):
+        hangs = interpreter("hangs", "time.sleep(1000)")
+        options = ["--peer", "vllm", "--peer-python", hangs, "--timeout", "1", "--rounds", "3"]
+        *runs, last = self._compare(monkeypatch, capsys, tmp_path, *options)
+        assert [run["side"] for run in runs] == ["ours", "vllm", "ours", "ours"]
+        assert "ended after 1 s" in runs[1]["failed"]
+        assert last["results"]["w"]["ours"]["medians"] == {"output_tokens_per_s": 30}
+
+    def test_a_peer_is_given_all_requests_at_once_and_room_for_them(
+        self, monkeypatch, capsys, tmp_path, interpreter
+    ):
         echo = interpreter(
             "echo",
             "given = dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
             "requests = json.load(open(given['--requests']))\n"
-            "print(json.dumps({'given': given, 'lengths': [len(r['prompt']) for r in requests]}))",
+            "lengths = {name: [len(r['prompt']) + r['max_tokens'] for r in rs] for name, rs in requests.items()}\n"
+            "print(json.dumps({'given': given, 'lengths': lengths}))",
         )
-        weights = tmp_path / "weights.gguf"
-        weights.touch()
-        peer = ["--peer", "llama_cpp", "--peer-python", echo, "--peer-model", str(weights)]
-        options = ["--rounds", "1", "--workload", "lone", "--dtype", "int8", "--threads", "3"]
-        _, run, _ = self._compare(monkeypatch, capsys, tmp_path, *peer, *options)
-        assert run["lengths"] == [128] * 4
-        assert (
-            run["given"].items()
-            >= {
-                "--model": str(weights),
-                "--mode": "lone",
-                "--dtype": "int8",
-                "--threads": "3",
-            }.items()
-        )
+        options = [
+            "--peer",
+            "vllm",
+            "--peer-python",
+            echo,
+            "--rounds",
+            "1",
+            "--requests",
+            "3",
+            "--threads",
+            "3",
+        ]
+        _, run, last = self._compare(monkeypatch, capsys, tmp_path, *options)
+        assert run["lengths"]["lone"] == [192] * 4 and len(run["lengths"]["w"]) == 3
+        room = sum(-(-length // 128) * 128 for length in run["lengths"]["w"])
+        assert run["given"]["--kv-cache-tokens"] == str(room) == str(last["setup"]["kv_cache_tokens"])
+
+    @pytest.mark.parametrize(
+        ("peer", "match"),
+        [
+            (["--peer", "openvino", "--peer-python", "sh"], "expected a --peer-model"),
+            (["--peer", "vllm", "--peer-python", "no-such-python"], "expected an interpreter"),
+            (["--peer", "llama_cpp", "--peer-python", "sh", "--peer-model", "nothing"], "cannot be read"),
+            ([], "expected a --peer"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_anything_runs(
+        self, monkeypatch, capsys, tmp_path, peer, match
+    ):
+        with pytest.raises(SystemExit):
+            self._compare(monkeypatch, capsys, tmp_path, *peer)
+        assert match in capsys.readouterr().err
+
+
+def test_our_own_program_runs_both_workloads_in_one_process(tmp_path):
+    model = make_model(tmp_path, shape="tiny")
+    path = tmp_path / "requests.json"
+    requests = [{"prompt": [11, 12, 13], "max_tokens": count} for count in (3, 5)]
+    path.write_text(json.dumps({"w": requests, "lone": requests[:1]}))
+    printed = run(ours(), Work(model, path, "bfloat16", 1, 256, _DEADLINE_S))
+    assert printed.failure == ""
+    told = printed.figures
+    assert told["w"]["output_tokens_per_s"] > 0 and told["lone"]["itl_ms"]["p50"] > 0
+    assert told["start_s"] > told["load_s"] > 0
+    assert told["kv_cache"] == {"tokens": 256, "value_bytes": 2}
+    assert told["kernels"]["asked"] == "default" and told["kernels"]["ran"] in ("native", "torch")
 
 
 class _Recorder:
@@ -185,20 +341,20 @@ class _Recorder:
         return [[time.perf_counter()] * (request.max_tokens - self._missing) for request in requests]
 
 
-def _setting(mode: str, count: int = 3) -> Setting:
-    return Setting("model", (Request([5] * 7, 20),) * count, mode, "bfloat16", 1)
+def _workload(name: str, count: int = 3) -> Workload:
+    return Workload(name, (Request([5] * 7, 20),) * count)
 
 
 class TestPeerPrograms:
     def test_requests_of_w_are_submitted_together_and_lone_ones_one_by_one(self):
         together, apart = _Recorder(), _Recorder()
-        measure(together, _setting("w"))
-        measure(apart, _setting("lone"))
+        measure(together, _workload("w"))
+        measure(apart, _workload("lone"))
         assert (together.calls, apart.calls) == ([3], [1, 1, 1])
 
     def test_a_request_that_ends_early_is_an_error(self):
         with pytest.raises(RuntimeError, match="request 0 ended with 19 tokens, expected 20"):
-            measure(_Recorder(missing=1), _setting("w"))
+            measure(_Recorder(missing=1), _workload("w"))
 
     def test_figures_are_of_all_requests_together(self):
         told = figures([[0.1, 0.2, 0.4], [0.3, 0.4]], seconds=0.5)
@@ -210,6 +366,11 @@ class TestPeerPrograms:
         assert figures([[0.1]], seconds=0.1)["itl_ms"] is None
 
     def test_everything_warms_up_or_one_request_of_those_that_come_one_by_one(self):
-        together, one_by_one = _setting("w", count=20), _setting("lone")
+        together, one_by_one = _workload("w", count=20), _workload("lone")
         assert warm_up(together) == list(together.requests)
         assert warm_up(one_by_one) == list(one_by_one.requests[:1])
+
+    def test_a_system_has_room_for_the_workload_that_needs_more(self):
+        setting = Setting("model", (_workload("w", 5), _workload("lone", 9)), "bfloat16", 1, 300)
+        assert (setting.max_together, setting.longest) == (5, 27)
+        assert (setting.kv_cache_blocks(128), setting.kv_cache_blocks(100)) == (3, 3)

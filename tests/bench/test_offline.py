@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 
+from inflight.bench.measuring.setup import Kernels
+from inflight.bench.measuring.workload import BenchRequest
 from inflight.bench.offline import ClosedLoop, InProcess
-from inflight.bench.workload import BenchRequest
 from inflight.core.response import Response, Result
 from inflight.core.stop import FinishReason
 from inflight.errors import InvalidArgument, StepFailed
+from inflight.testing.make_model import make_model
 
 REQUESTS = [BenchRequest((1, 2, number), 3) for number in range(5)]
 SETTINGS = {
@@ -78,6 +80,27 @@ def test_every_request_of_every_run_is_answered(concurrency):
             timelines = engine.run(REQUESTS, concurrency)
             assert [len(timeline.responses_ns) for timeline in timelines] == [3] * 5
             assert all(timeline.sent_ns <= timeline.responses_ns[0] for timeline in timelines)
+
+
+def test_starting_takes_longer_than_loading():
+    with InProcess(SETTINGS) as engine:
+        resources = engine.resources()
+    assert 0 < resources.load_s < resources.start_s
+    assert resources.peak_rss_bytes > 0
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("bfloat16", None), ("int8", "bfloat16")])
+def test_the_kernels_are_those_that_run(tmp_path, dtype, products):
+    settings = SETTINGS | {"gpt_model_path": str(make_model(tmp_path, shape="tiny")), "dtype": dtype}
+    del settings["fake_engine"]
+    with InProcess(settings | {"kernels": "torch"}) as engine:
+        assert engine.kernels == Kernels("torch", "torch", (), products)
+    with InProcess(settings) as engine:
+        ran = engine.kernels
+    assert ran.asked == "default"
+    if ran.ran == "native":  # what this machine can have
+        assert "avx512f" in ran.instruction_sets
+        assert ("avx512_vnni" in ran.instruction_sets) == (ran.int8_products == "vnni") == (dtype == "int8")
 
 
 def test_requests_one_by_one_never_overlap():

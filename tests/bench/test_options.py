@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from inflight.bench.options import Options, add_options, engine_settings, kv_cache_tokens
-from inflight.bench.setup import ModelShape
-from inflight.bench.workload import BenchRequest, draw
+from inflight.bench.measuring.options import Options, add_options, engine_settings, kv_cache_tokens
+from inflight.bench.measuring.setup import ModelShape
+from inflight.bench.measuring.workload import BenchRequest, draw
 from inflight.composition.settings import check_parameters
 from inflight.models import read_model_description
 from inflight.testing.make_model import make_model
@@ -30,11 +30,11 @@ def test_lone_requests_are_one_at_a_time_whatever_the_concurrency():
     assert (lone.num_requests, lone.concurrency) == (4, 1)
 
 
-def test_the_cache_holds_the_largest_requests_in_whole_blocks():
-    requests = [BenchRequest((1,) * length, 10) for length in (22, 23, 90)]  # 1, 2 and 4 blocks
-    assert kv_cache_tokens(requests, 1) == 4 * 32
-    assert kv_cache_tokens(requests, 2) == 6 * 32
-    assert kv_cache_tokens(requests, 3) == 7 * 32
+def test_the_cache_holds_the_largest_requests_in_whole_blocks_of_any_sides_size():
+    requests = [BenchRequest((1,) * length, 10) for length in (118, 119, 400)]  # 1, 2 and 4 blocks of 128
+    assert kv_cache_tokens(requests, 1) == 4 * 128
+    assert kv_cache_tokens(requests, 2) == 6 * 128
+    assert kv_cache_tokens(requests, 3) == 7 * 128
 
 
 def test_the_settings_are_parameters_that_a_server_takes():
@@ -56,3 +56,6 @@ def test_the_weights_counted_are_those_of_the_matrices(tmp_path):
     attention = 64 * 64 + 2 * 64 * 32 + 64 * 64
     assert shape.layer_weights == 2 * (attention + 3 * 64 * 128)
     assert shape.head_weights == 512 * 64
+    embedding = 0 if config.tied_embeddings else 512 * 64
+    assert shape.weight_bytes("bfloat16") == 2 * (shape.layer_weights + 512 * 64 + embedding)
+    assert shape.kv_cache_bytes(10, value_bytes=2) == 2 * 2 * 2 * 16 * 10 * 2

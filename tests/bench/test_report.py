@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.bench.report import (
+from inflight.bench.measuring.report import (
     Bandwidth,
     Figures,
     Percentiles,
@@ -79,6 +79,13 @@ def test_every_figure_has_a_median_of_its_own():
     assert (middle.output_tokens_per_s, middle.ttft_ms) == (2.0, Percentiles(20.0, 9.0))
     assert middle.decode_gflop_per_s is None
     assert middle.resources == RESOURCES
+
+
+def test_of_memory_the_highest_of_all_rounds_stands():
+    one = figures(Timeline(10, 2, 0, (100 * MS, 200 * MS)))
+    resources = [Resources(load, peak, 2 * peak, 5 * load) for load, peak in ((1.0, 7), (2.0, 9), (9.0, 8))]
+    middle = medians([replace(one, resources=each) for each in resources]).resources
+    assert middle == Resources(2.0, 9, 18, 10.0)
 
 
 def test_the_line_has_what_was_measured_and_with_what():

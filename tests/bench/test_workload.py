@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from inflight.bench.workload import draw, warm_up
+from inflight.bench.measuring.workload import draw, warm_up
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.bench.serve import ServedEngine, analyze
-from inflight.bench.workload import BenchRequest
+from inflight.bench import stream
+from inflight.bench.analyzer import analyze
+from inflight.bench.measuring.workload import BenchRequest
+from inflight.bench.serve import ServedEngine
 from inflight.server.errors import ServeError
+from inflight.server.launch import serve
 
 REQUESTS = [BenchRequest((10 + number, 2, 3), 4 + number) for number in range(12)]
 STEP_MS = 2
@@ -18,7 +21,7 @@ SETTINGS = {
 
 
 def test_perf_analyzer_sends_every_request_once_so_many_at_a_time(fake_server):
-    timelines = analyze(fake_server, REQUESTS, 4)
+    timelines = [answer.timeline for answer in analyze(fake_server, REQUESTS, 4)]
     assert sorted(timeline.num_output_tokens for timeline in timelines) == [*range(4, 16)]
     for timeline in timelines:
         took_ns = timeline.responses_ns[-1] - timeline.sent_ns
@@ -43,3 +46,12 @@ def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere):
     assert resources.server_peak_rss_bytes is not None
     assert 10 << 20 < resources.peak_rss_bytes < resources.server_peak_rss_bytes
     assert resources.load_s > 0
+
+
+def test_lags_are_between_the_choice_of_a_token_and_its_arrival(elsewhere, tmp_path):
+    trace = tmp_path / "trace"
+    with serve(settings=stream.settings(2000, 1, trace)) as server:
+        row = stream.Bench(server, trace).measure(num_streams=4, num_tokens=50)
+    assert 0 < row["lag_ms_median_of_quickest_stream"] <= row["lag_ms_max"] < 10_000
+    assert 1 <= row["tokens_behind_max"] <= 50
+    assert min(row["cpu_us_per_response"].values()) > 0

@@ -16,7 +16,7 @@ from inflight.core.request import ExternalDraft, Request
 from inflight.core.response import Result
 from inflight.core.sampling_config import SamplingConfig
 from inflight.decoding import decoding as decoding_module
-from inflight.engine.torch import TorchEngine, decoder
+from inflight.engine.torch import TorchEngine
 from inflight.engine.torch import engine as engine_module
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.failing import Fault, Saboteur, serve_through_faults, spoil
@@ -59,7 +59,7 @@ STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "after blocks are cleared": (lambda engine: engine._cache, "clear", True, 0),
     "packing": (lambda engine: engine_module, "pack", True, 0),
     "before the cache's second layer": (lambda engine: engine._cache, "write", False, 1),
-    "in the second layer": (lambda engine: decoder, "attend", False, 1),
+    "in the second layer": (lambda engine: engine._decoder._attention, "attend", False, 1),
     "after the last layer": (lambda engine: engine._decoder, "forward", True, 0),
     "amid context outputs": (lambda engine: engine._context_outputs, "_details", True, 0),
     "before logits": (lambda engine: engine._decoder, "logits", False, 0),

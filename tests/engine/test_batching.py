@@ -198,7 +198,7 @@ def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.Monkey
         sizes.append([group.end - group.begin for group in plan.generation])
         return plan
 
-    monkeypatch.setattr("inflight.engine.torch.decoder.plan_attention", spy)
+    monkeypatch.setattr("inflight.engine.torch.attention.plan_attention", spy)
     for _ in range(4):
         driver.step(generation=rows[::-1])
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
 from inflight.core.output_config import OutputConfig
 from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
-from tests.engine.driver import Driver, alone, load_engine
+from inflight.engine.torch import TorchEngine
+from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import CASES, Zoo, ZooModel
 
@@ -16,6 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+
+AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,6 +69,85 @@ def test_half_precision_runs(zoo: Zoo, dtype: str) -> None:
     exact = model.logits(row.tokens)[31:-1]
     error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
     assert error < {"bfloat16": 0.15, "float16": 0.02}[dtype]
+
+
+GRAPHED = {"dtype": "bfloat16", "device": "cuda", "max_num_sequences": 11, "max_sequence_length": 200}
+
+
+def _load_graphed(model: ZooModel, **changes: Any) -> TorchEngine:
+    """With blocks that FlashAttention 2 reads in place too: it takes no smaller ones."""
+    values = {**GRAPHED, "tokens_per_block": 256, "max_tokens_in_paged_kv_cache": 256 * 40, **changes}
+    return load_engine(model.folder, **values)
+
+
+def _grow_and_shrink(engine: TorchEngine, model: ZooModel) -> list[tuple[list[int], torch.Tensor]]:
+    """Batches of 1 to 11 rows, generation alone and with a context; tokens and logits of every sequence."""
+    driver = Driver(engine)
+    rows: list[Row] = []
+    ended: list[Row] = []
+    for number in range(11):
+        rows.append(driver.start(model.prompt(5 + 7 * number, number)))
+        driver.step({rows[-1]: len(rows[-1].tokens)}, rows[:-1])
+        driver.step(generation=rows)
+        driver.step(generation=rows[::-1])
+    while rows:
+        driver.step(generation=rows)
+        ended.append(rows.pop(len(rows) // 2))
+        driver.release(ended[-1])
+    return [(row.generated, torch.stack(row.logits)) for row in ended]
+
+
+@pytest.mark.skipif(not AMPERE, reason="FlashAttention is for processors from Ampere on")
+@pytest.mark.parametrize("case", ["llama", "llama-gqa", "gpt2", "mistral-window"])
+def test_blocks_are_read_in_place_and_batches_recorded(zoo: Zoo, case: str) -> None:
+    engine = _load_graphed(zoo[case])
+    assert engine.recorded_sizes == (1, 2, 4, 8, 11)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
+def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> None:
+    """Filled up to the same numbers of rows, since matrix products of others may be rounded otherwise."""
+    model = zoo[case]
+    recorded = _grow_and_shrink(_load_graphed(model), model)
+    with mock.patch(
+        "inflight.engine.torch.engine.GraphCapture", lambda device: lambda operations: operations
+    ):
+        launched = _grow_and_shrink(_load_graphed(model), model)
+    for (tokens, logits), (expected_tokens, expected) in zip(recorded, launched, strict=True):
+        assert tokens == expected_tokens
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window"])
+def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) -> None:
+    """Recorded, launched one by one, and gathered, each against float32 logits of the tokens that it chose."""
+    model = zoo[case]
+    gathered = {"tokens_per_block": 8}  # FlashAttention 2 refuses them
+    for changes in ({}, {"cuda_graphs": False}, gathered):
+        row = alone(_load_graphed(model, **changes), model.prompt(60), 60)
+        exact = model.logits(row.tokens)[59:-1]
+        error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
+        assert error < 0.15, changes
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])
+def test_an_iteration_waits_for_the_device_once(zoo: Zoo, sampling: dict[str, Any]) -> None:
+    model = zoo["llama-gqa"]
+    driver = Driver(_load_graphed(model))
+    rows = [driver.start(model.prompt(9, seed), SamplingConfig(**sampling)) for seed in range(3)]
+    driver.step(dict.fromkeys(rows, 9))
+    driver.step(generation=rows)
+    batch = driver.batch({}, rows)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = driver.engine.forward(batch)
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            driver.engine.decode(batch, logits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([each for each in waits if "synchroniz" in str(each.message)]) == 1
 
 
 EVERYTHING = OutputConfig(

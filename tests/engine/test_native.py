@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from inflight.decoding.usable import find_peaks
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine, TorchEngineConfig, load_decoder
 from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.packing import Packer, quantize
 from inflight.errors import ConfigError
@@ -127,6 +130,32 @@ def test_the_largest_sizes_that_it_has_room_for(
 
 
 @needs_native
+def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    engine = load_engine(zoo["llama"].folder, kernels="native", num_threads=7)
+    assert len(os.listdir("/proc/self/task")) >= before + 6
+    engine.close()
+
+
+@needs_native
+def test_threads_that_cannot_be_had_fail_the_load(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = load_library("float32")
+
+    class WithoutThreads:
+        def create(self, *_: object) -> None:
+            return None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    monkeypatch.setattr(load_decoder, "load_library", lambda *_: WithoutThreads())
+    with pytest.raises(
+        ConfigError, match=r"^5 threads for the forward pass cannot be started.*engine_threads"
+    ):
+        load_engine(zoo["llama"].folder, num_threads=5)
+
+
+@needs_native
 def test_peaks_are_as_with_torch(zoo: Zoo) -> None:
     engine = load_engine(zoo["llama-gqa"].folder, kernels="native")
     alone(engine, PROMPT, 1)
@@ -156,3 +185,33 @@ def test_int8_weights_are_what_torch_makes_of_them(shape: tuple[int, int]) -> No
     expected, expected_scales = quantize(weight)
     assert torch.equal(found, expected) and torch.equal(scales, expected_scales)
     assert torch.equal(sums, expected.sum(1, dtype=torch.int32))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_load_takes_little_more_memory_than_the_model(tmp_path: Path, dtype: str) -> None:
+    """In a process of its own: matrices are packed as they are read, and no room for reading stays."""
+    folder = make_model(tmp_path, shape=Shape(12, 1024, 16, 4, 4096, 60_000, 512, 10_000.0))
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, folder, dtype], capture_output=True, text=True, check=True
+    )
+    weights, peak = map(int, done.stdout.split())
+    wide = 2 if dtype == "float32" else 1  # the checkpoint is bfloat16
+    embedding = 60_000 * 1024 * 2
+    expected = wide * weights if dtype != "int8" else (weights + embedding) // 2 + embedding
+    assert peak < 1.1 * expected + 128 * 2**20
+
+
+MEMORY_PROGRAM = """
+import os, sys
+from pathlib import Path
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+def kilobytes(name):
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(name))
+folder, dtype = sys.argv[1:]
+config = TorchEngineConfig(folder, device="cpu", max_num_sequences=1, dtype=dtype, max_tokens_in_paged_kv_cache=64)
+before = kilobytes("VmRSS:")
+engine = TorchEngine.load(config)
+print(sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")), 1024 * (kilobytes("VmHWM:") - before))
+"""

@@ -7,6 +7,9 @@ import ctypes
 import logging
 import os
 import select
+import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from inflight.engine.torch.native import library
-from inflight.engine.torch.native.library import CannotBuild, load_library
+from inflight.engine.torch.native.library import CannotBuild, begin_loading, load_library
 from inflight.errors import ConfigError
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
@@ -95,12 +98,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # remembers nothing
+    monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     return Machine(tmp_path, real)
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is remembered of this machine's compiler."""
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is remembered of this machine's compiler, and nothing has been compiled before."""
+    monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)
 
 
@@ -137,6 +142,122 @@ def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> Non
     content = bytearray(machine.real.read_bytes())
     content[len(content) // 2] ^= 1
     machine.path.write_bytes(content)
+    load_library("float32")
+    assert machine.num_builds == 1
+
+
+@needs_native
+def test_a_whole_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
+    """One that was made where another C library is, say."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    junk = b"no library"
+    machine.path.write_bytes(junk + library._digest(junk))
+    for _ in range(2):
+        assert isinstance(load_library("float32"), ctypes.CDLL)
+    assert machine.num_builds == 1
+    assert machine.path.read_bytes() == machine.real.read_bytes()
+
+
+@needs_native
+def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Machine) -> None:
+    """A cache folder on a file system that was mounted noexec, in a mount namespace of a child's own."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    program = machine.root / "program.py"
+    program.write_text(NOEXEC_PROGRAM)
+    mount = f"mount -t tmpfs -o noexec,mode=700 none {machine.cache} && exec {sys.executable} {program}"
+    command = ["unshare", "--mount", "sh", "-c", mount]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this process may not mount anything")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["failed", "loaded", "loaded"]
+    assert machine.num_builds == 1, "the second load finds what the first has kept"
+
+
+NOEXEC_PROGRAM = """
+import ctypes
+from inflight.engine.torch.native import library
+for load in range(2):
+    found = library._load.__wrapped__(library._processor_flags(), "float32", False)
+    assert found.create.restype is ctypes.c_void_p
+    if load == 0:
+        kept = next(library._cache_folder().glob("*.so"))
+        try:
+            ctypes.CDLL(str(kept))
+        except OSError:
+            print("failed")
+    print("loaded")
+"""
+
+
+@needs_native
+def test_what_is_loaded_from_memory_is_not_mixed_up(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader knows libraries by their names, which for these are numbers of open files."""
+    other = tmp_path / "other.so"
+    subprocess.run(
+        ["cc", "-shared", "-x", "c", "-", "-o", other], input=b"int other;", check=True, timeout=60
+    )
+    first, second = library._load_from_memory(machine.real), library._load_from_memory(other)
+    assert hasattr(first, "create") and not hasattr(second, "create")
+    assert hasattr(second, "other")
+
+
+@needs_native
+def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.working_compiler()
+    path = library.prebuild("float32")
+    assert machine.num_builds == 1
+    monkeypatch.setenv("PATH", str(machine.root / "nothing"))
+    assert load_library("float32")._name == str(path)
+    with pytest.raises(CannotBuild, match="there is no C"):
+        load_library("bfloat16")
+
+
+@needs_native
+def test_what_was_prebuilt_from_other_sources_is_not_used(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.working_compiler()
+    library.prebuild("float32")
+    sources = machine.root / "source"
+    shutil.copytree(library._SOURCES, sources)
+    (sources / "team.h").write_text("// changed")
+    monkeypatch.setattr(library, "_SOURCES", sources)
+    assert Path(load_library("float32")._name).parent == machine.cache
+    assert machine.num_builds == 2
+
+
+def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(library, "_find_compiler", lambda: "c++")
+    monkeypatch.setattr(library, "_build", lambda command, path: commands.append(command))
+    paths = {
+        library.prebuild("float32"),
+        library.prebuild("bfloat16"),
+        library.prebuild("bfloat16", int8=True),
+    }
+    assert len(paths) == 3
+    assert all("-march=x86-64-v4" in command and "-march=native" not in command for command in commands)
+    assert ["-mavx512bf16" in command for command in commands] == [False, True, True]
+    assert ["-mavx512vnni" in command for command in commands] == [False, False, True]
+
+
+@needs_native
+def test_what_was_begun_is_found(machine: Machine) -> None:
+    machine.working_compiler()
+    begin_loading("float32")
+    (begun,) = [thread for thread in threading.enumerate() if thread.name == "inflight-compile"]
+    begun.join(60)
     load_library("float32")
     assert machine.num_builds == 1
 
@@ -239,7 +360,7 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(machine: Machine, fai
     with pytest.raises(CannotBuild) as error:
         load_library("float32")
     assert message in str(error.value)
-    assert [path for path in machine.kept() if path != machine.path] == []
+    assert machine.kept() == []
 
 
 @needs_native
@@ -313,7 +434,25 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     return "an error of its own"
 
 
-LACKS = [no_compiler, no_avx512, no_flags, a_compiler_that_fails]
+def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    """It is compiled, but no folder and no memory lets it be run."""
+
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: failed to map segment from shared object")
+
+    a_compiler_that_fails(monkeypatch, folder)
+    lines = (
+        "#!/bin/sh",
+        '[ "$1" = --version ] && exec echo 1',
+        "for target; do :; done",
+        'echo library > "$target"',
+    )
+    (folder / "c++").write_text("\n".join((*lines, "")))
+    monkeypatch.setattr(library.ctypes, "CDLL", refuse)
+    return "cannot be kept or loaded: "
+
+
+LACKS = [nothing_that_can_be_loaded, no_compiler, no_avx512, no_flags, a_compiler_that_fails]
 
 
 @pytest.mark.usefixtures("fresh")
@@ -342,10 +481,44 @@ def test_a_machine_without_it_serves_and_says_why_once(
     assert reason in str(error.value)
 
 
-def test_who_asks_for_torch_is_not_warned(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+def test_who_asks_for_torch_is_told_and_not_warned(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "inflight.engine.torch.load_decoder"):
         load_engine(zoo["llama"].folder, kernels="torch")
-    assert caplog.records == []
+    said = [record for record in caplog.records if "operators" in record.getMessage()]
+    assert [(record.levelname, record.getMessage()) for record in said] == [
+        ("INFO", "the layers run on torch's operators: kernels is torch")
+    ]
+
+
+def test_who_asks_for_torch_and_int8_is_warned(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_engine(zoo["llama"].folder, kernels="torch", dtype="int8")
+    (record,) = caplog.records
+    assert record.getMessage().endswith("no faster than bfloat16: kernels is torch")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("dtype", "lacking", "reason"),
+    [
+        ("bfloat16", "avx512_bf16", "slower than compiled code: the processor lacks avx512_bf16"),
+        ("int8", "avx512_bf16", "no faster than bfloat16: the processor lacks avx512_bf16"),
+        ("int8", "avx512_vnni", "no faster than bfloat16: the processor lacks avx512_vnni"),
+    ],
+)
+def test_a_processor_that_lacks_one_thing_is_said_once(
+    zoo: Zoo,
+    dtype: str,
+    lacking: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sets = library.instruction_sets("bfloat16", int8=True)
+    monkeypatch.setattr(library, "_processor_flags", lambda: sets - {lacking})
+    with caplog.at_level(logging.WARNING):
+        load_engine(zoo["llama"].folder, dtype=dtype)
+    assert [record.getMessage().endswith(reason) for record in caplog.records] == [True]
 
 
 def test_a_dtype_that_it_does_not_have_is_computed_by_torch(

@@ -142,6 +142,67 @@ def test_a_stream_that_has_fallen_behind_gets_what_waits_in_one_response(desk: D
     assert ids_of(other.wait_final()) == [20, 21] and len(other.sent) == 1
 
 
+class BusyEngine:
+    """Makes tokens for every stream while a response is on its way, for so many responses.
+
+    Attributes:
+        sends: For each response that was sent, whose it was and how many tokens it had.
+    """
+
+    def __init__(self, desk: Desk, tokens_per_send: int, num_sends: int) -> None:
+        self.desk = desk
+        self.tokens_per_send = tokens_per_send
+        self.num_sends = num_sends
+        self.entries: list[InFlightRequest] = []
+        self.sends: list[tuple[int, int]] = []
+        self.num_made = 0
+
+    def sent(self, stream: int, num_tokens: int) -> None:
+        self.sends.append((stream, num_tokens))
+        if len(self.sends) > self.num_sends:
+            return
+        for _ in range(self.tokens_per_send):
+            self.num_made += 1
+            for entry in self.entries:
+                self.desk.respond(entry, [self.num_made])
+        if len(self.sends) == self.num_sends:
+            for entry in self.entries:
+                self.desk.respond(entry, [], FinishReason.END_ID)
+
+
+class BusySender(ResponseSender):
+    """One stream of a BusyEngine."""
+
+    def __init__(self, engine: BusyEngine, stream: int) -> None:
+        super().__init__()
+        self.engine = engine
+        self.stream = stream
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        super().send(response, flags)
+        assert response is not None
+        self.engine.sent(self.stream, response.arrays()["sequence_length"].item())
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 16])
+@pytest.mark.parametrize("tokens_per_send", [1, 3])
+def test_a_stream_waits_for_one_response_to_each_of_the_others_however_slow_sends_are(
+    desk: Desk, num_streams: int, tokens_per_send: int
+) -> None:
+    """So a lag is bounded by the number of streams, and no stream's is longer than another's."""
+    engine = BusyEngine(desk, tokens_per_send, num_sends=6 * num_streams)
+    streams = [BusySender(engine, number) for number in range(num_streams)]
+    engine.entries = [desk.start(stream) for stream in streams]
+    desk.respond(engine.entries[0], [0])
+    received = [ids_of(stream.wait_final()) for stream in streams]
+    made = [*range(1, engine.num_made + 1)]
+    assert received == [[0, *made]] + [made] * (num_streams - 1)
+    order = [stream for stream, _ in engine.sends[1:]]
+    assert order == [number % num_streams for number in range(len(order))]
+    once_around = engine.sends[1 + num_streams : engine.num_sends]
+    assert {count for _, count in once_around} == {num_streams * tokens_per_send}
+
+
 def test_an_error_keeps_its_code(desk: Desk) -> None:
     stream = ResponseSender()
     entry = desk.start(stream)

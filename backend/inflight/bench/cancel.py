@@ -17,24 +17,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from inflight.batch_manager.recording import Begin, decode
+from inflight.batch_manager.recording import Begin
 from inflight.bench.endless_streams import open_streams
+from inflight.bench.growing_trace import GrowingTrace
 from inflight.server.launch import TritonServer, serve
 
 
-class GrowingTrace:
-    """What is added to a trace, read as it comes."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._rest = b""
-
-    def new_iterations(self) -> Iterator[Begin]:
-        """Iterations since the last call."""
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for line in lines:
-            if b'"stops":[{' in line and isinstance(record := decode(line), Begin):
-                yield record
+def _stops(trace: GrowingTrace) -> Iterator[Begin]:
+    """Iterations since the last call that took stops."""
+    for record in trace.new_records(containing=b'"stops":[{'):
+        if isinstance(record, Begin):
+            yield record
 
 
 def measure(server: TritonServer, trace: GrowingTrace, num_streams: int) -> dict[str, float]:
@@ -43,14 +36,14 @@ def measure(server: TritonServer, trace: GrowingTrace, num_streams: int) -> dict
     leaving, responses = open_streams(server.grpc, num_streams)
     while len(responses) < 4 * num_streams:
         time.sleep(0.01)
-    list(trace.new_iterations())
+    list(_stops(trace))
     cancelled_ns = time.monotonic_ns()
     leaving.stop_stream(cancel_requests=True)
     noticed: list[float] = []
     freed = 0.0
     while len(noticed) < num_streams:
         time.sleep(0.05)
-        for iteration in trace.new_iterations():
+        for iteration in _stops(trace):
             noticed += [1e-6 * (stop.requested_ns - cancelled_ns) for stop in iteration.inputs.stops]
             freed = 1e-6 * (iteration.inputs.now_ns - cancelled_ns)
         if time.monotonic_ns() - cancelled_ns > 20e9:

@@ -1,8 +1,8 @@
 """This package and other systems on the same requests, one after the other, round by round, and the ratios.
 
-Every run is a process of its own that loads, warms up and is timed while nothing else runs; the sides take turns,
-so that whatever else the machine does meets all of them. A peer is a program in an environment of its own
-(docs/comparing.md has the recipes). One thread, which waits.
+Every run is a process of its own that loads once, and for each workload warms up and is timed, while nothing else
+runs; the sides take turns, so that whatever else the machine does meets all of them. A peer is a program in an
+environment of its own (docs/comparing.md has the recipes). One thread, which waits.
 """
 
 from __future__ import annotations
@@ -11,63 +11,37 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
 
-from rich.console import Console
-from rich.table import Table
-
-from inflight.bench.bandwidth import read_gb_per_s
-from inflight.bench.options import positive
-from inflight.bench.setup import cpu_name
-from inflight.bench.sides import (
+from inflight.bench.comparing.peer_models import check_peer_model
+from inflight.bench.comparing.results import Run, print_tables, to_values, values_of
+from inflight.bench.comparing.sides import (
     CONVERTED,
     OURS,
     PEER_NAMES,
-    Peer,
+    Printed,
+    Side,
     Work,
     missing_libraries,
-    run_ours,
-    run_peer,
+    ours,
+    run,
 )
-from inflight.bench.workload import WorkloadName, draw
+from inflight.bench.measuring.bandwidth import read_gb_per_s
+from inflight.bench.measuring.options import kv_cache_tokens, positive
+from inflight.bench.measuring.setup import ModelShape, cpu_name
+from inflight.bench.measuring.workload import BenchRequest, WorkloadName, draw
+from inflight.errors import InflightError
+from inflight.models import read_model_description
 
-Metric = Literal["output_tokens_per_s", "ttft_ms", "itl_ms", "peak_rss_bytes", "load_s", "start_s"]
-
-_METRICS: tuple[Metric, ...] = get_args(Metric)
-_LABELS = ("output tok/s", "TTFT ms", "ITL ms", "peak RSS GB", "load s", "start s")
-_SCALES = (1, 1, 1, 1e-9, 1, 1)
 _LONE_REQUESTS = 4
-_TABLE_WIDTH = 110
-_TITLES = {"w": "W: all requests at once", "lone": "lone: one request at a time"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One side's run of one workload in one round; `values` is empty if it failed.
-
-    `versions`: of a peer's packages.
-    """
-
-    side: str
-    workload: WorkloadName
-    values: Mapping[Metric, float]
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A peer on a workload: its medians, ours divided by them, and the extremes of that ratio in single rounds."""
-
-    medians: Mapping[Metric, float]
-    ratios: Mapping[Metric, float]
-    ranges: Mapping[Metric, tuple[float, float]]
+_TIMEOUT_S = 3600
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def main() -> None:
@@ -76,31 +50,31 @@ def main() -> None:
     for peer in peers:
         for library in missing_libraries(peer):
             print(f"{peer.name} runs without {library}: not found", file=sys.stderr)
-    names: tuple[WorkloadName, ...] = ("w", "lone") if options.workload == "both" else (options.workload,)
+    # Otherwise the side that runs would outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED_BY_SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
-        works = [_prepare(options, name, Path(folder)) for name in names]
-        runs = [
-            run
-            for number in range(1, options.rounds + 1)
-            for work in works
-            for run in _round(work, peers, number)
-        ]
-    _print_tables(runs, [peer.name for peer in peers])
-    setup = _setup(options, works, runs)
-    print(json.dumps({"bench": "compare", "setup": setup, "results": summarise(runs)}))
+        work = _prepare(options, Path(folder))
+        runs = list(_rounds([ours(), *peers], work, options.shape, options.rounds))
+    print_tables(runs)
+    setup = _setup(options, work, runs)
+    print(json.dumps({"bench": "compare", "setup": setup, "results": to_values(runs)}))
 
 
-def _setup(options: argparse.Namespace, works: Sequence[Work], runs: Sequence[Run]) -> dict:
-    versions = {OURS: {package: version(package) for package in ("inflight", "torch")}}
+def _setup(options: argparse.Namespace, work: Work, runs: Sequence[Run]) -> dict:
+    told = {run.side: run.told for run in runs if run.values}
     return {
         "model": options.model.resolve().name,
         "dtype": options.dtype,
+        "kernels": told.get(OURS, {}).get("kernels"),
         "threads": options.threads,
         "rounds": options.rounds,
-        "requests": {work.workload: work.num_requests for work in works},
+        "requests": {name: len(requests) for name, requests in _workloads(options).items()},
+        "kv_cache_tokens": work.kv_cache_tokens,
+        "kv_caches": {side: figures.get("kv_cache") for side, figures in told.items()},
+        "weight_bytes": options.shape.weight_bytes(options.dtype),
         "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
-        "versions": versions | {run.side: dict(run.versions) for run in runs if run.versions},
+        "versions": {side: figures.get("versions") for side, figures in told.items()},
     }
 
 
@@ -130,21 +104,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--requests", type=positive, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=_TIMEOUT_S,
+        metavar="S",
+        help="for each run, after which it is ended",
+    )
     options = parser.parse_args(arguments)
     try:
+        options.shape = ModelShape.of(read_model_description(options.model).decoder)
         peers = peers_of(options.peer_options)
         if not peers:
             raise ValueError("expected a --peer")
         for peer in peers:
-            _check(peer)
-    except ValueError as error:
+            _check(peer, options.model, options.dtype)
+    except (ValueError, InflightError) as error:
         parser.error(str(error))
-    if not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model}: expected a checkpoint folder with a config.json")
     return options
 
 
-def peers_of(options: Sequence[tuple[str, str]]) -> list[Peer]:
+def peers_of(options: Sequence[tuple[str, str]]) -> list[Side]:
     """(option, value) pairs in their order → peers. Raises ValueError for one out of place or missing."""
     found: list[dict[str, str]] = []
     for option, value in options:
@@ -159,146 +139,127 @@ def peers_of(options: Sequence[tuple[str, str]]) -> list[Peer]:
     return [_peer(fields) for fields in found]
 
 
-def _peer(fields: Mapping[str, str]) -> Peer:
+def _peer(fields: Mapping[str, str]) -> Side:
     name, python, model = fields["name"], fields.get("python"), fields.get("model")
     if python is None:
         raise ValueError(f"--peer {name}: expected a --peer-python after it")
-    return Peer(name, Path(python), Path(model) if model else None)
+    return Side(name, Path(python), Path(model) if model else None)
 
 
-def _check(peer: Peer) -> None:
+def _check(peer: Side, model: Path, dtype: str) -> None:
     if shutil.which(peer.python) is None:
         raise ValueError(f"--peer-python {peer.python}: expected an interpreter")
     if peer.model is None and peer.name in CONVERTED:
         raise ValueError(
             f"--peer {peer.name}: expected a --peer-model after it, the checkpoint in its own form"
         )
-    if peer.model is not None and not peer.model.exists():
-        raise ValueError(f"--peer-model {peer.model}: expected what {peer.name} loads, found nothing")
+    if peer.model is not None:
+        check_peer_model(peer.model, model, dtype)
 
 
-def _prepare(options: argparse.Namespace, workload: WorkloadName, folder: Path) -> Work:
-    vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
-    num_requests = options.requests if workload == "w" else _LONE_REQUESTS
-    requests = [
-        {"prompt": request.prompt, "max_tokens": request.num_output_tokens}
-        for request in draw(workload, vocab_size, num_requests)
-    ]
-    path = folder / f"{workload}.json"
-    path.write_text(json.dumps(requests))
-    return Work(options.model, workload, num_requests, path, options.dtype, options.threads)
+def _workloads(options: argparse.Namespace) -> dict[WorkloadName, list[BenchRequest]]:
+    names: tuple[WorkloadName, ...] = ("w", "lone") if options.workload == "both" else (options.workload,)
+    counts = {"w": options.requests, "lone": _LONE_REQUESTS}
+    return {name: draw(name, options.shape.vocabulary, counts[name]) for name in names}
 
 
-# ---------------------------------------------------------------------- running
+def _prepare(options: argparse.Namespace, folder: Path) -> Work:
+    workloads = _workloads(options)
+    room = max(kv_cache_tokens(rs, len(rs) if name == "w" else 1) for name, rs in workloads.items())
+    path = folder / "requests.json"
+    path.write_text(
+        json.dumps(
+            {
+                name: [{"prompt": r.prompt, "max_tokens": r.num_output_tokens} for r in requests]
+                for name, requests in workloads.items()
+            }
+        )
+    )
+    return Work(options.model, path, options.dtype, options.threads, room, options.timeout)
 
 
-def _round(work: Work, peers: Sequence[Peer], number: int) -> Iterator[Run]:
-    """Runs every side once, ours first, and prints a line for each."""
-    for peer in (None, *peers):
-        side = peer.name if peer else OURS
-        before = read_gb_per_s(work.threads)
-        printed = run_peer(peer, work) if peer else run_ours(work)
-        memory = {"before": round(before, 1), "after": round(read_gb_per_s(work.threads), 1)}
-        head = {"round": number, "side": side, "workload": work.workload, "memory_gb_per_s": memory}
-        figures = {"failed": printed.failure} if printed.figures is None else printed.figures
-        print(json.dumps({**head, **figures}), flush=True)
-        yield Run(side, work.workload, values_of(figures), figures.get("versions", {}))
+# ---------------------------------------------------------------------- what is run
 
 
-def values_of(figures: Mapping[str, object]) -> dict[Metric, float]:
-    """The compared figures of a program's JSON; latencies are its medians. What it could not tell is left out."""
-    values: dict[Metric, float] = {}
-    for metric in _METRICS:
-        value = figures.get(metric)
-        value = value.get("p50") if isinstance(value, Mapping) else value
-        if isinstance(value, (int, float)):
-            values[metric] = float(value)
-    return values
+class Progress:
+    """How far it is, on stderr, with the time that is left by what each side has taken so far."""
+
+    def __init__(self, sides: Sequence[str], num_rounds: int) -> None:
+        self._left = [side for _ in range(num_rounds) for side in sides]
+        self._total = len(self._left)
+        self._taken_s: dict[str, list[float]] = {}
+
+    def starts(self, number: int, side: str) -> None:
+        """A run is about to."""
+        count = self._total - len(self._left) + 1
+        left = "" if not self._taken_s else f", about {self.left_s() / 60:.0f} min left"
+        print(f"round {number}: {side} (run {count} of {self._total}{left})", file=sys.stderr, flush=True)
+
+    def has_run(self, side: str, seconds: float) -> None:
+        """A run has ended."""
+        self._left.remove(side)
+        self._taken_s.setdefault(side, []).append(seconds)
+
+    def gives_up(self, side: str) -> None:
+        """It will not run again."""
+        self._left = [each for each in self._left if each != side]
+        self._total = len(self._left) + sum(map(len, self._taken_s.values()))
+
+    def left_s(self) -> float:
+        """Of all runs that have not ended; a side that has not run yet counts as the mean of the others."""
+        means = {side: statistics.mean(taken) for side, taken in self._taken_s.items()}
+        typical = statistics.mean(means.values())
+        return sum(means.get(side, typical) for side in self._left)
 
 
-# ---------------------------------------------------------------------- what came out
+def _rounds(sides: Sequence[Side], work: Work, shape: ModelShape, num_rounds: int) -> Iterator[Run]:
+    """Every side in every round, ours first; a side that hangs does not run again."""
+    progress, given_up = Progress([side.name for side in sides], num_rounds), set()
+    for number in range(1, num_rounds + 1):
+        for side in sides:
+            if side.name in given_up:
+                continue
+            progress.starts(number, side.name)
+            begun = time.monotonic()
+            printed, done = _run_side(side, work, shape, number)
+            progress.has_run(side.name, time.monotonic() - begun)
+            if printed.has_hung:
+                given_up.add(side.name)
+                progress.gives_up(side.name)
+            yield done
 
 
-def summarise(runs: Sequence[Run]) -> dict:
-    """For each workload: our medians, and for each peer its medians and ours divided by them."""
+def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[Printed, Run]:
+    """Prints a line of what it was; memory is read just before and just after."""
+    before = read_gb_per_s(work.threads)
+    printed = run(side, work)
+    after = read_gb_per_s(work.threads)
+    if side.name == OURS:
+        print(printed.warnings, end="", file=sys.stderr)  # of what cannot run on compiled code, say
+    head = {"round": number, "side": side.name}
+    head["memory_gb_per_s"] = {"before": round(before, 1), "after": round(after, 1)}
+    if printed.figures is None:
+        print(json.dumps(head | {"failed": printed.failure}), flush=True)
+        return printed, Run(side.name, {})
+    figures = {**printed.figures} | weigh(printed.figures, shape, work.dtype)
+    print(json.dumps(head | figures | head), flush=True)  # whatever a program says of memory
+    return printed, Run(side.name, values_of(figures, round(after, 1)), figures)
+
+
+def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[str, int]:
+    """What the weights and the KV cache take, each number once, and how much more the process had at its peak."""
+    cache, peak = figures.get("kv_cache"), figures.get("peak_rss_bytes")
+    if not isinstance(cache, Mapping) or not isinstance(peak, int):
+        return {}
+    weights, keys_and_values = (
+        shape.weight_bytes(dtype),
+        shape.kv_cache_bytes(cache["tokens"], cache["value_bytes"]),
+    )
     return {
-        workload: {
-            side: _as_json(compare(runs, workload, side)) if side != OURS else medians(runs, workload, OURS)
-            for side in dict.fromkeys(run.side for run in runs)
-        }
-        for workload in dict.fromkeys(run.workload for run in runs)
+        "weight_bytes": weights,
+        "kv_cache_bytes": keys_and_values,
+        "beyond_bytes": peak - weights - keys_and_values,
     }
-
-
-def compare(runs: Sequence[Run], workload: WorkloadName, peer: str) -> Comparison:
-    """Medians of `peer` and ratios ours / peer, where both sides have the figure."""
-    ours, theirs = medians(runs, workload, OURS), medians(runs, workload, peer)
-    ratios = {
-        metric: ours[metric] / theirs[metric]
-        for metric in _METRICS
-        if ours.get(metric) and theirs.get(metric)
-    }
-    pairs = zip(_runs_of(runs, workload, OURS), _runs_of(runs, workload, peer))
-    of_rounds = [
-        {metric: mine.values[metric] / other.values[metric] for metric in ratios}
-        for mine, other in pairs
-        if ratios.keys() <= mine.values.keys() & other.values.keys()
-    ]
-    ranges = {metric: _range([row[metric] for row in of_rounds]) for metric in ratios if of_rounds}
-    return Comparison(theirs, ratios, ranges)
-
-
-def _runs_of(runs: Sequence[Run], workload: WorkloadName, side: str) -> list[Run]:
-    return [run for run in runs if run.workload == workload and run.side == side]
-
-
-def medians(runs: Sequence[Run], workload: WorkloadName, side: str) -> dict[Metric, float]:
-    """Of the rounds that told each figure; failed runs tell none."""
-    rows = [run.values for run in _runs_of(runs, workload, side)]
-    told = {metric: [row[metric] for row in rows if metric in row] for metric in _METRICS}
-    return {metric: statistics.median(values) for metric, values in told.items() if values}
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def _as_json(comparison: Comparison) -> dict:
-    return {
-        "medians": comparison.medians,
-        "ratios": {metric: round(ratio, 3) for metric, ratio in comparison.ratios.items()},
-        "ratios_of_rounds": {
-            metric: [round(end, 3) for end in ends] for metric, ends in comparison.ranges.items()
-        },
-    }
-
-
-def _print_tables(runs: Sequence[Run], peer_names: Sequence[str]) -> None:
-    # A log file has no width; a table squeezed into 80 columns could not be read.
-    console = Console(width=max(_TABLE_WIDTH, Console().width))
-    for workload in dict.fromkeys(run.workload for run in runs):
-        table = Table("", "runs", title=_TITLES[workload], title_justify="left")
-        for label in _LABELS:
-            table.add_column(label, justify="right")
-        table.add_row(OURS, _count(runs, workload, OURS), *_cells(medians(runs, workload, OURS)))
-        for name in peer_names:
-            comparison = compare(runs, workload, name)
-            table.add_row(name, _count(runs, workload, name), *_cells(comparison.medians))
-            ratios = [f"{comparison.ratios[m]:.2f}" if m in comparison.ratios else "–" for m in _METRICS]
-            table.add_row(f"{OURS} / {name}", "", *ratios, style="bold")
-        console.print(table)
-
-
-def _count(runs: Sequence[Run], workload: WorkloadName, side: str) -> str:
-    own = _runs_of(runs, workload, side)
-    return f"{sum(bool(run.values) for run in own)} of {len(own)}"
-
-
-def _cells(values: Mapping[Metric, float]) -> list[str]:
-    return [
-        f"{values[metric] * scale:.1f}" if metric in values else "–"
-        for metric, scale in zip(_METRICS, _SCALES)
-    ]
 
 
 if __name__ == "__main__":

@@ -16,17 +16,22 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from inflight.batch_manager import GptManager
-from inflight.bench.bandwidth import Probe
-from inflight.bench.options import Options, add_options, engine_settings
-from inflight.bench.report import Resources, Timeline, to_line
-from inflight.bench.rounds import run_rounds
-from inflight.bench.setup import Setup
-from inflight.bench.workload import BenchRequest, draw
+from inflight.bench.comparing.peers.peer_program import peak_rss_bytes, seconds_since_process_start
+from inflight.bench.measuring.bandwidth import Probe
+from inflight.bench.measuring.options import Options, add_options, engine_settings
+from inflight.bench.measuring.report import Resources, Timeline, to_line
+from inflight.bench.measuring.rounds import run_rounds
+from inflight.bench.measuring.setup import Kernels, Setup
+from inflight.bench.measuring.workload import BenchRequest, draw
 from inflight.composition.models import load
 from inflight.composition.settings import check_parameters, scheduler_config
+from inflight.core.ports import Engine
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.config import INT8
+from inflight.engine.torch.native.library import instruction_sets
 from inflight.errors import InflightError
 from inflight.models import read_model_description
 from inflight.triton.parameters import Parameters, Role, read_parameters
@@ -98,18 +103,21 @@ class InProcess:
 
     Attributes:
         load_s: What loading took, in seconds.
+        start_s: From the start of the process until the first request could be taken, in seconds.
+        kernels: What computes the layers.
     """
 
     name = "offline"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         """Raises ConfigError as a server that is given the same parameters would."""
-        parameters = _read(settings)
+        parameters = to_parameters(settings)
         check_parameters(parameters)
         self._loop = ClosedLoop((), 0, 0)
         self._ids = itertools.count(1, 1_000_000)
         begun = time.perf_counter()
         engine = load(parameters, "", None).engine
+        self.kernels = _kernels(parameters, engine)
         self._manager = GptManager(
             engine,
             Scheduler(scheduler_config(parameters), engine.limits),
@@ -117,7 +125,7 @@ class InProcess:
             lambda response: self._loop.take(response),
             on_death=lambda error: self._loop.fail(error),
         )
-        self.load_s = time.perf_counter() - begun
+        self.load_s, self.start_s = time.perf_counter() - begun, seconds_since_process_start()
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
         """All of them, so many at a time; one run at a time."""
@@ -127,16 +135,21 @@ class InProcess:
 
     def resources(self) -> Resources:
         """Of this process, so far."""
-        return Resources(self.load_s, peak_rss_bytes())
+        return Resources(self.load_s, peak_rss_bytes(), start_s=self.start_s)
+
+    def close(self) -> None:
+        """End the loop and the engine."""
+        self._manager.shutdown()
 
     def __enter__(self) -> InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.shutdown()
+        self.close()
 
 
-def _read(settings: Mapping[str, str]) -> Parameters:
+def to_parameters(settings: Mapping[str, str]) -> Parameters:
+    """What config.pbtxt would say; `settings` are its parameters, and max_batch_size."""
     given = {key: {"string_value": value} for key, value in settings.items() if key != "max_batch_size"}
     return read_parameters(
         {"name": "tensorrt_llm", "max_batch_size": settings["max_batch_size"], "parameters": given},
@@ -144,11 +157,15 @@ def _read(settings: Mapping[str, str]) -> Parameters:
     )
 
 
-def peak_rss_bytes(pid: int | str = "self") -> int:
-    """Most memory that a process has had resident so far."""
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        line = next(line for line in file if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
+    """What the engine has come to, whatever was asked for."""
+    asked, is_int8 = parameters.kernels or "default", parameters.dtype == INT8
+    if not isinstance(engine, TorchEngine):
+        return Kernels(asked)
+    if engine.kernels == "torch":
+        return Kernels(asked, "torch", int8_products=engine.dtype if is_int8 else None)
+    sets = tuple(sorted(instruction_sets(engine.dtype, is_int8)))
+    return Kernels(asked, "native", sets, "vnni" if is_int8 else None)
 
 
 def main() -> None:
@@ -164,8 +181,8 @@ def main() -> None:
 def _run(options: Options) -> None:
     config = read_model_description(options.model).decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)
-    setup = Setup.of(options, config, requests)
     with Probe(options.num_threads) as probe, InProcess(engine_settings(options, requests)) as engine:
+        setup = Setup.of(options, config, requests, engine.kernels)
         (figures,) = run_rounds([engine], requests, setup, probe)
     print(to_line(engine.name, figures, setup))
 

@@ -5,6 +5,9 @@ Imports torch and MPI only where they are needed. On the thread that loads the m
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,12 +52,29 @@ class LoadedModel:
 
 def load(parameters: Parameters, version_dir: str, station: Station | None) -> LoadedModel:
     """What `station` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
+    if not parameters.fake_engine:
+        _begin_compiling(parameters, version_dir)
     if station is None:
         return load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
     # Of fake engines, each rank's makes up the same tokens.
     model = load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, station)
     station.has_loaded()
     return model
+
+
+def _begin_compiling(parameters: Parameters, version_dir: str) -> None:
+    """Compile while torch is imported, which takes seconds too. What is wrong, the load itself will say."""
+    if parameters.kernels == "torch" or Path("/dev/nvidiactl").exists():
+        return
+    from inflight.engine.torch.native.library import begin_loading
+
+    dtype = parameters.dtype
+    if dtype is None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            config = json.loads((Path(_model_path(parameters, version_dir)) / "config.json").read_bytes())
+            dtype = config.get("torch_dtype", config.get("dtype"))
+    if isinstance(dtype, str):
+        begin_loading("bfloat16" if dtype == "int8" else dtype, dtype == "int8")
 
 
 def load_fake(parameters: Parameters) -> LoadedModel:
@@ -141,6 +161,9 @@ def _loaded(
     # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
     end_ids = tuple(token_id for token_id in stage.eos_token_ids if token_id < stage.limits.vocab_size)
     dtype = parameters.dtype or stage.dtype
+    # All that is there now stays: a full collection would walk it in the middle of somebody's tokens.
+    gc.collect()
+    gc.freeze()
     return LoadedModel(engine, _model_path(parameters, version_dir), dtype, end_ids, release)
 
 

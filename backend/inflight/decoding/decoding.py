@@ -6,7 +6,7 @@ blocks nor the forward pass. Called on the loop thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -31,6 +31,7 @@ from inflight.decoding.pipeline import process
 from inflight.decoding.rows import RawLogits, Rows, take_rows
 from inflight.decoding.sampler import choose
 from inflight.decoding.slot_parameters import Needs, SlotParameters
+from inflight.decoding.transfer import to_host
 from inflight.decoding.usable import Peaks, find_peaks, highest_logits, refuse_unusable
 
 
@@ -51,8 +52,8 @@ class _Layout:
     drafted: list[tuple[int, ContextChunk]]
 
     @classmethod
-    def of(cls, batch: ScheduledBatch) -> _Layout:
-        slots = np.array(batch.sampled_slots(), dtype=np.int64)
+    def of(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _Layout:
+        slots = np.array(sampled_slots, dtype=np.int64)
         chunks = [chunk for chunk in batch.context if chunk.is_last]
         counts = np.ones(len(slots), dtype=np.int64)
         counts[: len(chunks)] += np.array([chunk.num_draft_tokens for chunk in chunks], dtype=np.int64)
@@ -121,8 +122,8 @@ class Decoding:
             ValueError: The numbers of rows, of logits or of positions, are not the batch's.
             FloatingPointError: Logits of rows whose tokens are used are no numbers; nothing was remembered.
         """
-        layout = _Layout.of(batch)
-        num_rows = int(layout.counts.sum())
+        slots = batch.sampled_slots()
+        num_rows = len(slots) + sum(chunk.num_draft_tokens for chunk in batch.context if chunk.is_last)
         if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):
             raise ValueError(
                 f"logits {list(logits.shape)} and positions {list(positions.shape)} for {num_rows} rows of a "
@@ -130,26 +131,24 @@ class Decoding:
             )
         if num_rows == 0:
             return ModelOutput(batch.iteration)
-        numbers = self._slots.numbers[layout.slots]
-        if not (numbers["needs"].any() or layout.drafted or batch.beam_groups):
+        if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
             peaks = self._find_peaks(logits)
-            refuse_unusable(peaks.highest, layout.slots, positions)
-            return ModelOutput(batch.iteration, list(zip(peaks.tokens.tolist())))
+            tokens, highest = to_host(peaks.tokens, peaks.highest)
+            refuse_unusable(highest, slots, positions)
+            return ModelOutput(batch.iteration, list(zip(tokens.tolist())))
+        layout = _Layout.of(batch, slots)
         return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows) -> ModelOutput:
-        raw, highest = RawLogits(rows), highest_logits(rows.logits)
+        raw, peaks = RawLogits(rows), highest_logits(rows.logits)
         process(rows, self._slots, self._history)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
-        chosen = np.zeros(len(emitted), dtype=np.int64)
-        wanted = np.flatnonzero(emitted)
-        if len(wanted):
-            chosen[wanted] = choose(rows, wanted).cpu().numpy()
+        chosen, highest = choose(rows, np.flatnonzero(emitted), peaks)
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
-        refuse_unusable(take_rows(highest, used), rows.slots[used], rows.positions[used])
+        refuse_unusable(highest[used], rows.slots[used], rows.positions[used])
         output = ModelOutput(
             batch.iteration,
             _tokens(layout, chosen, emitted),

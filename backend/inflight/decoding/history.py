@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.decoding.transfer import upload
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -76,4 +78,4 @@ class History:
         return self._tokens.view(-1).take(slots * self._tokens.shape[1] + columns).long()
 
     def _upload(self, values: Sequence | NDArray) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._tokens.device)
+        return upload(np.asarray(values, dtype=np.int64), self._tokens.device)

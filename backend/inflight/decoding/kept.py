@@ -9,7 +9,7 @@ and sums are taken in an order that does not depend on the batch, so neither doe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inflight.decoding.likeliest import likeliest, reduce_blocks
 from inflight.decoding.rows import Rows, take_rows
+from inflight.decoding.transfer import to_host
 
 BLOCK = 64
 """Weights over a vocabulary are added up in float32 inside blocks of so many, and in float64 beyond."""
@@ -38,11 +39,13 @@ class Kept:
         rows: [n] which rows, on the host.
         ids: [n, candidates] int64 in ascending order; None: the whole vocabulary.
         weights: [n, candidates], not normalized, 0 for what is not kept.
+        is_all: [n] bool on the device, where these are a guess: whether a row keeps no more; None: none does.
     """
 
     rows: NDArray[np.int64]
     ids: Tensor | None
     weights: Tensor
+    is_all: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,12 @@ class _Group:
         return _Group(self.rows[indices], *parts, self.uses_temperature, self.uses_min_p)
 
 
-def kept_tokens(rows: Rows, sampled: NDArray[np.int64]) -> Iterator[Kept]:
-    """What each of the rows `sampled` (ascending indices) keeps, a few rows at a time."""
+def kept_tokens(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Kept]:
+    """What each of the rows `sampled` (ascending indices) keeps, a few rows at a time.
+
+    Whether a top-p is reached by few tokens is known to the device. Who may not wait for that takes it for granted
+    and looks at `is_all` later.
+    """
     top_k = rows.numbers["top_k"][sampled]
     top_p = effective_top_p(rows)[sampled]
     has_top_k = (top_k > 0) & (top_k < rows.vocab_size)
@@ -81,7 +88,8 @@ def kept_tokens(rows: Rows, sampled: NDArray[np.int64]) -> Iterator[Kept]:
     size = len(sampled)
     if rows.logits.device.type == "cpu":
         size = max(1, _CHUNK_BYTES // (rows.logits.element_size() * rows.vocab_size))
-    for chosen, keep in ((has_top_p, _keep_top_p), (~has_top_k & ~has_top_p, _keep_all)):
+    keep_top_p = _guess_top_p if may_guess else _keep_top_p
+    for chosen, keep in ((has_top_p, keep_top_p), (~has_top_k & ~has_top_p, _keep_all)):
         indices = np.flatnonzero(chosen)
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
@@ -127,24 +135,60 @@ def _keep_top_k(group: _Group, count: int) -> Kept:
 
 
 def _keep_top_p(group: _Group) -> Iterator[Kept]:
-    count = min(_FEW, group.vocab_size)
-    ids = likeliest(group.logits, count)
-    logits = group.logits.gather(-1, ids)
-    weights = _weights(logits, logits[:, :1], group)
-    cumulative = weights.cumsum(dim=-1)
-    if count == group.vocab_size:
-        yield _keep_nucleus(group.rows, ids, weights, cumulative[:, -1:], group)
-        return
-    everywhere = _weights_everywhere(group, logits[:, :1])
-    total = block_sums(everywhere).cumsum(dim=-1)[:, -1:]
-    reached = (cumulative[:, -1:] >= group.top_p * total).squeeze(-1).cpu().numpy()
-    few, many = np.flatnonzero(reached), np.flatnonzero(~reached)
+    found = _Likeliest.of(group)
+    (is_all,) = to_host(found.is_all)
+    few, many = np.flatnonzero(is_all), np.flatnonzero(~is_all)
     if len(few):
-        part = group.select(few)
-        yield _keep_nucleus(part.rows, *(take_rows(of, few) for of in (ids, weights, total)), part)
+        yield found.keep(few)
     if len(many):
         part = group.select(many)
-        yield _keep_large_nucleus(part, take_rows(everywhere, many), take_rows(total, many))
+        yield _keep_large_nucleus(part, take_rows(found.everywhere, many), take_rows(found.total, many))
+
+
+def _guess_top_p(group: _Group) -> Iterator[Kept]:
+    found = _Likeliest.of(group)
+    yield replace(found.keep(np.arange(len(group.rows))), is_all=found.is_all)
+
+
+@dataclass(frozen=True, slots=True)
+class _Likeliest:
+    """The few likeliest tokens of rows with a top-p.
+
+    Attributes:
+        group: The rows.
+        ids: [n, count] in descending order.
+        weights: [n, count] float64.
+        everywhere: [n, vocab_size] float32 weights.
+        total: [n, 1] float64, the sum over the vocabulary.
+        is_all: [n] whether these tokens reach the top-p.
+    """
+
+    group: _Group
+    ids: Tensor
+    weights: Tensor
+    everywhere: Tensor
+    total: Tensor
+    is_all: Tensor
+
+    @classmethod
+    def of(cls, group: _Group) -> _Likeliest:
+        count = min(_FEW, group.vocab_size)
+        ids = likeliest(group.logits, count)
+        logits = group.logits.gather(-1, ids)
+        weights = _weights(logits, logits[:, :1], group)
+        sums = weights.cumsum(dim=-1)[:, -1:]
+        everywhere = _weights_everywhere(group, logits[:, :1])
+        if count == group.vocab_size:
+            return cls(group, ids, weights, everywhere, sums, torch.ones_like(sums[:, 0], dtype=torch.bool))
+        total = block_sums(everywhere).cumsum(dim=-1)[:, -1:]
+        return cls(group, ids, weights, everywhere, total, (sums >= group.top_p * total).squeeze(-1))
+
+    def keep(self, indices: NDArray[np.int64]) -> Kept:
+        """What those of the rows keep that keep no other tokens."""
+        part = self.group.select(indices)
+        return _keep_nucleus(
+            part.rows, *(take_rows(of, indices) for of in (self.ids, self.weights, self.total)), part
+        )
 
 
 def _keep_all(group: _Group) -> Iterator[Kept]:

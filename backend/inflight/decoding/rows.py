@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.decoding.slot_parameters import Needs
+from inflight.decoding.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Rows:
 
     def upload(self, values: NDArray) -> Tensor:
         """A host array on the logits' device."""
-        return torch.from_numpy(values).to(self.logits.device)
+        return upload(values, self.logits.device)
 
 
 def take_rows(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
     """tensor[indices]: a view where the indices are consecutive, else a copy."""
     if len(indices) and (np.diff(indices) == 1).all():
         return tensor[int(indices[0]) : int(indices[-1]) + 1]
-    return tensor[torch.from_numpy(indices).to(tensor.device)]
+    return tensor[upload(indices, tensor.device)]
 
 
 class RawLogits:
@@ -77,14 +77,14 @@ class RawLogits:
         is_saved = np.isin(indices, self._indices)
         if self._saved is None or not is_saved.any():
             return rows
-        places = torch.from_numpy(np.searchsorted(self._indices, indices[is_saved])).to(rows.device)
+        places = upload(np.searchsorted(self._indices, indices[is_saved]), rows.device)
         if is_saved.all():
             return self._saved[places]
         rows = rows.clone()
-        rows[torch.from_numpy(is_saved).to(rows.device)] = self._saved[places]
+        rows[upload(np.flatnonzero(is_saved), rows.device)] = self._saved[places]
         return rows
 
     def restore(self) -> None:
         """Leave the logits to others as they came, where anybody asks for them."""
         if self._saved is not None:
-            self._logits[torch.from_numpy(self._indices).to(self._logits.device)] = self._saved
+            self._logits[upload(self._indices, self._logits.device)] = self._saved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,21 +13,45 @@ from inflight.decoding.kept import BLOCK, Kept, block_sums, kept_tokens
 from inflight.decoding.rng import Purpose, uniforms
 from inflight.decoding.rows import Rows, take_rows
 from inflight.decoding.slot_parameters import Needs
+from inflight.decoding.transfer import to_host
 
 
-def choose(rows: Rows, wanted: NDArray[np.int64]) -> Tensor:
-    """A token for each of the rows `wanted`, [n] int64 on the logits' device; steps 1 to 8 are done."""
+def choose(
+    rows: Rows, wanted: NDArray[np.int64], beside: Tensor
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """A token for each of the rows `wanted`, and `beside` [rows] float32, on the host; steps 1 to 8 are done.
+
+    Returns:
+        [rows] tokens, 0 for rows that are not wanted, and `beside`. All of it comes back in one copy, unless a
+        row's top_p takes many tokens: then it is drawn for again.
+    """
     samples = _samples(rows)[wanted]
     if not samples.any():
-        return take_rows(rows.logits, wanted).argmax(dim=-1)
-    tokens = torch.empty(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
+        tokens, beside = to_host(take_rows(rows.logits, wanted).argmax(dim=-1), beside)
+        return _spread(tokens, wanted, len(rows.slots)), beside
+    on_device = torch.zeros(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
     greedy, sampled = wanted[~samples], wanted[samples]
     if len(greedy):
-        tokens[rows.upload(greedy)] = take_rows(rows.logits, greedy).argmax(dim=-1)
+        on_device[rows.upload(greedy)] = take_rows(rows.logits, greedy).argmax(dim=-1)
     numbers = random_numbers(rows, Purpose.SAMPLE)
-    for kept in kept_tokens(rows, sampled):
-        tokens[rows.upload(kept.rows)] = _draw(kept, rows.upload(numbers[kept.rows, None]))
-    return take_rows(tokens, wanted)
+    guesses = []
+    for kept in kept_tokens(rows, sampled, may_guess=rows.logits.device.type != "cpu"):
+        on_device[rows.upload(kept.rows)] = _draw(kept, rows.upload(numbers[kept.rows, None]))
+        if kept.is_all is not None:
+            guesses.append(kept)
+    tokens, beside, *are_all = to_host(on_device, beside, *(kept.is_all for kept in guesses))
+    again = [kept.rows[~is_all] for kept, is_all in zip(guesses, are_all, strict=True)]
+    for kept in itertools.chain.from_iterable(kept_tokens(rows, part) for part in again if len(part)):
+        tokens[kept.rows] = _draw(kept, rows.upload(numbers[kept.rows, None])).cpu().numpy()
+    return tokens, beside
+
+
+def _spread(values: NDArray[np.int64], indices: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    if len(values) == size:
+        return values
+    result = np.zeros(size, dtype=np.int64)
+    result[indices] = values
+    return result
 
 
 def distribution(rows: Rows) -> Tensor:

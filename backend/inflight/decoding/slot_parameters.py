@@ -118,17 +118,20 @@ class SlotParameters:
     Attributes:
         numbers: [slots] of PARAMETERS.
         requests: [slots]; None: nobody has the slot.
+        demanding: Slots whose requests ask for more than an argmax; of slots that nobody has, any.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.numbers = np.zeros(num_slots, dtype=PARAMETERS)
         self.requests: list[SlotRequest | None] = [None] * num_slots
+        self.demanding: set[int] = set()
         self._device = device
 
     def start(self, start: SlotStart) -> None:
         """Remember how the sequence that takes a slot chooses its tokens."""
         request = start.request
         self.numbers[start.slot] = _numbers(request, start.sequence_index, start.token_ids)
+        self._note_demands(start.slot)
         bias = request.embedding_bias
         self.requests[start.slot] = SlotRequest(
             request,
@@ -147,6 +150,13 @@ class SlotParameters:
         self.numbers[targets] = self.numbers[parents]
         for slot, request in zip(targets, [self.requests[parent] for parent in parents], strict=True):
             self.requests[slot] = request
+            self._note_demands(slot)
+
+    def _note_demands(self, slot: int) -> None:
+        if self.numbers["needs"][slot]:
+            self.demanding.add(slot)
+        else:
+            self.demanding.discard(slot)
 
     def of(self, slot: int) -> SlotRequest:
         """What a running slot remembers beside numbers."""

@@ -8,6 +8,7 @@ number is fine: that token is impossible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,24 +31,28 @@ def find_peaks(logits: Tensor) -> Peaks:
 def highest_logits(logits: Tensor) -> Tensor:
     """[rows] of [rows, vocab_size], nan where any of a row is; of the logits as the model made them.
 
-    Asked for before the rows are worked on, and read back when their tokens are, so that nobody waits for it.
+    Asked for before the rows are worked on, and read back with their tokens, so that nobody waits for it.
     """
     return logits.amax(dim=-1)
 
 
-def refuse_unusable(highest: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+def refuse_unusable(
+    highest: NDArray[np.float32], slots: Sequence[int] | NDArray[np.int64], positions: NDArray[np.int64]
+) -> None:
     """Raise for rows from which no token can be chosen.
 
     Args:
-        highest: [rows], what `highest_logits` returned, of rows whose tokens are used.
+        highest: [rows] on the host, what `highest_logits` returned, of rows whose tokens are used.
         slots: [rows].
         positions: [rows] absolute position of the token to be chosen.
 
     Raises:
         FloatingPointError: Names slot, position and value of each such row.
     """
-    values = highest.cpu().numpy()
-    rows = np.flatnonzero(~np.isfinite(values))
-    if len(rows):
-        found = ", ".join(f"{values[row]} for position {positions[row]} of slot {slots[row]}" for row in rows)
+    is_usable = np.isfinite(highest)
+    if not is_usable.all():
+        rows = np.flatnonzero(~is_usable)
+        found = ", ".join(
+            f"{highest[row]} for position {positions[row]} of slot {slots[row]}" for row in rows
+        )
         raise FloatingPointError(f"the model's highest logit is {found}; expected a number")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,32 @@ from inflight.models.sharding import Part, Range, Shard
 from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
+
+
+class Finisher:
+    """What becomes of the parts of a model once they are read; this one leaves them as they are.
+
+    Attributes:
+        keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
+    """
+
+    keeps_tied_embedding = True
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for a tensor of a layer, whatever is in it."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def layer(self, layer: LayerWeights) -> Any:
+        """What is kept instead of a layer."""
+        return layer
+
+    def head(self, head: Linear) -> Any:
+        """What is kept instead of the output projection."""
+        return head
+
+
+_AS_READ = Finisher()
+_Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +110,12 @@ def load_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     part: Part | None = None,
-    finish_layer: Callable[[LayerWeights], Any] = lambda layer: layer,
+    finisher: Finisher = _AS_READ,
 ) -> DecoderWeights:
     """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
 
     Of a part only what it holds is read, but the whole checkpoint is checked: all ranks say what does not fit.
-    `finish_layer` is given each layer once it is read; what it returns is kept in its place.
+    `finisher` is given each layer, and the output projection, once it is read; what it returns is kept instead.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
@@ -104,12 +131,13 @@ def load_weights(
         sizes = [torch.Size(spec.shape).numel() * target.itemsize for spec in specs]
         with LoadProgress(f"Loading {model.folder.name}", sum(sizes)) as progress:
 
-            def read(spec: _TensorSpec) -> Tensor:
-                tensor = _read(checkpoint, spec, target, device)
+            def read(spec: _TensorSpec, empty: _Empty = _AS_READ.empty) -> Tensor:
+                tensor = _read(checkpoint, spec, empty(spec.shape, target, device))
                 progress.advance(tensor.nbytes)
                 return tensor
 
-            return _build(model.decoder, model.names, base, part, read, finish_layer)
+            read_in_layer = partial(read, empty=finisher.empty)
+            return _build(model.decoder, model.names, base, part, read, read_in_layer, finisher)
 
 
 def _base(model: ModelDescription, checkpoint: Checkpoint) -> str:
@@ -124,7 +152,7 @@ def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) ->
         specs.append(spec)
         return torch.empty(0)
 
-    _build(decoder, names, base, part, note)
+    _build(decoder, names, base, part, note, note)
     return specs
 
 
@@ -134,9 +162,10 @@ def _build(
     base: str,
     part: Part,
     make: Callable[[_TensorSpec], Tensor],
-    finish_layer: Callable[[LayerWeights], Any] = lambda layer: layer,
+    make_in_layer: Callable[[_TensorSpec], Tensor],
+    finisher: Finisher = _AS_READ,
 ) -> DecoderWeights:
-    """Walk over the model, asking `make` for each of the part's tensors."""
+    """Walk over the model, asking `make` for each of the part's tensors, `make_in_layer` for those of layers."""
     hidden = decoder.hidden_size
 
     def matrix(name: str, rows: int, kept: Range) -> Tensor:
@@ -149,17 +178,22 @@ def _build(
         if decoder.rope is None:
             positions = decoder.max_positions
             position_embedding = matrix(base + names.position_embedding, positions, (0, positions))
-    layers = tuple(
-        finish_layer(_build_layer(decoder, names, base + names.layers.format(index), part.shard, make))
-        for index in range(*part.layers)
-    )
-    if part.is_last_stage:
-        final_norm = _build_norm(decoder, base + names.final_norm, hidden, make)
+    if part.is_last_stage:  # before the layers, so that a matrix is not there twice when they are there too
         table = embedding if decoder.tied_embeddings else None
         if table is None:
             name = base + names.embedding if decoder.tied_embeddings else _LM_HEAD
             table = matrix(name, decoder.vocab_size, vocabulary)
-        lm_head = Linear(table)
+        lm_head = finisher.head(Linear(table))
+        if decoder.tied_embeddings and not finisher.keeps_tied_embedding:
+            embedding = None
+        del table
+        final_norm = _build_norm(decoder, base + names.final_norm, hidden, make)
+    layers = tuple(
+        finisher.layer(
+            _build_layer(decoder, names, base + names.layers.format(index), part.shard, make_in_layer)
+        )
+        for index in range(*part.layers)
+    )
     return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
 
 
@@ -249,8 +283,8 @@ def _stored_dtype(decoder: DecoderConfig, checkpoint: Checkpoint, first: _Tensor
     return getattr(torch, decoder.dtype or checkpoint.tensors[first.parts[0].name].dtype)
 
 
-def _read(checkpoint: Checkpoint, spec: _TensorSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
+    """Filled."""
     start = 0
     for part in spec.parts:
         stored = checkpoint.read(part.name)

@@ -24,7 +24,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +94,15 @@ class ResponseBudget:
             self._reserved[ticket] = largest
         return ticket
 
-    @contextmanager
-    def sending(self, ticket: int, response: Any) -> Iterator[None]:
+    def sending(self, ticket: int, response: Any) -> AbstractContextManager[None]:
         """Around the sending of a response (Triton's) to the request of `ticket`; nothing for a small one.
 
         Raises Unavailable, before it is sent, where there is no room for it any more.
         """
-        if not ticket:
-            yield
-            return
+        return self._sending(response) if ticket else nullcontext()
+
+    @contextmanager
+    def _sending(self, response: Any) -> Iterator[None]:
         size = ResponseSize(tuple((t.name(), t.as_numpy().nbytes) for t in response.output_tensors()))
         if size.num_bytes > SMALL_BYTES:
             with self._lock:

@@ -1,35 +1,103 @@
 """Attention of packed rows over the paged KV cache, one layer at a time.
 
+What makes a plan once an iteration and computes a layer by it is an `Attention`. The one here runs everywhere: it
+gathers the blocks that are read. `paged_attention.py` has one that reads them in place, for GPUs.
+
 Query heads that share a key head are never given copies of it: in a context chunk they are one batch entry's heads
 over a broadcast key head, in generation they stand where a sequence's rows would.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.torch.attention_plan import AttentionPlan, ChunkPlan, GenerationPlan
+from inflight.engine.torch.attention_plan import AttentionPlan, ChunkPlan, GenerationPlan, plan_attention
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.packing import PackedBatch
+from inflight.engine.torch.windows import AttentionWindow
 
 
-def attend(
+class Attention(Protocol):
+    """How rows read keys and values.
+
+    Attributes:
+        has_fixed_shapes: Whether plans and results of generation batches follow from the number of rows alone, and
+            nothing is asked of the host.
+    """
+
+    has_fixed_shapes: bool
+
+    def plan(
+        self,
+        packed: PackedBatch,
+        block_tables: Tensor,
+        tokens_per_block: int,
+        windows: Sequence[AttentionWindow | None],
+        dtype: torch.dtype,
+    ) -> Mapping[AttentionWindow | None, Any]:
+        """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: Any, cache: KvCache
+    ) -> Tensor:
+        """What every row has read.
+
+        Args:
+            queries: [rows, heads, head_dim].
+            keys: [rows, kv_heads, head_dim], in the cache already.
+            values: [rows, kv_heads, head_dim], in the cache already.
+            layer: Which layer's cache to read.
+            plan: For this layer's window.
+            cache: Where earlier tokens' keys and values are.
+
+        Returns:
+            [rows, heads * head_dim].
+        """
+
+
+class GatheringAttention:
+    """Puts the blocks that are read one after another, and reads those."""
+
+    has_fixed_shapes = False
+
+    def plan(
+        self,
+        packed: PackedBatch,
+        block_tables: Tensor,
+        tokens_per_block: int,
+        windows: Sequence[AttentionWindow | None],
+        dtype: torch.dtype,
+    ) -> Mapping[AttentionWindow | None, AttentionPlan]:
+        """As `Attention.plan`; masks are `dtype`."""
+        return {
+            window: plan_attention(packed, block_tables, tokens_per_block, window, dtype)
+            for window in windows
+        }
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        plan: AttentionPlan,
+        cache: KvCache,
+    ) -> Tensor:
+        """As `Attention.attend`."""
+        return _attend(queries, keys, values, layer, plan, cache)
+
+
+GATHERING = GatheringAttention()
+
+
+def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: AttentionPlan, cache: KvCache
 ) -> Tensor:
-    """What every row has read.
-
-    Args:
-        queries: [rows, heads, head_dim].
-        keys: [rows, kv_heads, head_dim], in the cache already.
-        values: [rows, kv_heads, head_dim], in the cache already.
-        layer: Which layer's cache to read.
-        plan: For this layer's window.
-        cache: Where earlier tokens' keys and values are.
-
-    Returns:
-        [rows, heads * head_dim].
-    """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     queries = queries.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

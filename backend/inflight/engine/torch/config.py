@@ -35,6 +35,7 @@ class TorchEngineConfig:
         attention_windows: `max_attention_window_size`: how many tokens a token sees, itself included; layer i has
             entry i % n. Empty: all before it. Where the checkpoint has a sliding window too, the smaller one
             holds. What no token sees any more stays in the cache: memory is not saved.
+        cuda_graphs: Whether generation batches are recorded on a GPU; else every operation is launched by itself.
         sink_token_length: How many of a window's tokens are the first of the sequence instead of the last;
             means nothing in layers without a window. `layer_windows` says how TensorRT-LLM's differs.
     """
@@ -54,6 +55,7 @@ class TorchEngineConfig:
     num_threads: int | None = None
     attention_windows: tuple[int, ...] = ()
     sink_token_length: int = 0
+    cuda_graphs: bool = True
 
     def validate(self) -> None:
         """Raise ConfigError naming parameter, value and what was expected."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.usable import find_peaks
-from inflight.engine.torch.attention import attend
-from inflight.engine.torch.attention_plan import AttentionPlan, plan_attention
+from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.packing import PackedBatch
@@ -45,9 +45,11 @@ class Decoder:
         max_sequence_length: Longest sequence in tokens.
         part: Which part of the model this is; None: all of it.
         collectives: The ranks that have the other parts of these layers; all of them run the same batches.
+        attention: How rows read keys and values.
 
     Attributes:
         config: Of the whole model.
+        has_fixed_shapes: As of its attention.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
         find_peaks: How the likeliest tokens are found.
     """
@@ -63,9 +65,12 @@ class Decoder:
         max_sequence_length: int,
         part: Part | None = None,
         collectives: Collectives = ALONE,
+        attention: Attention = GATHERING,
     ) -> None:
         part = part or Part.whole(config)
         self.config = config
+        self.has_fixed_shapes = attention.has_fixed_shapes
+        self._attention = attention
         self._part = part.of_model(config)
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
@@ -91,16 +96,13 @@ class Decoder:
         The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
         """
         weights = self._weights
-        plans = {
-            window: plan_attention(packed, block_tables, cache.tokens_per_block, window, self.dtype)
-            for window in self._windows
-        }
+        plans = self._attention.plan(packed, block_tables, cache.tokens_per_block, self._windows, self.dtype)
         places = _places(packed, block_tables, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         rotation = None if self._cos is None else self._rotation(packed.positions)
         for index, layer in enumerate(weights.layers):
             plan = plans[self._layer_windows[index]]
-            x = x + self._attention(
+            x = x + self._attend(
                 self._norm(x, layer.attention_norm), rotation, index, layer, places, plan, cache
             )
             x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
@@ -126,14 +128,14 @@ class Decoder:
         total = self._collectives.all_reduce(F.linear(x, linear.weight))
         return total if linear.bias is None else total + linear.bias
 
-    def _attention(
+    def _attend(
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         index: int,
         layer: LayerWeights,
         places: Tensor,
-        plan: AttentionPlan,
+        plan: Any,
         cache: KvCache,
     ) -> Tensor:
         heads, kv_heads = self._part.num_heads, self._part.num_kv_heads
@@ -148,7 +150,8 @@ class Decoder:
             queries_keys = _rotate(queries_keys, *rotation)
         queries, keys = queries_keys.split((heads, kv_heads), dim=1)
         cache.write(index, places, keys, values)
-        return self._row_parallel(layer.output, attend(queries, keys, values, index, plan, cache))
+        read = self._attention.attend(queries, keys, values, index, plan, cache)
+        return self._row_parallel(layer.output, read)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if not self.config.gated_mlp:

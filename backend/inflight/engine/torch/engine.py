@@ -1,7 +1,8 @@
 """TorchEngine: `inflight.core.ports.Engine` on torch.
 
 Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls
-it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted.
+it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted, and generation
+batches are recorded once and replayed (`generation_graphs.py`).
 
 It may be one rank's part of a model. Then `inflight.distributed.rank_engine` takes its place before the loop, and
 what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.
@@ -10,25 +11,30 @@ what becomes of a batch comes back from the one rank that chooses tokens, when o
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
+from inflight.decoding.transfer import upload
 from inflight.distributed.mapping import Mapping
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
 from inflight.engine.torch.context_outputs import ContextOutputs
+from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.load_decoder import load_decoder
 from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
 from inflight.engine.torch.memory_probe import free_memory
 from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.packing import pack
+from inflight.engine.torch.packing import PackedChunk, generation_rows, pack
 from inflight.engine.torch.slot_table import SlotTable
 from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
@@ -48,6 +54,8 @@ class TorchEngine:
         decoder_config: What the checkpoint says of the model.
         dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
         eos_token_ids: Ids that end a sequence, by the checkpoint.
+        kernels: What computes the layers: "native" or "torch".
+        recorded_sizes: Of which numbers of rows generation batches are recorded; empty: none are.
     """
 
     def __init__(
@@ -57,11 +65,14 @@ class TorchEngine:
         limits: EngineLimits,
         max_num_tokens: int,
         mapping: Mapping = _ALONE,
+        capture: Capture | None = None,
     ) -> None:
+        """With `capture`, generation batches are recorded; `decoder` is all of a model and has fixed shapes."""
         self.limits = limits
         self.decoder_config = decoder.config
         self.dtype = str(decoder.dtype).removeprefix("torch.")
         self.eos_token_ids = decoder.config.eos_token_ids
+        self.kernels = "native" if isinstance(decoder, NativeDecoder) else "torch"
         self._decoder = decoder
         self._cache = cache
         self._max_num_tokens = max_num_tokens
@@ -72,6 +83,10 @@ class TorchEngine:
             cache.null_block,
             cache.device,
         )
+        self._graphs = None
+        if capture is not None and isinstance(decoder, Decoder):
+            self._graphs = _record(decoder, self._slots, cache, capture)
+        self.recorded_sizes = () if self._graphs is None else self._graphs.sizes
         self._void_slots = VoidSlots()
         self._decoding, self._context_outputs = None, None
         if mapping.is_last_stage:
@@ -122,7 +137,9 @@ class TorchEngine:
         part = Part.of(mapping, model.decoder)
         decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
         held = part.of_model(model.decoder)
-        num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, agree)
+        capture = _find_capture(config, decoder, mapping, device)
+        reserved = 0 if capture is None else graph_bytes(config.max_num_sequences)
+        num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
         cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
         limits = EngineLimits(
             vocab_size=model.decoder.vocab_size,
@@ -132,7 +149,7 @@ class TorchEngine:
             tokens_per_block=config.tokens_per_block,
             num_micro_batches=mapping.pp_size,
         )
-        return cls(decoder, cache, limits, config.max_num_tokens, mapping)
+        return cls(decoder, cache, limits, config.max_num_tokens, mapping, capture)
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
@@ -167,11 +184,17 @@ class TorchEngine:
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
-        packed = pack(batch, self._slots, self._cache.tokens_per_block)
-        result = self._decoder.forward(packed, self._slots.block_tables, self._cache, hidden)
+        chunks: tuple[PackedChunk, ...] = ()
+        if self._graphs is not None and batch.generation_slots and not batch.context:
+            rows = generation_rows(batch, self._slots, self._cache.tokens_per_block)
+            result, sampled_rows = self._graphs.forward(rows)
+        else:
+            packed = pack(batch, self._slots, self._cache.tokens_per_block)
+            chunks, sampled_rows = packed.chunks, packed.sampled_rows
+            result = self._decoder.forward(packed, self._slots.block_tables, self._cache, hidden)
         if self._context_outputs is not None:
-            self._context = self._context_outputs.compute(batch, packed.chunks, result, self._decoder)
-            result = self._decoder.logits(result, packed.sampled_rows)
+            self._context = self._context_outputs.compute(batch, chunks, result, self._decoder)
+            result = self._decoder.logits(result, sampled_rows)
         self._slots.advance(batch)
         return result
 
@@ -179,9 +202,9 @@ class TorchEngine:
         """Copies first: nothing that is copied may be cleared or written before."""
         device = self._cache.device
         if batch.block_copies:
-            self._cache.copy(*torch.tensor(batch.block_copies, device=device).unbind(1))
+            self._cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
         if fresh_blocks and self._decoder.needs_cleared_blocks:
-            self._cache.clear(torch.tensor(fresh_blocks, device=device))
+            self._cache.clear(upload(np.array(fresh_blocks), device))
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
@@ -223,6 +246,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the device's memory. Idempotent; a later forward raises."""
+        self._graphs = None
         self._decoder = self._cache = self._slots = self._decoding = None  # type: ignore[assignment]
 
 
@@ -240,6 +264,35 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _find_capture(
+    config: TorchEngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
+) -> Capture | None:
+    """Who records generation batches; None: nobody."""
+    if device.type != "cuda" or not config.cuda_graphs or not decoder.has_fixed_shapes:
+        return None
+    if mapping.world_size > 1:
+        _logger.info(
+            "generation runs without CUDA graphs: what several ranks tell each other is not recorded"
+        )
+        return None
+    return GraphCapture(device)
+
+
+def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture) -> GenerationGraphs | None:
+    started = time.monotonic()
+    try:
+        graphs = GenerationGraphs(decoder, slots, cache, capture)
+    except RuntimeError as error:  # what a device raises
+        _logger.warning("generation runs without CUDA graphs, because they cannot be recorded: %s", error)
+        return None
+    sizes = graphs.sizes
+    took = time.monotonic() - started
+    _logger.info(
+        "generation of up to %d rows in %d CUDA graphs, recorded in %.1f s", sizes[-1], len(sizes), took
+    )
+    return graphs
+
+
 def _max_sequence_length(config: TorchEngineConfig, decoder: DecoderConfig) -> int:
     wanted = config.max_sequence_length
     if wanted is not None and wanted > decoder.max_positions:
@@ -255,8 +308,10 @@ def _num_blocks(
     max_sequence_length: int,
     dtype: torch.dtype,
     device: torch.device,
+    reserved: int,
     agree: Callable[[int], int],
 ) -> int:
+    """What the cache may have, besides `reserved` bytes that the device will be asked for after it."""
     on_gpu = device.type == "cuda"
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     size = block_bytes(decoder, config.tokens_per_block, dtype)
@@ -266,7 +321,7 @@ def _num_blocks(
             tokens_per_block=config.tokens_per_block,
             max_num_sequences=config.max_num_sequences,
             max_sequence_length=max_sequence_length,
-            free_bytes=free_memory(device) // (1 if on_gpu else config.ranks_on_host),
+            free_bytes=max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host),
             fraction=getattr(config, name),
             fraction_name=name,
             max_tokens=config.max_tokens_in_paged_kv_cache,

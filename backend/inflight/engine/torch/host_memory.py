@@ -6,6 +6,7 @@ It costs nothing until it is used. An `Arena` or a `Recycled` belongs to one thr
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import sys
 
@@ -48,7 +49,10 @@ class Recycled:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As torch.empty; nothing refers to the memory any more, not even a view."""
-        size = torch.Size(shape).numel() * dtype.itemsize
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        size = count * dtype.itemsize
         memories = self._memories
         unused = [index for index in range(len(memories)) if sys.getrefcount(memories[index]) == self._unused]
         found = next((index for index in unused if len(memories[index]) >= size), None)
@@ -57,7 +61,7 @@ class Recycled:
                 del memories[index]
             found = len(memories)
             memories.append(_map_memory(1 << max(size, 1).bit_length()))
-        return torch.frombuffer(memories[found], dtype=torch.uint8)[:size].view(dtype).view(shape)
+        return torch.frombuffer(memories[found], dtype=dtype, count=count).view(shape)
 
 
 def _map(size: int) -> Tensor:

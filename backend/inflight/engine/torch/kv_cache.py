@@ -3,7 +3,8 @@
 Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. Compiled layers have an order
 of their own inside a block (native/source/attention.h) and use neither `write` nor `gather`. Which sequence holds
 which block is not known here. One block more than the scheduler knows of, the null block, is always zero: it fills
-block tables up where a batch's sequences differ in length.
+block tables up where a batch's sequences differ in length. With CUDA graphs, whose attention never reads past a
+sequence's end, the rows that fill a batch up write there instead.
 """
 
 from __future__ import annotations
@@ -43,13 +44,18 @@ class KvCache:
 
     @property
     def null_block(self) -> int:
-        """Id of the block that is always zero."""
+        """Id of the block that no sequence has."""
         return self.num_blocks
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values, [num_blocks + 1, tokens_per_block * kv_size], in any order."""
         return [(layer[0], layer[1]) for layer in self._blocks]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values where they are: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
+        keys, values = self._blocks[layer].unflatten(-1, (self.tokens_per_block, *self._head_shape)).unbind()
+        return keys, values
 
     @property
     def device(self) -> torch.device:

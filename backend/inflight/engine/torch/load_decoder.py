@@ -1,4 +1,7 @@
-"""Which decoder computes a model: compiled code where the machine can run it, else torch's operators."""
+"""Which decoder computes a model: compiled code where the machine can run it, else torch's operators.
+
+And for those, how they attend: over KV blocks in place where a GPU's kernels can, else over blocks put together.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,50 @@ import ctypes
 import logging
 
 import torch
+from torch import Tensor
 
+from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.config import INT8, TorchEngineConfig
+from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.int8_weights import round_to_int8
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
-from inflight.engine.torch.native.packing import Packer
+from inflight.engine.torch.native.packing import PackedLayer, Packer
+from inflight.engine.torch.native.structs import LinearStruct
+from inflight.engine.torch.paging_check import CannotPage, check_paging
 from inflight.engine.torch.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, load_weights
-from inflight.models.loader import stored_dtype
+from inflight.models import DecoderConfig, LayerWeights, Linear, load_weights
+from inflight.models.loader import Finisher, stored_dtype
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 
 _log = logging.getLogger(__name__)
 _MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of native/source/attention.h
+
+
+class _Packing(Finisher):
+    """Everything is packed as it is read, into memory of its own; what is read shares some."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._packer = packer
+        self._memory = Recycled()
+        # int8 columns are no rows that could be looked up.
+        self.keeps_tied_embedding = packer.int8
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if len(shape) == 1:  # kept as it was read, and with it all the memory that it shares
+            return super().empty(shape, dtype, device)
+        return self._memory.empty(shape, dtype)
+
+    def layer(self, layer: LayerWeights) -> PackedLayer:
+        return self._packer.layer(layer)
+
+    def head(self, head: Linear) -> tuple[LinearStruct, tuple[Tensor, ...]]:
+        return self._packer.linear(head)
 
 
 def load_decoder(
@@ -43,10 +73,45 @@ def load_decoder(
         weights = load_weights(model, dtype, device, part)
         if is_int8:
             weights = round_to_int8(weights)
-        return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives)
+        attention = _find_attention(config, part.of_model(model.decoder), windows, dtype, device)
+        return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
     packer = Packer(library, dtype, model.decoder.gated_mlp, is_int8, torch.get_num_threads())
-    weights = load_weights(model, dtype, device, part, packer.layer)
-    return NativeDecoder(model.decoder, weights, packer, windows, max_sequence_length, part, collectives)
+    weights = load_weights(model, dtype, device, part, _Packing(packer))
+    return NativeDecoder(
+        model.decoder,
+        weights,
+        packer,
+        windows,
+        max_sequence_length,
+        config.tokens_per_block,
+        part,
+        collectives,
+    )
+
+
+def _find_attention(
+    config: TorchEngineConfig,
+    held: DecoderConfig,
+    windows: tuple[AttentionWindow | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    """For a GPU, one that reads blocks in place, unless that cannot be had for this model."""
+    if device.type != "cuda":
+        return GATHERING
+    try:
+        attention = torch_paged_attention(device)
+        check_paging(attention, held, config.tokens_per_block, windows, dtype, device)
+    except CannotPage as reason:
+        _log.warning(
+            "KV blocks are copied together before they are read, which is slower, and generation runs without "
+            "CUDA graphs; torch's attention over %s blocks of %d tokens is of no use here: %s",
+            str(dtype).removeprefix("torch."),
+            config.tokens_per_block,
+            reason,
+        )
+        return GATHERING
+    return attention
 
 
 def _computed_dtype(config: TorchEngineConfig, model: ModelDescription) -> torch.dtype:
@@ -81,7 +146,7 @@ def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dty
 
 
 def _settle_for_torch(config: TorchEngineConfig, device: torch.device, reason: CannotBuild) -> None:
-    """Say what is lost by it, if anything; ConfigError if compiled code was asked for."""
+    """Say why, and what is lost by it if it was not asked for; ConfigError if compiled code was."""
     if config.kernels == "native":
         raise ConfigError(f"kernels is native, but there is no compiled code: {reason}") from reason
     if config.dtype == INT8:
@@ -92,3 +157,5 @@ def _settle_for_torch(config: TorchEngineConfig, device: torch.device, reason: C
         )
     elif config.kernels is None and device.type == "cpu":
         _log.warning("the layers run on torch's operators, which are slower than compiled code: %s", reason)
+    else:
+        _log.info("the layers run on torch's operators: %s", reason)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.batch import ScheduledBatch
+from inflight.decoding.transfer import upload
 from inflight.engine.torch.slot_table import SlotTable
 
 
@@ -40,6 +41,7 @@ class PackedBatch:
         slots: [rows].
         sampled_rows: Rows whose logits choose tokens, in the order of `ScheduledBatch.sampled_slots`; of a chunk
             with drafts all rows from its last certain token on.
+        bounds: [sequences + 1], each one's first row in the order of the rows, and the number of rows.
         chunks: Context chunks.
         generation_begin: First generation row.
         generation_lengths: Tokens of each generation row's sequence, itself included, longest first, on the host.
@@ -49,6 +51,7 @@ class PackedBatch:
     positions: Tensor
     slots: Tensor
     sampled_rows: Tensor
+    bounds: Tensor
     chunks: tuple[PackedChunk, ...]
     generation_begin: int
     generation_lengths: NDArray[np.int64]
@@ -80,20 +83,32 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     row_of_generation[order] = np.arange(num_context, num_rows)
     sampled = np.concatenate([np.array(last_rows, dtype=np.int64), row_of_generation])
 
-    on_host = torch.from_numpy(np.concatenate([slots, positions, sampled, context[2]]))
-    on_device = on_host.to(table.last_tokens.device)
-    parts = on_device.split([num_rows, num_rows, len(sampled), num_context])
-    slot_rows, position_rows, sampled_rows, context_ids = parts
-    fed_back = table.last_tokens[slot_rows[num_context:]]
+    begins = np.array([chunk.begin for chunk in chunks], dtype=np.int64)
+    ends = np.arange(num_context, num_rows + 1)  # each generation row ends where the next one begins
+    on_host = np.concatenate([slots, positions, sampled, begins, ends, context[2]])
+    parts = upload(on_host, table.last_tokens.device).split(
+        [num_rows, num_rows, len(sampled), len(begins) + len(ends), num_context]
+    )
+    slot_rows, position_rows, sampled_rows, bounds, context_ids = parts
+    fed_back = table.last_tokens.index_select(0, slot_rows[num_context:])
     return PackedBatch(
-        token_ids=torch.cat([context_ids, fed_back]),
+        token_ids=torch.cat([context_ids, fed_back]) if num_context else fed_back,
         positions=position_rows,
         slots=slot_rows,
         sampled_rows=sampled_rows,
+        bounds=bounds,
         chunks=chunks,
         generation_begin=num_context,
         generation_lengths=generation_positions + 1,
     )
+
+
+def generation_rows(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> NDArray[np.int64]:
+    """[2, generation slots] in their order: slot, position of its last token. ValueError as `pack`."""
+    slots = np.array(batch.generation_slots, dtype=np.int64)
+    rows = np.stack([slots, table.num_tokens[slots]])
+    _check_blocks(*rows, table, tokens_per_block)
+    return rows
 
 
 def _context_rows(batch: ScheduledBatch) -> tuple[tuple[PackedChunk, ...], NDArray[np.int64]]:

@@ -15,14 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.decoding.transfer import upload
 
 
 class SlotTable:
     """State by slot. Called by the loop thread.
 
     Attributes:
-        block_tables: [slots, max_blocks] int64 on the device; the null block after a slot's last.
-        last_tokens: [slots] int64 on the device: what a generation row is fed.
+        block_tables: [slots + 1, max_blocks] int64 on the device; the null block after a slot's last.
+        last_tokens: [slots + 1] int64 on the device: what a generation row is fed.
+        null_slot: The one beyond the others, without a block: of rows that only fill a batch up.
         num_tokens: [slots] int64 on the host: tokens that are certain and whose keys and values are in the cache.
         num_blocks: [slots] int64 on the host: blocks in the slot's table.
     """
@@ -35,8 +37,10 @@ class SlotTable:
         null_block: int,
         device: torch.device,
     ) -> None:
-        self.block_tables = torch.full((num_slots, max_blocks), null_block, dtype=torch.int64, device=device)
-        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        shape = (num_slots + 1, max_blocks)
+        self.block_tables = torch.full(shape, null_block, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.null_slot = num_slots
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
         self._tokens_per_block = tokens_per_block
@@ -51,7 +55,7 @@ class SlotTable:
         self.num_tokens[started] = 0
         self.num_blocks[started] = 0
         if started:
-            self.block_tables[self._upload(started)] = self._null_block
+            self.block_tables.index_fill_(0, self._upload(started), self._null_block)
         self._move(batch)
         for chunk in batch.context:
             self.num_tokens[chunk.slot] = chunk.start
@@ -89,7 +93,9 @@ class SlotTable:
                 last.append(token_ids[-1])
                 if len(token_ids) > 1:
                     self.num_tokens[slot] += len(token_ids) - 1
-        if slots:
+        if self.last_tokens.is_cpu:
+            self.last_tokens.numpy()[slots] = last
+        elif slots:
             rows, tokens = self._upload([slots, last])
             self.last_tokens.index_copy_(0, rows, tokens)
 
@@ -132,4 +138,4 @@ class SlotTable:
 
     def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
         # By way of numpy: torch reads nested lists several times slower.
-        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.block_tables.device)
+        return upload(np.array(values, dtype=np.int64), self.block_tables.device)

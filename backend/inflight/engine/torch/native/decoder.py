@@ -22,6 +22,7 @@ from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, Shape
 from inflight.engine.torch.packing import PackedBatch
 from inflight.engine.torch.vocabulary import embed, join_logits
 from inflight.engine.torch.windows import AttentionWindow
+from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
@@ -35,18 +36,25 @@ class NativeDecoder:
 
     Args:
         config: What the checkpoint says.
-        weights: Of this part; its layers are `Packer.layer`'s.
+        weights: Of this part; its layers are `Packer.layer`'s, and its output projection `Packer.linear`'s.
         packer: Packs the rest.
         layer_windows: As for `Decoder`, like the next three.
         max_sequence_length: As for `Decoder`.
+        tokens_per_block: Of the cache that will come with every call.
         part: As for `Decoder`.
         collectives: As for `Decoder`.
+
+    Raises:
+        ConfigError: Its threads cannot be started.
 
     Attributes:
         config: Of the whole model.
         dtype: Of activations and KV cache.
+        has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
     """
+
+    has_fixed_shapes = False
 
     # What lies behind a sequence's last token is masked, or zeroed as that is stored.
     needs_cleared_blocks = False
@@ -58,6 +66,7 @@ class NativeDecoder:
         packer: Packer,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
+        tokens_per_block: int,
         part: Part,
         collectives: Collectives = ALONE,
     ) -> None:
@@ -65,7 +74,6 @@ class NativeDecoder:
         self.dtype = packer.dtype
         self._library = packer.library
         self._num_threads = packer.num_threads
-        self._held = part.of_model(config)
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._packed: Sequence[PackedLayer] = weights.layers  # type: ignore[assignment]
@@ -73,17 +81,22 @@ class NativeDecoder:
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
         self._position_embedding = weights.position_embedding
-        self._embedding = weights.embedding
+        self._embedding = weights.embedding  # None also where its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
-            self._lm_head, self._lm_head_tensors = packer.linear(weights.lm_head)
+            self._lm_head, self._lm_head_tensors = weights.lm_head  # type: ignore[misc]
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
-            if config.tied_embeddings and not packer.int8:
-                self._embedding = None  # its rows are the packed matrix's columns
         self._cos, self._sin = None, None
         if config.rope is not None:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
         self._logits_memory = Recycled()
-        self._handle: int | None = None
+        self._cache: KvCache | None = None
+        self._shape = self._describe(part.of_model(config), tokens_per_block)
+        self._handle: int | None = self._library.create(self._shape, self._layers)
+        if self._handle is None:
+            raise ConfigError(
+                f"{self._num_threads} threads for the forward pass cannot be started, or have no memory: "
+                "lower engine_threads, or raise this process's limits"
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
@@ -93,8 +106,7 @@ class NativeDecoder:
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
     ) -> Tensor:
         """As `Decoder.forward`."""
-        if self._handle is None:
-            self._bind(cache)
+        self._bind(cache)
         x = self._embed(packed) if hidden is None else hidden.contiguous()
         spans, positions, slots = _spans(packed), packed.positions, packed.slots
         batch = BatchStruct(
@@ -151,18 +163,14 @@ class NativeDecoder:
         target = None if partial is None else partial.data_ptr()
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
-    def _bind(self, cache: KvCache) -> None:
-        """Point into the cache, which is the same one for good."""
-        held = self._held
-        for layer, (keys, values) in zip(self._layers, cache.layers):
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        self._shape = ShapeStruct(
+    def _describe(self, held: DecoderConfig, tokens_per_block: int) -> ShapeStruct:
+        return ShapeStruct(
             held.hidden_size,
             held.num_heads,
             held.num_kv_heads,
             held.head_dim,
             held.intermediate_size,
-            cache.tokens_per_block,
+            tokens_per_block,
             held.gated_mlp,
             _ACTIVATIONS[held.activation],
             self._num_threads,
@@ -170,8 +178,14 @@ class NativeDecoder:
             None if self._cos is None else self._cos.data_ptr(),
             None if self._sin is None else self._sin.data_ptr(),
         )
-        self._handle = self._library.create(self._shape, self._layers)
-        _check(self._handle is not None)
+
+    def _bind(self, cache: KvCache) -> None:
+        """Point into the cache, which is the same one for good."""
+        if cache is self._cache:
+            return
+        self._cache = cache
+        for layer, (keys, values) in zip(self._layers, cache.layers):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
     def _embed(self, packed: PackedBatch) -> Tensor:
         x = embed(packed.token_ids, self._vocabulary, self._look_up, self._collectives)
@@ -191,14 +205,18 @@ class NativeDecoder:
 
 def _spans(packed: PackedBatch) -> np.ndarray:
     """[spans, 4] int64: slot, first row, row after the last, position of the first. Chunks, then generation."""
-    chunks = np.array(
-        [(chunk.slot, chunk.begin, chunk.end, chunk.start) for chunk in packed.chunks], dtype=np.int64
-    ).reshape(-1, 4)
-    begin = packed.generation_begin
-    slots = packed.slots[begin:].numpy()
-    rows = np.arange(begin, begin + len(slots))
-    generation = np.stack([slots, rows, rows + 1, packed.generation_lengths - 1], axis=1)
-    return np.concatenate([chunks, generation])
+    num_chunks, first = len(packed.chunks), packed.generation_begin
+    slots = packed.slots.numpy()[first:]
+    spans = np.empty((num_chunks + len(slots), 4), dtype=np.int64)
+    for index, chunk in enumerate(packed.chunks):
+        spans[index] = (chunk.slot, chunk.begin, chunk.end, chunk.start)
+    generation = spans[num_chunks:]
+    generation[:, 0] = slots
+    generation[:, 1] = range(first, first + len(slots))
+    generation[:, 2] = range(first + 1, first + len(slots) + 1)
+    generation[:, 3] = packed.generation_lengths
+    generation[:, 3] -= 1
+    return spans
 
 
 def _check(is_done: bool) -> None:

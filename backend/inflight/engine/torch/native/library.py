@@ -1,8 +1,9 @@
 """The compiled code: built from source/ by the machine's C++ compiler when it is first needed, and kept.
 
 A build takes a few seconds. It is kept in the user's cache folder, under a name that changes with the sources, the
-compiler and the processor, so that later starts find it; at its end stands a digest of it, as a file that was cut
-short would end the process that runs it. Any thread; of several processes one builds, and the others wait for it.
+compiler, the C library and the processor, so that later starts find it; at its end stands a digest of it, as a
+file that was cut short would end the process that runs it. What `prebuild` has put beside the sources comes first.
+Any thread; of several processes one builds, and the others wait for it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -27,11 +29,14 @@ from inflight.engine.torch.native.structs import declare
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "source"
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
+_PREBUILT = Path(__file__).parent / "prebuilt"
+_FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
+_THIS_PROCESSOR = ("-march=native",)
 _NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 _OF_DTYPE = {"float32": frozenset(), "bfloat16": frozenset({"avx512_bf16"})}
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _INT8 = frozenset({"avx512_vnni"})
+_COMPILER_FLAGS = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
 _DIGEST_BYTES = 16
@@ -47,15 +52,48 @@ def load_library(dtype: str, int8: bool = False) -> ctypes.CDLL:
     if dtype not in _OF_DTYPE:
         raise CannotBuild(f"it computes in {' and '.join(_OF_DTYPE)}, not in {dtype}")
     flags = _processor_flags()
-    lacking = (_NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())) - flags
+    lacking = instruction_sets(dtype, int8) - flags
     if lacking:
         raise CannotBuild(f"the processor lacks {', '.join(sorted(lacking))}")
     return _load(flags, dtype, int8)
 
 
+def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
+    """What the code for models of this dtype asks of a processor; names as in /proc/cpuinfo."""
+    return _NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())
+
+
+def begin_loading(dtype: str, int8: bool = False) -> None:
+    """Have what `load_library` would wait for done meanwhile, on a thread; what is wrong, it will say."""
+
+    def load() -> None:
+        with contextlib.suppress(CannotBuild):
+            load_library(dtype, int8)
+
+    if _cache_folder() is not None:  # without one, nobody would find what has been built
+        threading.Thread(target=load, name="inflight-compile", daemon=True).start()
+
+
+def prebuild(dtype: str, int8: bool = False) -> Path:
+    """Compile into the package, for every processor that has the instructions; CannotBuild if that fails."""
+    path = _prebuilt_path(dtype, int8)
+    sets = sorted(instruction_sets(dtype, int8) & _COMPILER_FLAGS.keys())
+    target = ("-march=x86-64-v4", *(_COMPILER_FLAGS[each] for each in sets))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        _build(_compiler_command(dtype, int8, target), path)
+    except OSError as error:
+        raise CannotBuild(f"{path} cannot be written: {error}") from error
+    return path
+
+
 @functools.cache
 def _load(flags: frozenset[str], dtype: str, int8: bool) -> ctypes.CDLL:
-    compiler = _compiler_command(dtype, int8)
+    prebuilt = _prebuilt_path(dtype, int8)
+    if _is_whole(prebuilt):
+        with contextlib.suppress(OSError):
+            return _load_file(prebuilt)
+    compiler = _compiler_command(dtype, int8, _THIS_PROCESSOR)
     name = f"decoder-{_key(compiler, flags)}.so"
     folder = _cache_folder()
     try:
@@ -68,13 +106,48 @@ def _load(flags: frozenset[str], dtype: str, int8: bool) -> ctypes.CDLL:
 
 
 def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
-    if not _is_whole(path):
-        with _one_at_a_time(path.parent):
-            if not _is_whole(path):
-                _build(compiler, path)
-    library = ctypes.CDLL(str(path))
+    """What is kept at `path`, built again if that cannot be used; OSError if not even that can be loaded."""
+    unusable = None
+    if _is_whole(path):
+        try:
+            return _load_file(path)
+        except OSError:
+            unusable = path.stat().st_ino
+    with _one_at_a_time(path.parent):
+        if (
+            not _is_whole(path) or path.stat().st_ino == unusable
+        ):  # else another process has built it meanwhile
+            _build(compiler, path)
+    try:
+        return _load_file(path)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _load_file(path: Path) -> ctypes.CDLL:
+    """From where it lies, or from memory where that folder's file system lets nothing be run."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        try:
+            library = _load_from_memory(path)
+        except OSError:
+            raise error from None
     declare(library)
     return library
+
+
+def _load_from_memory(path: Path) -> ctypes.CDLL:
+    handle = os.memfd_create(path.name)
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(path.read_bytes())
+        # The loader takes libraries of the same name for the same one: the number must not be given out again.
+        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 @contextlib.contextmanager
@@ -136,9 +209,9 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def _compiler_command(dtype: str, int8: bool) -> list[str]:
-    """Without source and target."""
-    command = [_find_compiler(), *_FLAGS, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
+def _compiler_command(dtype: str, int8: bool, target: tuple[str, ...] = _THIS_PROCESSOR) -> list[str]:
+    """For a processor; without source and result."""
+    command = [_find_compiler(), *_FLAGS, *target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
     return [*command, "-DINFLIGHT_INT8"] if int8 else command
 
 
@@ -150,11 +223,21 @@ def _find_compiler() -> str:
 
 
 def _key(compiler: list[str], flags: frozenset[str]) -> str:
+    version = _run([compiler[0], "--version"], _VERSION_TIMEOUT_S).stdout
+    libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").encode()
+    return _digest_of_sources(version, libc, *(flag.encode() for flag in (*compiler[1:], *sorted(flags))))
+
+
+def _prebuilt_path(dtype: str, int8: bool) -> Path:
+    kind = "int8" if int8 else dtype
+    return _PREBUILT / f"decoder-{kind}-{_digest_of_sources(dtype.encode())}.so"
+
+
+def _digest_of_sources(*more: bytes) -> str:
     digest = blake2b(digest_size=12)
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    version = _run([compiler[0], "--version"], _VERSION_TIMEOUT_S).stdout
-    digest.update(b"\0".join([version, *(flag.encode() for flag in (*compiler[1:], *sorted(flags)))]))
+    digest.update(b"\0".join(more))
     return digest.hexdigest()
 
 

@@ -22,6 +22,7 @@ namespace inflight {
 constexpr int kTile = 12;         // query vectors
 constexpr int kGroupsAtOnce = 16;  // of 16 keys: what is scored before the sums are scaled again
 constexpr int kMaxHeadDim = 256;
+constexpr int kLine = 64;  // bytes of a cache's line
 
 struct Span {
   int64_t slot, begin, end, start;  // rows begin .. end - 1 are positions start .. of the slot's sequence
@@ -48,10 +49,12 @@ struct TileState {
   int64_t position[kTile];
 };
 
-// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g].
+// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile memory
+// brings the same tokens' values.
 template <class E, int kRows, int kGroups>
 inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
-                  const typename E::Stored* const* keys, int head_dim, int64_t pair_stride, float scale) {
+                  const typename E::Stored* const* keys, const typename E::Stored* const* values, int head_dim,
+                  int64_t pair_stride, float scale) {
   __m512 sums[kRows][kGroups];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
@@ -60,7 +63,10 @@ inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLan
   for (int d = 0, p = 0; d < head_dim; d += E::kPair, ++p) {
     __m512 k[kGroups];
 #pragma GCC unroll 16
-    for (int g = 0; g < kGroups; ++g) k[g] = E::load_pairs(keys[first_group + g] + p * pair_stride);
+    for (int g = 0; g < kGroups; ++g) {
+      k[g] = E::load_pairs(keys[first_group + g] + p * pair_stride);
+      _mm_prefetch(reinterpret_cast<const char*>(values[first_group + g]) + p * kLine, _MM_HINT_T1);
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       const __m512 q = E::broadcast_pair(&tile.queries[first_row + m][d]);
@@ -77,14 +83,15 @@ inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLan
 }
 
 template <class E, int kRows>
-inline void score_rows(TileState<E>& tile, int first_row, const typename E::Stored* const* keys, int num_groups,
-                       int head_dim, int64_t pair_stride, float scale) {
+inline void score_rows(TileState<E>& tile, int first_row, const typename E::Stored* const* keys,
+                       const typename E::Stored* const* values, int num_groups, int head_dim, int64_t pair_stride,
+                       float scale) {
   constexpr int kAtOnce = kRows <= 4 ? 4 : 2;
   int g = 0;
   for (; g + kAtOnce <= num_groups; g += kAtOnce)
-    score<E, kRows, kAtOnce>(tile, tile.scores, first_row, g, keys, head_dim, pair_stride, scale);
+    score<E, kRows, kAtOnce>(tile, tile.scores, first_row, g, keys, values, head_dim, pair_stride, scale);
   for (; g < num_groups; ++g)
-    score<E, kRows, 1>(tile, tile.scores, first_row, g, keys, head_dim, pair_stride, scale);
+    score<E, kRows, 1>(tile, tile.scores, first_row, g, keys, values, head_dim, pair_stride, scale);
 }
 
 // sums[m][d] += weights[m][key] * values[key][d] for 64 (or fewer) d from `first_d` on.
@@ -246,7 +253,8 @@ void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& sp
   const auto flush = [&] {
     if (num_groups == 0) return;
     in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
-      score_rows<E, decltype(rows)::value>(tile, row, key_groups, num_groups, head_dim, pair_stride, scale);
+      score_rows<E, decltype(rows)::value>(tile, row, key_groups, value_groups, num_groups, head_dim, pair_stride,
+                                           scale);
     });
     soften(tile, num_vectors, num_groups, first_keys, num_keys, shape);
     in_blocks<6>(num_vectors, [&](auto rows, int row) {

@@ -44,7 +44,7 @@ class Probe:
 
     def __init__(self, num_threads: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "inflight.bench.bandwidth", str(num_threads)],
+            [sys.executable, "-m", "inflight.bench.measuring.bandwidth", str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

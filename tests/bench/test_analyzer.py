@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from inflight.bench.serve import read_profile, write_input
-from inflight.bench.workload import BenchRequest
+from inflight.bench.analyzer import read_profile, write_input
+from inflight.bench.measuring.workload import BenchRequest
 from inflight.server.errors import ServeError
 
 FIRST, SECOND = BenchRequest((5, 6, 7), 3), BenchRequest((8, 9), 2)
@@ -45,7 +45,7 @@ def test_times_are_those_of_responses_with_tokens():
     text = profile(
         record(SECOND, 100, [(150, 1), (160, 1)]), record(FIRST, 110, [(170, 2), (190, 1), (191, 0)])
     )
-    second, first = read_profile(text, [FIRST, SECOND])
+    second, first = (answer.timeline for answer in read_profile(text, [FIRST, SECOND]))
     assert (second.num_prompt_tokens, second.sent_ns, second.responses_ns) == (2, 100, (150, 160))
     assert (first.num_prompt_tokens, first.num_output_tokens, first.responses_ns) == (3, 3, (170, 190))
 

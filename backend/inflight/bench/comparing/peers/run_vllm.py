@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from peer_program import Request, Setting, System, main
+from peer_program import KvCache, Request, Setting, System, main
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
+
+_TOKENS_PER_BLOCK = 128  # its own, on CPUs
 
 
 class _Vllm(System):
@@ -19,12 +21,15 @@ class _Vllm(System):
         llm = LLM(
             model=setting.model,
             dtype="bfloat16",
-            max_model_len=max(1024, setting.longest),
+            max_model_len=setting.longest,
+            block_size=_TOKENS_PER_BLOCK,
+            num_gpu_blocks_override=setting.kv_cache_blocks(_TOKENS_PER_BLOCK) + 1,  # one it keeps for itself
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
         )
         self._engine = llm.llm_engine
         self._llm = llm
+        self.kv_cache = KvCache(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * _TOKENS_PER_BLOCK, 2)
         self._num_submitted = 0
 
     def run(self, requests: Sequence[Request]) -> list[list[float]]:

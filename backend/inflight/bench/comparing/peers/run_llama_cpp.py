@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import llama_cpp
 import numpy
-from peer_program import Request, Setting, System, main
+from peer_program import KvCache, Request, Setting, System, main
 
 _MAX_TOKENS_AN_ITERATION = 2048
 
@@ -40,6 +40,7 @@ class _LlamaCpp(System):
             raise SystemExit(f"--model {setting.model}: llama.cpp cannot load it; expected a GGUF file")
         self._context = llama_cpp.llama_init_from_model(self._model, _context_parameters(setting))
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.kv_cache = KvCache(llama_cpp.llama_n_ctx(self._context), value_bytes=2)
         self._batch = llama_cpp.llama_batch_init(_MAX_TOKENS_AN_ITERATION, 0, 1)
 
     def run(self, requests: Sequence[Request]) -> list[list[float]]:

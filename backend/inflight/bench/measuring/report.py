@@ -1,4 +1,4 @@
-"""When responses came → the figures that are printed, and their medians over rounds. Pure."""
+"""When responses came → the figures that are printed, and what stands for several rounds of them. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from inflight.bench.setup import ModelShape, Setup
+from inflight.bench.measuring.setup import ModelShape, Setup
 
 T = TypeVar("T")
 
 _DECIMALS = 3
+_PEAKS = frozenset({"peak_rss_bytes", "server_peak_rss_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +72,21 @@ class Resources:
     """What the engine took.
 
     Attributes:
-        load_s: From the checkpoint on disk to taking requests, in seconds.
-        peak_rss_bytes: Most resident memory of the process that has the engine.
+        load_s: From reading the checkpoint, what is imported for that left out, to taking requests, in seconds.
+        peak_rss_bytes: Most resident memory of the process that has the engine (VmHWM).
         server_peak_rss_bytes: The sum of all processes' of a server; None without one.
+        start_s: From the start of the process, imports and all, to taking requests, in seconds; None of a server.
     """
 
     load_s: float
     peak_rss_bytes: int
     server_peak_rss_bytes: int | None = None
+    start_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One round, or the medians of several, each figure by itself.
+    """One round; or the medians of several, each figure by itself, and the most memory of any.
 
     Attributes:
         output_tokens_per_s: Generated tokens, from the first request sent to the last response.
@@ -144,13 +147,18 @@ def summarize(
 
 
 def medians(rounds: Sequence[T]) -> T:
-    """Of dataclasses of numbers, field by field; of None, None."""
+    """Of dataclasses of numbers, field by field; of None, None; of peaks of memory, the highest."""
+    return _combine(rounds, is_peak=False)
+
+
+def _combine(rounds: Sequence[T], is_peak: bool) -> T:
     first = rounds[0]
     if first is None or isinstance(first, (int, float)):
-        median = None if first is None else statistics.median(rounds)  # type: ignore[type-var]
-        return int(median) if isinstance(first, int) else median  # type: ignore[return-value, arg-type]
+        combined = None if first is None else (max if is_peak else statistics.median)(rounds)  # type: ignore[type-var]
+        return int(combined) if isinstance(first, int) else combined  # type: ignore[return-value, arg-type]
     assert is_dataclass(first)
-    parts = {field.name: medians([getattr(each, field.name) for each in rounds]) for field in fields(first)}
+    names = [field.name for field in fields(first)]
+    parts = {name: _combine([getattr(each, name) for each in rounds], name in _PEAKS) for name in names}
     return type(first)(**parts)
 
 

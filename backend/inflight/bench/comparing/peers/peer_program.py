@@ -12,8 +12,8 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,24 +27,43 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Requests that run together ("w") or one after the other ("lone")."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all requests are submitted at once."""
+        return self.name == "w"
+
+
+@dataclass(frozen=True)
 class Setting:
-    """What a program was started with."""
+    """What a program was started with. `kv_cache_tokens` is enough for all requests that run at a time, each in
+    whole blocks of up to 128 tokens."""
 
     model: str
-    requests: tuple[Request, ...]
-    mode: str
+    workloads: tuple[Workload, ...]
     dtype: str
     threads: int
+    kv_cache_tokens: int
 
     @property
     def max_together(self) -> int:
         """Requests that run at a time."""
-        return len(self.requests) if self.mode == "w" else 1
+        return max(len(workload.requests) if workload.is_together else 1 for workload in self.workloads)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(len(request.prompt) + request.max_tokens for request in self.requests)
+        requests = itertools.chain.from_iterable(workload.requests for workload in self.workloads)
+        return max(len(request.prompt) + request.max_tokens for request in requests)
+
+    def kv_cache_blocks(self, tokens_per_block: int) -> int:
+        """`kv_cache_tokens` in blocks; a part of one counts."""
+        return -(-self.kv_cache_tokens // tokens_per_block)
 
     def refuse_other_dtypes_than(self, *dtypes: str) -> None:
         """Raises SystemExit where the peer has no such weights."""
@@ -52,35 +71,54 @@ class Setting:
             raise SystemExit(f"--dtype {self.dtype}: this peer runs {' and '.join(dtypes)}")
 
 
+@dataclass(frozen=True)
+class KvCache:
+    """What a system has been given: room for tokens, and the bytes of a number in it, scales left out."""
+
+    tokens: int
+    value_bytes: int
+
+
 class System(ABC):
-    """A loaded peer."""
+    """A loaded peer.
+
+    Attributes:
+        kv_cache: What it has for keys and values.
+    """
+
+    kv_cache: KvCache
 
     @abstractmethod
     def run(self, requests: Sequence[Request]) -> list[list[float]]:
         """Submits all requests at once and waits for them; for each, `time.perf_counter()` of every token."""
+
+    def notes(self) -> Mapping[str, object]:
+        """What else to print, by name."""
+        return {}
 
     def close(self) -> None:  # noqa: B027
         """Ends what would keep the process from ending."""
 
 
 def main(load: Callable[[Setting], System], *packages: str) -> None:
-    """Loads, warms up, measures, and prints a line of JSON; `packages` are those whose versions are told.
+    """Loads, then warms up for each workload and measures it, and prints a line of JSON.
 
-    Times are in seconds (`load_s` without imports, `start_s` from the start of the process) and milliseconds.
+    `packages` are those whose versions are told. Times are in milliseconds, or where the name says so in seconds:
+    `load_s` without imports, `start_s` from the start of the process.
     """
     setting = _parse()
     begun = time.perf_counter()
     system = load(setting)
-    loaded, start_s = time.perf_counter(), _seconds_since_process_start()
-    system.run(warm_up(setting))
-    measured = measure(system, setting)
+    loaded, start_s = time.perf_counter(), seconds_since_process_start()
+    measured = {workload.name: _warm_up_and_measure(system, workload) for workload in setting.workloads}
     resources = {
-        "peak_rss_bytes": _peak_rss_bytes(),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "kv_cache": asdict(system.kv_cache),
         "load_s": round(loaded - begun, 3),
         "start_s": round(start_s, 3),
     }
     versions = {"versions": {package: _version(package) for package in packages}}
-    print(json.dumps({**measured, **resources, **versions}), flush=True)
+    print(json.dumps({**measured, **resources, **versions, **system.notes()}), flush=True)
     system.close()
 
 
@@ -91,18 +129,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def warm_up(setting: Setting) -> list[Request]:
+def _warm_up_and_measure(system: System, workload: Workload) -> dict:
+    system.run(warm_up(workload))
+    return measure(system, workload)
+
+
+def warm_up(workload: Workload) -> list[Request]:
     """Everything once, or one request if they come one by one: every shape of a batch has been seen then."""
-    return list(setting.requests[:1] if setting.mode == "lone" else setting.requests)
+    return list(workload.requests if workload.is_together else workload.requests[:1])
 
 
-def measure(system: System, setting: Setting) -> dict:
-    """Runs the requests, together ("w") or one after the other ("lone").
+def measure(system: System, workload: Workload) -> dict:
+    """Runs the requests, together or one after the other.
 
     Raises RuntimeError if a request ends with another number of tokens than it asked for: the work would differ.
     """
-    together = setting.mode == "w"
-    groups = [list(setting.requests)] if together else [[request] for request in setting.requests]
+    requests = list(workload.requests)
+    groups = [requests] if workload.is_together else [[request] for request in requests]
     timelines: list[list[float]] = []
     seconds = 0.0
     for group in groups:
@@ -145,25 +188,32 @@ def _parse() -> Setting:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="a checkpoint, or what the peer made from one")
     parser.add_argument(
-        "--requests", type=Path, required=True, help='JSON: [{"prompt": [ids], "max_tokens": n}, …]'
+        "--requests",
+        type=Path,
+        required=True,
+        help='JSON: {"w": [{"prompt": [ids], "max_tokens": n}, …], "lone": […]}; one or both, in this order',
     )
-    parser.add_argument("--mode", choices=("w", "lone"), required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--kv-cache-tokens", type=int, required=True)
     options = parser.parse_args()
-    requests = tuple(Request(**fields) for fields in json.loads(options.requests.read_text()))
-    return Setting(options.model, requests, options.mode, options.dtype, options.threads)
+    workloads = tuple(
+        Workload(name, tuple(Request(**fields) for fields in requests))
+        for name, requests in json.loads(options.requests.read_text()).items()
+    )
+    return Setting(options.model, workloads, options.dtype, options.threads, options.kv_cache_tokens)
 
 
-def _seconds_since_process_start() -> float:
-    """From the kernel's record, so that starting Python and importing the peer count too."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+def seconds_since_process_start() -> float:
+    """From the kernel's record, so that starting Python and importing count too."""
+    fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     started_ticks = int(fields[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes(pid: int | str = "self") -> int:
+    """Most memory that a process has had resident so far."""
     # ru_maxrss would begin with what the parent held when it forked.
-    status = Path("/proc/self/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) * 1024

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from inflight.bench.bandwidth import Probe
-from inflight.bench.report import Bandwidth, Figures, Resources, Timeline, medians, summarize, to_line
-from inflight.bench.setup import Setup
-from inflight.bench.workload import BenchRequest, warm_up
+from inflight.bench.measuring.bandwidth import Probe
+from inflight.bench.measuring.report import (
+    Bandwidth,
+    Figures,
+    Resources,
+    Timeline,
+    medians,
+    summarize,
+    to_line,
+)
+from inflight.bench.measuring.setup import Setup
+from inflight.bench.measuring.workload import BenchRequest, warm_up
 
 
 class BenchedEngine(Protocol):
@@ -30,7 +38,7 @@ class BenchedEngine(Protocol):
 def run_rounds(
     engines: Sequence[BenchedEngine], requests: Sequence[BenchRequest], setup: Setup, probe: Probe
 ) -> list[Figures]:
-    """Warm all up, then measure all of them `setup.rounds` times; the medians of each."""
+    """Warm all up, then measure all of them `setup.rounds` times; the medians of each, and its highest memory."""
     for engine in engines:
         engine.run(warm_up(requests, setup.concurrency), setup.concurrency)
     rounds: list[list[Figures]] = [[] for _ in engines]

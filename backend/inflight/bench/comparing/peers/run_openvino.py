@@ -11,22 +11,24 @@ from collections.abc import Sequence
 import numpy
 import openvino
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
-from peer_program import Request, Setting, System, main
+from peer_program import KvCache, Request, Setting, System, main
 
 _MAX_TOKENS_AN_ITERATION = 2048
-_KV_CACHE_GB = 2
+_TOKENS_PER_BLOCK = 32  # its own, on CPUs
+_KV_VALUE_BYTES = 1  # its default where it computes in bfloat16
 
 
 class _OpenVino(System):
     def __init__(self, setting: Setting) -> None:
         scheduler = SchedulerConfig()
-        scheduler.cache_size = _KV_CACHE_GB
+        scheduler.num_kv_blocks = setting.kv_cache_blocks(_TOKENS_PER_BLOCK)
         scheduler.max_num_batched_tokens = _MAX_TOKENS_AN_ITERATION
         scheduler.max_num_seqs = max(64, setting.max_together)
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
         properties = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": setting.threads}
         self._pipeline = ContinuousBatchingPipeline(setting.model, scheduler, "CPU", properties)
+        self.kv_cache = KvCache(scheduler.num_kv_blocks * _TOKENS_PER_BLOCK, _KV_VALUE_BYTES)
         self._num_submitted = 0
 
     def run(self, requests: Sequence[Request]) -> list[list[float]]:

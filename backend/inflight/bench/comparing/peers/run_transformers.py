@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from peer_program import Request, Setting, System, main
+from peer_program import KvCache, Request, Setting, System, main
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 _NO_TOKEN = -1
+_TOKENS_PER_BLOCK = 32
 
 
 class _Transformers(System):
@@ -21,6 +22,7 @@ class _Transformers(System):
         model = AutoModelForCausalLM.from_pretrained(
             setting.model, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
+        self.kv_cache = KvCache(setting.kv_cache_blocks(_TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK, value_bytes=2)
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=_NO_TOKEN),
             continuous_batching_config=_batching(setting),
@@ -53,12 +55,9 @@ class _Transformers(System):
 
 
 def _batching(setting: Setting) -> ContinuousBatchingConfig:
-    # What it would choose itself is a share of all memory.
-    page_size = 32
-    num_pages = sum(-(-(len(r.prompt) + r.max_tokens) // page_size) for r in setting.requests)
     return ContinuousBatchingConfig(
-        page_size=page_size,
-        num_blocks=max(64, num_pages + setting.max_together),
+        page_size=_TOKENS_PER_BLOCK,
+        num_blocks=setting.kv_cache_blocks(_TOKENS_PER_BLOCK),
         max_batch_tokens=2048,
         allow_block_sharing=False,
     )

@@ -1,0 +1,66 @@
+"""What only a GPU can do: torch's attention over KV blocks in place, and recording operations to replay them.
+
+The rest of the engine takes both as arguments, and is tested with others. Called by the loop thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine.torch.paging_check import CannotPage
+
+_HOPPER = 9  # the one generation that FlashAttention 3 is for
+
+
+def torch_paged_attention(device: torch.device) -> PagedAttention:
+    """torch's own, by FlashAttention 2, or by 3 where that is installed and the processor is one for it.
+
+    Raises:
+        CannotPage: This torch has none.
+    """
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise CannotPage(f"torch {torch.__version__} has none") from error
+    is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
+    if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
+    # FlashAttention 2 wants to be told where each sequence's keys begin, and 3 refuses that beside block tables.
+    return PagedAttention(varlen_attn, takes_key_bounds=current_flash_attention_impl() is None)
+
+
+class GraphCapture:
+    """Records operations as CUDA graphs. All share one pool of memory: none is replayed beside another.
+
+    What a graph reads and writes has to stay where it was, and what it leaves for later goes to memory from
+    before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
+        """Run `operations` once, then record them; what is returned queues them on the current stream."""
+        with torch.cuda.device(self._device):
+            self._warm_up(operations)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the device.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                operations()
+        return graph.replay
+
+    def _warm_up(self, operations: Callable[[], None]) -> None:
+        """Libraries allocate and choose kernels at their first call, which cannot be recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            operations()
+        torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,0 +1,143 @@
+"""Attention that reads KV blocks where they are: one call a layer for context chunks and generation rows.
+
+The kernel is given; `cuda.py` finds torch's. The tensors that it takes are made on the device from the packed
+rows, and its other arguments do not depend on how long sequences are, so generation batches can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.packing import PackedBatch
+from inflight.engine.torch.windows import AttentionWindow
+
+
+class VarlenAttention(Protocol):
+    """`torch.nn.attention.varlen.varlen_attn`, as far as it is used here."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        seqused_k: Tensor,
+        block_table: Tensor,
+        num_splits: int,
+    ) -> Tensor:
+        """What every query has read, [rows, heads, head_dim].
+
+        Args:
+            query: [rows, heads, head_dim].
+            key: [blocks, tokens_per_block, kv_heads, head_dim].
+            value: As `key`.
+            cu_seq_q: [sequences + 1] int32, where each one's queries begin.
+            cu_seq_k: [sequences + 1] int32, the same of its keys if they were one after another; None for kernels
+                that take it to mean that they are.
+            max_q: At least the most queries of a sequence.
+            max_k: At least the most keys of a sequence.
+            window_size: How many keys before and after its own a query sees, -1: all; its own is the one as far
+                from the last key as the query is from the last query.
+            enable_gqa: Whether there may be fewer key heads than heads.
+            seqused_k: [sequences] int32, how many keys each one has.
+            block_table: [sequences, blocks of the longest] int32.
+            num_splits: Into how many parts the keys of a sequence are divided, to be added up later.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """All rows of a batch, for one window; the tensors are VarlenAttention's."""
+
+    row_bounds: Tensor
+    key_bounds: Tensor | None
+    lengths: Tensor
+    block_table: Tensor
+    max_rows: int
+    max_keys: int
+    window_size: tuple[int, int]
+
+
+class PagedAttention:
+    """An `Attention` by a kernel that takes block tables.
+
+    Args:
+        varlen: The kernel.
+        takes_key_bounds: Whether it is given `cu_seq_k`.
+    """
+
+    has_fixed_shapes = True
+
+    def __init__(self, varlen: VarlenAttention, takes_key_bounds: bool) -> None:
+        self._varlen = varlen
+        self._takes_key_bounds = takes_key_bounds
+
+    def plan(
+        self,
+        packed: PackedBatch,
+        block_tables: Tensor,
+        tokens_per_block: int,
+        windows: Sequence[AttentionWindow | None],
+        dtype: torch.dtype,
+    ) -> Mapping[AttentionWindow | None, PagedPlan]:
+        """As `Attention.plan`; windows have no sinks."""
+        last_rows = packed.bounds[1:] - 1
+        lengths = (packed.positions[last_rows] + 1).int()
+        key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
+        row_bounds = packed.bounds.int()
+        block_table = block_tables[packed.slots[last_rows]].int()
+        max_rows = max((chunk.end - chunk.begin for chunk in packed.chunks), default=1)
+        max_keys = block_tables.shape[1] * tokens_per_block
+        return {
+            window: PagedPlan(
+                row_bounds,
+                key_bounds,
+                lengths,
+                block_table,
+                max_rows,
+                max_keys,
+                _window_size(window, max_rows),
+            )
+            for window in windows
+        }
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: PagedPlan, cache: KvCache
+    ) -> Tensor:
+        """As `Attention.attend`."""
+        key_pages, value_pages = cache.pages(layer)
+        read = self._varlen(
+            queries,
+            key_pages,
+            value_pages,
+            plan.row_bounds,
+            plan.key_bounds,
+            plan.max_rows,
+            plan.max_keys,
+            window_size=plan.window_size,
+            enable_gqa=True,
+            seqused_k=plan.lengths,
+            block_table=plan.block_table,
+            num_splits=1,  # a sum over keys must not be made in an order that depends on the rest of the batch
+        )
+        return read.flatten(1)
+
+
+def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, int]:
+    if window is not None:
+        return window.recent - 1, 0
+    # A last token has none after it. Told so, FlashAttention 2 would read a key head once for each of its heads.
+    return (-1, 0) if max_rows > 1 else (-1, -1)

@@ -1,0 +1,51 @@
+"""Engines on a CPU that attend over blocks in place, with a slow kernel in the place of a GPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.core.batch import EngineLimits
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.attention import Attention
+from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.generation_graphs import Capture
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine.torch.windows import layer_windows
+from inflight.models import load_weights, read_model_description
+from inflight.models.sharding import Part
+from tests.engine.varlen import ReferenceVarlen
+
+TOKENS_PER_BLOCK = 8
+MAX_SEQUENCE_LENGTH = 96
+
+
+@torch.inference_mode()
+def load_paged(
+    folder: Path,
+    num_blocks: int = 80,
+    max_num_sequences: int = 6,
+    capture: Capture | None = None,
+    attention: Attention | None = None,
+    device: str = "cpu",
+    **windows: Any,
+) -> TorchEngine:
+    """A float32 engine; `windows` are attention_windows and sink_token_length."""
+    model, on = read_model_description(folder), torch.device(device)
+    part = Part.whole(model.decoder)
+    asked = windows.get("attention_windows", ()), windows.get("sink_token_length", 0)
+    decoder = Decoder(
+        model.decoder,
+        load_weights(model, torch.float32, on, part),
+        layer_windows(model.decoder.sliding_windows, *asked, MAX_SEQUENCE_LENGTH),
+        MAX_SEQUENCE_LENGTH,
+        attention=attention or PagedAttention(ReferenceVarlen(), takes_key_bounds=True),
+    )
+    cache = KvCache(model.decoder, num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
+    limits = EngineLimits(
+        model.decoder.vocab_size, MAX_SEQUENCE_LENGTH, max_num_sequences, num_blocks, TOKENS_PER_BLOCK
+    )
+    return TorchEngine(decoder, cache, limits, max_num_tokens=512, capture=capture)

@@ -1,0 +1,139 @@
+"""Generation batches that are recorded and replayed get the tokens of those that are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from inflight.core.batch import ScheduledBatch
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.generation_graphs import GenerationGraphs, graph_bytes, recorded_sizes
+from tests.engine.driver import Driver, load_engine
+from tests.engine.paging import load_paged
+from tests.engine.serving import config_of, serve
+from tests.engine.tape import Tape
+from tests.engine.test_paged_attention import requests_of
+from tests.models.zoo import Zoo
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (6, [1, 2, 4, 6]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (256, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]),
+    ],
+)
+def test_few_sizes_are_recorded_up_to_the_number_of_slots(most: int, sizes: list[int]) -> None:
+    assert recorded_sizes(most) == sizes
+    assert graph_bytes(most) == len(sizes) << 25
+
+
+def test_sizes_waste_at_most_a_quarter() -> None:
+    for most in range(1, 700):
+        sizes = recorded_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+        assert all(after - before <= max(8, before / 4) for before, after in pairwise(sizes))
+
+
+def replay_everything(engine: TorchEngine, model_prompt: Callable[[int, int], list[int]]) -> list[list[int]]:
+    """Batches of 1 to 11 rows; sequences join and end in between, and slots go to others."""
+    driver = Driver(engine)
+    rows, ended = [], []
+    for number in range(11):
+        rows.append(driver.start(model_prompt(5 + 3 * number, number)))
+        driver.step({rows[-1]: len(rows[-1].tokens)}, rows[:-1])
+        driver.step(generation=rows)
+        driver.step(generation=rows[::-1])
+    for number in range(6):
+        ended.append(rows.pop(number % len(rows)))
+        driver.release(ended[-1])
+        driver.step(generation=rows)
+        if number % 2:
+            rows.append(driver.start(model_prompt(9, 50 + number)))
+            driver.step({rows[-1]: 9}, rows[:-1])
+            driver.step(generation=rows)
+    return [row.generated for row in (*ended, *rows)]
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
+def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: str) -> None:
+    model = zoo[case]
+    tape = Tape()
+    replayed = replay_everything(load_paged(model.folder, 200, 11, tape), model.prompt)
+    eager = replay_everything(
+        load_engine(model.folder, max_num_sequences=11, kernels="torch", max_sequence_length=96), model.prompt
+    )
+    assert replayed == eager
+    assert set(tape.replayed) == set(range(5)), "11, 8, 4, 2 and 1 rows, recorded in this order"
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
+    model = zoo["llama-gqa"]
+    requests, tape = requests_of(model), Tape()
+    expected = serve(load_paged(model.folder, 60), config_of(way), requests)
+    served = serve(load_paged(model.folder, 60, capture=tape), config_of(way), requests)
+    for request in requests:
+        assert served.beams(request) == expected.beams(request)
+    assert tape.replayed
+
+
+def test_rows_that_fill_a_batch_up_write_into_no_block_of_a_sequence(zoo: Zoo) -> None:
+    engine = load_paged(zoo["llama-gqa"].folder, 20, 6, Tape())
+    with torch.inference_mode():
+        engine._slots.last_tokens[engine._slots.null_slot] = 7  # 0 is padding, whose keys are 0
+    driver = Driver(engine)
+    rows = [driver.start(zoo["llama-gqa"].prompt(8, seed)) for seed in range(5)]
+    driver.step(dict.fromkeys(rows, 8))
+    driver.step(generation=rows)
+    cache = engine._cache
+    held = {block for row in rows for block in row.blocks}
+    keys = torch.stack([cache.pages(layer)[0] for layer in range(3)]).flatten(2)
+    assert not keys[:, [block for block in range(20) if block not in held]].any()
+    assert keys[:, cache.null_block].any(), "where the sixth row wrote"
+
+
+def test_a_row_without_a_block_is_refused_before_anything_is_written(zoo: Zoo) -> None:
+    engine = load_paged(zoo["llama"].folder, capture=Tape())
+    driver = Driver(engine)
+    row = driver.start(zoo["llama"].prompt(8))
+    driver.step({row: 8})
+    short = ScheduledBatch(driver.batch({}, []).iteration, generation_slots=(row.slot,))
+    with pytest.raises(ValueError, match=f"slot {row.slot} has 1 blocks of 8 tokens, too few for position 8"):
+        engine.forward(short)
+
+
+def test_what_cannot_be_recorded_runs_without_and_says_so(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(operations: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = zoo["llama-gqa"]
+    with caplog.at_level(logging.WARNING):
+        engine = load_paged(model.folder, capture=refuse)
+    (record,) = caplog.records
+    assert "without CUDA graphs" in record.message and "stream is capturing" in record.message
+    driver = Driver(engine)
+    row = driver.start(model.prompt(10))
+    assert driver.generate(row, 6) == model.greedy(model.prompt(10), 6)
+
+
+def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
+    sizes = []
+
+    class Spy(GenerationGraphs):
+        def _run(self, size: int) -> None:
+            sizes.append(size)
+            super()._run(size)
+
+    engine = load_paged(zoo["llama"].folder)
+    with torch.inference_mode():
+        Spy(engine._decoder, engine._slots, engine._cache, Tape())
+    assert sizes == [6, 6, 4, 4, 2, 2, 1, 1]

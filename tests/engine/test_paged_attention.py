@@ -1,0 +1,173 @@
+"""Attention over blocks in place: as over gathered ones, for every kind of batch; and whether it is had."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from inflight.core.request import Request
+from inflight.core.sampling_config import SamplingConfig
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch.attention import GATHERING
+from inflight.engine.torch.load_decoder import _find_attention
+from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine.torch.paging_check import CannotPage, check_paging
+from inflight.engine.torch.windows import AttentionWindow
+from inflight.models import read_model_description
+from tests.engine.driver import alone, load_engine
+from tests.engine.paging import load_paged
+from tests.engine.serving import config_of, load, serve
+from tests.engine.varlen import ReferenceVarlen
+from tests.models.zoo import Zoo, ZooModel
+
+CPU = torch.device("cpu")
+
+
+def paged(**changes: Any) -> PagedAttention:
+    return PagedAttention(ReferenceVarlen(**changes), takes_key_bounds=True)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_tokens_are_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
+    model = zoo[case]
+    engine = load_paged(model.folder)
+    row = alone(engine, model.prompt(19), 12)
+    assert row.generated == model.greedy(model.prompt(19), 12)
+    expected = model.logits(row.tokens)[len(model.prompt(19)) - 1 : -1]
+    torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=1e-3)
+
+
+def requests_of(model: ZooModel) -> list[Request]:
+    """Sampling, greedy, searches, drafts and prompts that share a prefix."""
+    shared = model.prompt(17, 9)
+    samplings = (
+        SamplingConfig(),
+        SamplingConfig(temperature=0.8, top_p=0.9, random_seed=1),
+        SamplingConfig(beam_width=3),
+        SamplingConfig(top_k=5, random_seed=2, repetition_penalty=1.2),
+    )
+    return [
+        Request(
+            number,
+            (*shared, *model.prompt(3 + 2 * number, number)),
+            6 + number,
+            sampling=samplings[number % 4],
+            prompt_lookup_num_tokens=3 if number % 4 == 0 else 0,
+        )
+        for number in range(10)
+    ]
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize("windows", [{}, {"attention_windows": (12, 40)}])
+def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, way: str, windows: dict[str, Any]) -> None:
+    model = zoo["llama-gqa"]
+    requests = requests_of(model)
+    expected = serve(
+        load(model.folder, 60, 6, kernels="torch", max_sequence_length=96, **windows),
+        config_of(way),
+        requests,
+    )
+    served = serve(load_paged(model.folder, 60, **windows), config_of(way), requests)
+    for request in requests:
+        assert served.beams(request) == expected.beams(request)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(300)])
+def test_a_kernel_that_computes_the_same_is_taken(zoo: Zoo, dtype: torch.dtype, window: Any) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    kernel = ReferenceVarlen()
+    check_paging(PagedAttention(kernel, True), decoder, 16, (window, None, window), dtype, CPU)
+    assert kernel.num_rows == [11, 11, 3, 3][:: 1 if window else 2], "one call a batch and window"
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 2, 3, 5])
+def test_a_kernel_is_tried_with_blocks_of_any_size(zoo: Zoo, tokens_per_block: int) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    check_paging(paged(), decoder, tokens_per_block, (None,), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens_per_block", "window", "message"),
+    [
+        ({"dtypes": (torch.bfloat16,)}, 16, None, "^FlashAttention only support fp16 and bf16 data type$"),
+        ({"block_multiple": 256}, 32, None, "^Paged KV cache block size must be divisible by 256$"),
+        ({}, 16, AttentionWindow(5, 2), "no windows with sinks"),
+    ],
+)
+def test_what_a_kernel_refuses_is_said(
+    zoo: Zoo, changes: dict[str, Any], tokens_per_block: int, window: Any, message: str
+) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    with pytest.raises(CannotPage, match=message):
+        check_paging(paged(**changes), decoder, tokens_per_block, (window,), torch.float32, CPU)
+
+
+class Spoilt(ReferenceVarlen):
+    """Wrong for batches that `spoils` is true of."""
+
+    def __init__(self, value: float, spoils_generation: bool) -> None:
+        super().__init__()
+        self._value, self._spoils_generation = value, spoils_generation
+
+    def __call__(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read = super().__call__(query, *args, **kwargs)
+        if (args[4] == 1) == self._spoils_generation:
+            read[-1, 0, 0] += self._value
+        return read
+
+
+@pytest.mark.parametrize("value", [0.2, float("nan")])
+@pytest.mark.parametrize("spoils_generation", [True, False])
+def test_a_kernel_that_computes_something_else_is_not_taken(
+    zoo: Zoo, value: float, spoils_generation: bool
+) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    attention = PagedAttention(Spoilt(value, spoils_generation), True)
+    with pytest.raises(CannotPage, match="its results are off by"):
+        check_paging(attention, decoder, 16, (None,), torch.float32, CPU)
+
+
+def find(zoo: Zoo, kernel: Any, **changes: Any) -> Any:
+    """What is chosen on a GPU whose kernel this is."""
+    config = TorchEngineConfig("", tokens_per_block=32)
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    with (
+        mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda device: kernel()),
+        mock.patch("inflight.engine.torch.load_decoder.check_paging", on_the_cpu),
+    ):
+        return _find_attention(config, decoder, (None,), torch.float32, torch.device("cuda"))
+
+
+def on_the_cpu(*arguments: Any) -> None:
+    check_paging(*arguments[:-1], CPU)
+
+
+def test_on_a_gpu_blocks_are_read_in_place(zoo: Zoo) -> None:
+    attention = paged()
+    assert find(zoo, lambda: attention) is attention
+
+
+def test_what_cannot_read_in_place_gathers_and_says_so_once(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert find(zoo, lambda: paged(block_multiple=256)) is GATHERING
+    (record,) = caplog.records
+    assert "blocks of 32 tokens" in record.message and "must be divisible by 256" in record.message
+
+
+def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
+    assert find(zoo, mock.Mock(side_effect=CannotPage("torch 2.6 has none"))) is GATHERING
+
+
+def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    engine: TorchEngine = load_engine(zoo["llama"].folder, kernels="torch")
+    assert not engine._decoder.has_fixed_shapes
+    assert not caplog.records

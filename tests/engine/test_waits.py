@@ -1,0 +1,135 @@
+"""An iteration waits for the device once: when its tokens come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.core.sampling_config import SamplingConfig
+from inflight.decoding.transfer import to_host, upload
+from inflight.engine.torch.attention import GATHERING
+from tests.engine.driver import Driver, load_engine
+from tests.engine.fake_device import DEVICE, FakeDevice
+from tests.engine.paging import load_paged
+from tests.models.zoo import Zoo
+
+ONE_COPY = ["copy to the host"]
+SAMPLINGS = {
+    "greedy": {},
+    "temperature": {"temperature": 0.7, "top_p": 1.0, "random_seed": 3},
+    "top_k": {"top_k": 5, "random_seed": 4},
+    "top_p": {"temperature": 0.2, "top_p": 0.8, "random_seed": 5},
+    "all": {"temperature": 0.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "random_seed": 6},
+}
+
+BATCHES = [*([name] * 3 for name in SAMPLINGS), [*SAMPLINGS]]
+
+
+def mixed(names: list[str]) -> list[SamplingConfig]:
+    return [SamplingConfig(**SAMPLINGS[name]) for name in names]
+
+
+@pytest.mark.parametrize("attention", ["in place", "gathered"])
+@pytest.mark.parametrize("names", BATCHES, ids="+".join)
+def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str]) -> None:
+    """With sequences that cross into other blocks, and with the tokens of the CPU."""
+    model = zoo["llama-gqa"]
+    prompts = [model.prompt(5 + 4 * number, number) for number in range(len(names))]
+    with FakeDevice() as device:
+        gathering = GATHERING if attention == "gathered" else None
+        engine = load_paged(model.folder, attention=gathering, device="meta")
+        driver = Driver(engine)
+        rows = [driver.start(*each) for each in zip(prompts, mixed(names), strict=True)]
+        driver.step({row: len(row.tokens) for row in rows})
+        for _ in range(12):
+            batch = driver.batch({}, rows)
+            device.waits.clear()
+            output = engine.decode(batch, engine.forward(batch))
+            assert device.waits == ONE_COPY
+            for row, tokens in zip(rows, output.token_ids, strict=True):
+                row.tokens += tokens
+                row.num_computed += 1
+        generated = [row.generated for row in rows]
+    driver = Driver(load_engine(model.folder, kernels="torch"))
+    rows = [driver.start(*each) for each in zip(prompts, mixed(names), strict=True)]
+    driver.step({row: len(row.tokens) for row in rows})
+    for _ in range(12):
+        driver.step(generation=rows)
+    assert generated == [row.generated for row in rows]
+
+
+@pytest.mark.parametrize("attention", ["in place", "gathered"])
+def test_chunks_that_start_and_go_on_wait_once(zoo: Zoo, attention: str) -> None:
+    model = zoo["llama-gqa"]
+    with FakeDevice() as device:
+        gathering = GATHERING if attention == "gathered" else None
+        engine = load_paged(model.folder, attention=gathering, device="meta")
+        driver = Driver(engine)
+        rows = [driver.start(model.prompt(20, seed)) for seed in range(3)]
+        for length in (9, 11):
+            batch = driver.batch(dict.fromkeys(rows, length))
+            device.waits.clear()
+            engine.decode(batch, engine.forward(batch))
+            assert device.waits == ONE_COPY[: length - 10 if length > 10 else 0]
+            for row in rows:
+                row.num_computed += length
+
+
+def test_a_replayed_batch_waits_once(zoo: Zoo) -> None:
+    model = zoo["llama-gqa"]
+    with FakeDevice() as device:
+        engine = load_paged(model.folder, device="meta", capture=lambda operations: operations)
+        driver = Driver(engine)
+        rows = [driver.start(model.prompt(7, seed)) for seed in range(3)]
+        driver.step(dict.fromkeys(rows, 7))
+        batch = driver.batch({}, rows)
+        device.waits.clear()
+        engine.decode(batch, engine.forward(batch))
+        assert device.waits == ONE_COPY
+
+
+def test_a_top_p_that_takes_many_tokens_is_drawn_for_again(zoo: Zoo) -> None:
+    """What is taken for granted of rows with few tokens is found wrong when the tokens come back."""
+    model = zoo["llama-gqa"]
+    sampling = SamplingConfig(temperature=100.0, top_p=0.99, random_seed=8)
+    with FakeDevice():
+        driver = Driver(load_paged(model.folder, device="meta"))
+        rows = [driver.start(model.prompt(6), sampling), driver.start(model.prompt(9))]
+        driver.step({rows[0]: 6, rows[1]: 9})
+        for _ in range(8):
+            output = driver.engine.decode(batch := driver.batch({}, rows), driver.engine.forward(batch))
+            for row, tokens in zip(rows, output.token_ids, strict=True):
+                row.tokens += tokens
+                row.num_computed += 1
+        generated = [row.generated for row in rows]
+    driver = Driver(load_engine(model.folder, kernels="torch"))
+    rows = [driver.start(model.prompt(6), sampling), driver.start(model.prompt(9))]
+    driver.step({rows[0]: 6, rows[1]: 9})
+    for _ in range(8):
+        driver.step(generation=rows)
+    assert generated == [row.generated for row in rows]
+
+
+def test_several_tensors_come_back_in_one_copy() -> None:
+    values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32), np.array([True, False, True])
+    with FakeDevice() as device:
+        tensors = [upload(array, DEVICE) for array in values]
+        assert device.waits == []
+        found = to_host(*tensors)
+        assert device.waits == ONE_COPY
+    for ours, theirs in zip(found, values, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+
+
+def test_the_device_notices_what_waits() -> None:
+    with FakeDevice() as device:
+        tensor = upload(np.arange(4), DEVICE)
+        tensor[tensor > 1]
+        tensor.nonzero()
+        tensor.sum().item()
+        torch.from_numpy(np.arange(4)).to(DEVICE)
+        assert len(device.waits) >= 4
+        with pytest.raises(RuntimeError, match="two devices"):
+            tensor + torch.arange(4)
