@@ -71,7 +71,7 @@ def watch(loop: Loop) -> Stopwatch:
     return Stopwatch(
         Place(Loop, "step", Stage.OTHER),
         Place(Loop, "forward", Stage.PACK),
-        [Place(Loop, "compute", Stage.LAYERS)],
+        [Place(Loop, "compute", Stage.FORWARD)],
         lambda: loop.now_ns,
     )
 
@@ -82,7 +82,7 @@ def test_the_time_of_a_stage_is_without_the_stages_within_it():
         assert loop.step(BATCH)
     (found,) = stopwatch.iterations
     times_ns = {stage: found.stages_ns[stage] for stage in Stage if found.stages_ns[stage]}
-    assert times_ns == {Stage.OTHER: 3, Stage.PACK: 300, Stage.LAYERS: 5000}
+    assert times_ns == {Stage.OTHER: 3, Stage.PACK: 300, Stage.FORWARD: 5000}
     assert (found.num_chunks, found.num_generation) == (1, 2)
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_watched_afterwards():
 
 def iteration(num_chunks: int, num_generation: int, layers_ms: int, pack_ms: int) -> Iteration:
     stages_ns = [0] * len(Stage)
-    stages_ns[Stage.LAYERS], stages_ns[Stage.PACK] = layers_ms * 1_000_000, pack_ms * 1_000_000
+    stages_ns[Stage.FORWARD], stages_ns[Stage.PACK] = layers_ms * 1_000_000, pack_ms * 1_000_000
     return Iteration(num_chunks, num_generation, tuple(stages_ns))
 
 
@@ -183,7 +183,7 @@ def test_the_figures_of_a_load_are_those_of_its_requests():
 
 def test_a_profile_is_json_and_tables():
     found = json.loads(to_json(profile()))
-    assert found["iterations"][0]["stages_ms"]["layers"] == 19.0
+    assert found["iterations"][0]["stages_ms"]["forward"] == 19.0
     assert found["iterations"][0]["share_outside"] == 0.05
     assert found["cache"][1]["requests_per_s"] == 3.5
     assert "| 8 | 20.0 ms | 19.0 ms |" in to_markdown(profile())
@@ -195,7 +195,7 @@ def test_plots_are_small_have_text_and_are_the_same_again(tmp_path):
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()
         draw_plots(profile(), folder)
-    for name, text in zip(names, ("logits", "output tokens/s", "waiting"), strict=True):
+    for name, text in zip(names, ("forward pass", "output tokens/s", "waiting"), strict=True):
         first = (tmp_path / "first" / name).read_text()
         assert first == (tmp_path / "again" / name).read_text()
         assert f">{text}<" in first

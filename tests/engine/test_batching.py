@@ -153,7 +153,7 @@ def test_a_failed_batch_takes_no_other_sequence_with_it(
 
     victim = driver.start(_prompt(20, seed=9))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._decoder, "forward", fail)
+        patch.setattr(engine._decoder, "forward_to_logits", fail)
         with pytest.raises(RuntimeError):
             driver.step({victim: 20})
     driver.release(victim)

@@ -61,8 +61,7 @@ def _figure(path: Path, num_lines: int) -> Iterator[list[Axes]]:
 def _draw_iterations(costs: Sequence[IterationCost], whole: Axes, outside: Axes) -> None:
     labels = [str(cost.rows) for cost in costs]
     parts = (
-        ("layers", _BLUE, [cost.stages_ms[Stage.LAYERS] for cost in costs]),
-        ("logits", _GREEN, [cost.stages_ms[Stage.LOGITS] for cost in costs]),
+        ("forward pass", _BLUE, [cost.stages_ms[Stage.FORWARD] for cost in costs]),
         ("all else", _RED, [cost.outside_ms for cost in costs]),
     )
     _stack(whole, labels, parts)
@@ -71,7 +70,7 @@ def _draw_iterations(costs: Sequence[IterationCost], whole: Axes, outside: Axes)
             f"{cost.share_outside:.1%} else", (index, cost.total_ms), ha="center", va="bottom", fontsize=8
         )
     whole.margins(y=0.12)
-    stages = [stage for stage in Stage if not stage.is_forward]
+    stages = [stage for stage in Stage if stage is not Stage.FORWARD]
     _stack(
         outside,
         labels,

@@ -45,7 +45,7 @@ class IterationCost:
     @property
     def outside_ms(self) -> float:
         """All stages but the forward pass."""
-        return sum(self.stages_ms[stage] for stage in Stage if not stage.is_forward)
+        return sum(self.stages_ms[stage] for stage in Stage if stage is not Stage.FORWARD)
 
     @property
     def share_outside(self) -> float:
@@ -153,13 +153,13 @@ def to_markdown(profile: Profile) -> str:
 
 
 def _iteration_table(costs: Sequence[IterationCost]) -> str:
-    outside = [stage for stage in Stage if not stage.is_forward]
-    header = ["rows", "iteration", "layers", "logits", *(stage.name.lower() for stage in outside), "outside"]
+    outside = [stage for stage in Stage if stage is not Stage.FORWARD]
+    header = ["rows", "iteration", "forward", *(stage.name.lower() for stage in outside), "outside"]
     rows = [
         [
             str(cost.rows),
             f"{cost.total_ms:.1f} ms",
-            *(f"{cost.stages_ms[stage]:.1f} ms" for stage in Stage if stage.is_forward),
+            f"{cost.stages_ms[Stage.FORWARD]:.1f} ms",
             *(f"{cost.stages_ms[stage]:.2f}" for stage in outside),
             f"{cost.outside_ms:.2f} ms, {cost.share_outside:.1%}",
         ]

@@ -20,8 +20,8 @@ _PLACES = (
     Place(LocalEngineClient, "poll_stop_signals", Stage.GET),
     Place(Scheduler, "accept", Stage.SCHEDULE),
     Place(Scheduler, "schedule", Stage.SCHEDULE),
-    Place(Decoder, "forward", Stage.LAYERS),
-    Place(Decoder, "logits", Stage.LOGITS),
+    Place(Decoder, "forward", Stage.FORWARD),
+    Place(Decoder, "logits", Stage.FORWARD),
     Place(TorchEngine, "decode", Stage.CHOOSE),
     Place(Scheduler, "update", Stage.UPDATE),
     Place(LocalEngineClient, "send_response", Stage.SEND),
@@ -44,8 +44,9 @@ def _compiled(dtype: str) -> tuple[Place, ...]:
     except CannotBuild:
         return ()
     return (
-        Place(library, "plan", Stage.LAYERS),
-        Place(library, "run", Stage.LAYERS),
-        Place(library, "unpack_rows", Stage.LAYERS),
-        Place(library, "logits", Stage.LOGITS),
+        Place(library, "plan", Stage.FORWARD),
+        Place(library, "run", Stage.FORWARD),
+        Place(library, "unpack_rows", Stage.FORWARD),
+        Place(library, "logits", Stage.FORWARD),
+        Place(library, "run_to_logits", Stage.FORWARD),
     )

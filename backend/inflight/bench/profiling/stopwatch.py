@@ -19,22 +19,16 @@ from inflight.core.batch import ScheduledBatch
 
 
 class Stage(IntEnum):
-    """What an iteration consists of; the layers and the logits are its forward pass."""
+    """What an iteration consists of; the forward pass is embeddings, layers and logits."""
 
     GET = 0
     SCHEDULE = 1
     PACK = 2
-    LAYERS = 3
-    LOGITS = 4
-    CHOOSE = 5
-    UPDATE = 6
-    SEND = 7
-    OTHER = 8
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it is part of the forward pass."""
-        return self in (Stage.LAYERS, Stage.LOGITS)
+    FORWARD = 3
+    CHOOSE = 4
+    UPDATE = 5
+    SEND = 6
+    OTHER = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,7 @@ class Iteration:
     @property
     def outside_ns(self) -> int:
         """What is not the forward pass."""
-        return sum(self.stages_ns[stage] for stage in Stage if not stage.is_forward)
+        return sum(self.stages_ns[stage] for stage in Stage if stage is not Stage.FORWARD)
 
 
 class Stopwatch:

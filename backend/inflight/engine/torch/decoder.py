@@ -108,6 +108,12 @@ class Decoder:
             x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
         return x
 
+    def forward_to_logits(
+        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
+    ) -> Tensor:
+        """At the last stage, `logits` of the rows that choose tokens, of what `forward` returns."""
+        return self.logits(self.forward(packed, block_tables, cache, hidden), packed.sampled_rows)
+
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
         logits = self._weights.lm_head(self._norm(hidden[rows], self._weights.final_norm)).float()

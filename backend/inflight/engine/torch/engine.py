@@ -34,7 +34,7 @@ from inflight.engine.torch.load_decoder import load_decoder
 from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
 from inflight.engine.torch.memory_probe import free_memory
 from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.packing import PackedChunk, generation_rows, pack
+from inflight.engine.torch.packing import generation_rows, pack
 from inflight.engine.torch.slot_table import SlotTable
 from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
@@ -184,19 +184,24 @@ class TorchEngine:
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
-        chunks: tuple[PackedChunk, ...] = ()
-        if self._graphs is not None and batch.generation_slots and not batch.context:
-            rows = generation_rows(batch, self._slots, self._cache.tokens_per_block)
-            result, sampled_rows = self._graphs.forward(rows)
-        else:
-            packed = pack(batch, self._slots, self._cache.tokens_per_block)
-            chunks, sampled_rows = packed.chunks, packed.sampled_rows
-            result = self._decoder.forward(packed, self._slots.block_tables, self._cache, hidden)
-        if self._context_outputs is not None:
-            self._context = self._context_outputs.compute(batch, chunks, result, self._decoder)
-            result = self._decoder.logits(result, sampled_rows)
+        result = self._compute(batch, hidden)
         self._slots.advance(batch)
         return result
+
+    def _compute(self, batch: ScheduledBatch, hidden: Tensor | None) -> Tensor:
+        self._context = {}
+        if self._graphs is not None and batch.generation_slots and not batch.context:
+            rows = generation_rows(batch, self._slots, self._cache.tokens_per_block)
+            return self._decoder.logits(*self._graphs.forward(rows))
+        packed = pack(batch, self._slots, self._cache.tokens_per_block)
+        arguments = (packed, self._slots.block_tables, self._cache, hidden)
+        if self._context_outputs is None:
+            return self._decoder.forward(*arguments)
+        if not any(chunk.wants_context for chunk in batch.context):
+            return self._decoder.forward_to_logits(*arguments)
+        hidden = self._decoder.forward(*arguments)
+        self._context = self._context_outputs.compute(batch, packed.chunks, hidden, self._decoder)
+        return self._decoder.logits(hidden, packed.sampled_rows)
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
         """Copies first: nothing that is copied may be cleared or written before."""

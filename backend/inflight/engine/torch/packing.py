@@ -9,6 +9,7 @@ is known on the host travels to the device in one copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,77 +64,80 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     Raises:
         ValueError: A row's block table does not reach its position.
     """
-    chunks, context = _context_rows(batch)
-    generation_slots = np.array(batch.generation_slots, dtype=np.int64)
-    order = np.argsort(-table.num_tokens[generation_slots], kind="stable")
-    generation_slots = generation_slots[order]
-    generation_positions = table.num_tokens[generation_slots]
-    num_context, num_rows = context.shape[1], context.shape[1] + len(order)
-
-    slots = np.concatenate([context[0], generation_slots])
-    positions = np.concatenate([context[1], generation_positions])
+    # Lists, made into one array at the end: of few rows, every operation on arrays costs more than all of this.
+    chunks, slots, positions, context_ids, sampled = _context_rows(batch)
+    generation_begin = len(slots)
+    generation_positions = _positions(batch.generation_slots, table)
+    order = sorted(range(len(generation_positions)), key=lambda index: -generation_positions[index])
+    slots += [batch.generation_slots[index] for index in order]
+    positions += [generation_positions[index] for index in order]
     _check_blocks(slots, positions, table, tokens_per_block)
-    last_rows = [
-        row
-        for chunk, given in zip(chunks, batch.context, strict=True)
-        if given.is_last
-        for row in range(chunk.end - 1 - given.num_draft_tokens, chunk.end)
-    ]
-    row_of_generation = np.empty_like(order)
-    row_of_generation[order] = np.arange(num_context, num_rows)
-    sampled = np.concatenate([np.array(last_rows, dtype=np.int64), row_of_generation])
+    row_of_generation = [0] * len(order)
+    for row, index in enumerate(order, generation_begin):
+        row_of_generation[index] = row
+    sampled += row_of_generation
 
-    begins = np.array([chunk.begin for chunk in chunks], dtype=np.int64)
-    ends = np.arange(num_context, num_rows + 1)  # each generation row ends where the next one begins
-    on_host = np.concatenate([slots, positions, sampled, begins, ends, context[2]])
+    num_rows = len(slots)
+    begins = [chunk.begin for chunk in chunks]
+    begins += range(generation_begin, num_rows + 1)  # each generation row ends where the next one begins
+    on_host = np.array(slots + positions + sampled + begins + context_ids, dtype=np.int64)
     parts = upload(on_host, table.last_tokens.device).split(
-        [num_rows, num_rows, len(sampled), len(begins) + len(ends), num_context]
+        [num_rows, num_rows, len(sampled), len(begins), generation_begin]
     )
-    slot_rows, position_rows, sampled_rows, bounds, context_ids = parts
-    fed_back = table.last_tokens.index_select(0, slot_rows[num_context:])
+    slot_rows, position_rows, sampled_rows, bounds, context_rows = parts
+    fed_back = table.last_tokens.index_select(0, slot_rows[generation_begin:])
     return PackedBatch(
-        token_ids=torch.cat([context_ids, fed_back]) if num_context else fed_back,
+        token_ids=torch.cat([context_rows, fed_back]) if generation_begin else fed_back,
         positions=position_rows,
         slots=slot_rows,
         sampled_rows=sampled_rows,
         bounds=bounds,
         chunks=chunks,
-        generation_begin=num_context,
-        generation_lengths=generation_positions + 1,
+        generation_begin=generation_begin,
+        generation_lengths=on_host[num_rows + generation_begin : 2 * num_rows] + 1,
     )
 
 
 def generation_rows(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> NDArray[np.int64]:
     """[2, generation slots] in their order: slot, position of its last token. ValueError as `pack`."""
-    slots = np.array(batch.generation_slots, dtype=np.int64)
-    rows = np.stack([slots, table.num_tokens[slots]])
-    _check_blocks(*rows, table, tokens_per_block)
-    return rows
+    positions = _positions(batch.generation_slots, table)
+    _check_blocks(batch.generation_slots, positions, table, tokens_per_block)
+    return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
-def _context_rows(batch: ScheduledBatch) -> tuple[tuple[PackedChunk, ...], NDArray[np.int64]]:
-    """The chunks, and [3, context rows]: slot, position and token id of each row."""
-    rows = np.empty((3, batch.num_context_tokens), dtype=np.int64)
-    chunks = []
-    begin = 0
+def _context_rows(
+    batch: ScheduledBatch,
+) -> tuple[tuple[PackedChunk, ...], list[int], list[int], list[int], list[int]]:
+    """The chunks; slot, position and token id of each of their rows; and the rows that choose tokens."""
+    chunks: list[PackedChunk] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    token_ids: list[int] = []
+    sampled: list[int] = []
     for chunk in batch.context:
-        end = begin + len(chunk.token_ids)
-        rows[0, begin:end] = chunk.slot
-        rows[1, begin:end] = np.arange(chunk.start, chunk.start + end - begin)
-        rows[2, begin:end] = chunk.token_ids
-        chunks.append(PackedChunk(chunk.slot, begin, end, chunk.start))
-        begin = end
-    return tuple(chunks), rows
+        begin, count = len(slots), len(chunk.token_ids)
+        slots += [chunk.slot] * count
+        positions += range(chunk.start, chunk.start + count)
+        token_ids += chunk.token_ids
+        if chunk.is_last:
+            sampled += range(begin + count - 1 - chunk.num_draft_tokens, begin + count)
+        chunks.append(PackedChunk(chunk.slot, begin, begin + count, chunk.start))
+    return tuple(chunks), slots, positions, token_ids, sampled
+
+
+def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
+    """Of each slot's next token."""
+    return table.num_tokens[list(slots)].tolist() if slots else []
 
 
 def _check_blocks(
-    slots: NDArray[np.int64], positions: NDArray[np.int64], table: SlotTable, tokens_per_block: int
+    slots: Sequence[int], positions: Sequence[int], table: SlotTable, tokens_per_block: int
 ) -> None:
     """A row without a block would write into the null block, that all others read."""
-    lacking = np.flatnonzero(positions // tokens_per_block >= table.num_blocks[slots])
-    if lacking.size:
-        slot, position = int(slots[lacking[0]]), int(positions[lacking[0]])
-        raise ValueError(
-            f"slot {slot} has {table.num_blocks[slot]} blocks of {tokens_per_block} tokens, "
-            f"too few for position {position}"
-        )
+    num_blocks = table.num_blocks.tolist()
+    for slot, position in zip(slots, positions, strict=True):
+        if position >= num_blocks[slot] * tokens_per_block:
+            raise ValueError(
+                f"slot {slot} has {num_blocks[slot]} blocks of {tokens_per_block} tokens, "
+                f"too few for position {position}"
+            )

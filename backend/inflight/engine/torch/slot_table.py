@@ -51,10 +51,9 @@ class SlotTable:
 
         Released slots need no work: a slot is reset when it is taken again.
         """
-        started = [start.slot for start in batch.starts]
-        self.num_tokens[started] = 0
-        self.num_blocks[started] = 0
-        if started:
+        if started := [start.slot for start in batch.starts]:
+            self.num_tokens[started] = 0
+            self.num_blocks[started] = 0
             self.block_tables.index_fill_(0, self._upload(started), self._null_block)
         self._move(batch)
         for chunk in batch.context:
@@ -128,9 +127,15 @@ class SlotTable:
         if slots:
             if max(columns) >= self.block_tables.shape[1]:
                 raise ValueError(f"a block table is to hold more than {self.block_tables.shape[1]} blocks")
+            self._put(slots, columns, block_ids)
+        return fresh
+
+    def _put(self, slots: list[int], columns: list[int], block_ids: list[int]) -> None:
+        if self.block_tables.is_cpu:
+            self.block_tables.numpy()[slots, columns] = block_ids
+        else:
             row, column, block = self._upload([slots, columns, block_ids])
             self.block_tables[row, column] = block
-        return fresh
 
     def _blocks_in_use(self, slot: int) -> int:
         """Blocks with tokens that are in the cache before this batch runs."""

@@ -7,6 +7,7 @@ added up over the ranks between. Keys and values lie in the cache's blocks in an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import numpy as np
 import torch
@@ -89,6 +90,7 @@ class NativeDecoder:
         if config.rope is not None:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
         self._logits_memory = Recycled()
+        self._found: tuple[ref[Tensor], Peaks] | None = None  # of the last batch's logits
         self._cache: KvCache | None = None
         self._shape = self._describe(part.of_model(config), tokens_per_block)
         self._handle: int | None = self._library.create(self._shape, self._layers)
@@ -106,18 +108,7 @@ class NativeDecoder:
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
     ) -> Tensor:
         """As `Decoder.forward`."""
-        self._bind(cache)
-        x = self._embed(packed) if hidden is None else hidden.contiguous()
-        spans, positions, slots = _spans(packed), packed.positions, packed.slots
-        batch = BatchStruct(
-            len(positions),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            len(spans),
-            spans.ctypes.data,
-            block_tables.data_ptr(),
-            block_tables.shape[1],
-        )
+        batch, x = self._begin(packed, block_tables, cache, hidden)
         _check(self._library.plan(self._handle, batch))
         if self._collectives.size == 1:
             self._run(batch, x, 0, len(self._layers))
@@ -129,6 +120,36 @@ class NativeDecoder:
                 total = self._collectives.all_reduce(partial)
                 x += total if bias is None else total + bias
         return x
+
+    def forward_to_logits(
+        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
+    ) -> Tensor:
+        """As `Decoder.forward_to_logits`, in one call: after each, Python has to come back into the caches.
+
+        Peaks are found with it, for `find_peaks`.
+        """
+        if self._collectives.size > 1:
+            return self.logits(self.forward(packed, block_tables, cache, hidden), packed.sampled_rows)
+        batch, x = self._begin(packed, block_tables, cache, hidden)
+        rows = packed.sampled_rows
+        logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
+        peaks = Peaks(torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64))
+        head = (self._final_norm, self._lm_head)
+        is_done = self._library.run_to_logits(
+            self._handle,
+            batch,
+            x.data_ptr(),
+            len(self._layers),
+            *head,
+            rows.data_ptr(),
+            len(rows),
+            logits.data_ptr(),
+            peaks.highest.data_ptr(),
+            peaks.tokens.data_ptr(),
+        )
+        _check(is_done)
+        self._found = (ref(logits), peaks)
+        return logits
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """As `Decoder.logits`."""
@@ -142,7 +163,9 @@ class NativeDecoder:
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `inflight.decoding.usable.find_peaks`; of equal logits, the first."""
+        """As `inflight.decoding.usable.find_peaks`; of equal logits, the first. Nobody has changed them."""
+        if self._found is not None and self._found[0]() is logits:
+            return self._found[1]
         rows, columns = logits.shape
         logits = logits.contiguous()
         peaks = Peaks(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
@@ -150,6 +173,24 @@ class NativeDecoder:
             self._handle, logits.data_ptr(), rows, columns, peaks.highest.data_ptr(), peaks.tokens.data_ptr()
         )
         return peaks
+
+    def _begin(
+        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None
+    ) -> tuple[BatchStruct, Tensor]:
+        """The batch, which points into what was given, and the first layer's input or `hidden`."""
+        self._bind(cache)
+        spans, positions, slots = _spans(packed), packed.positions, packed.slots
+        batch = BatchStruct(
+            len(positions),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            len(spans),
+            spans.ctypes.data,
+            block_tables.data_ptr(),
+            block_tables.shape[1],
+        )
+        batch.spans_array = spans  # lives as long as the batch
+        return batch, self._embed(packed) if hidden is None else hidden.contiguous()
 
     def _run(
         self,
@@ -205,18 +246,13 @@ class NativeDecoder:
 
 def _spans(packed: PackedBatch) -> np.ndarray:
     """[spans, 4] int64: slot, first row, row after the last, position of the first. Chunks, then generation."""
-    num_chunks, first = len(packed.chunks), packed.generation_begin
-    slots = packed.slots.numpy()[first:]
-    spans = np.empty((num_chunks + len(slots), 4), dtype=np.int64)
-    for index, chunk in enumerate(packed.chunks):
-        spans[index] = (chunk.slot, chunk.begin, chunk.end, chunk.start)
-    generation = spans[num_chunks:]
-    generation[:, 0] = slots
-    generation[:, 1] = range(first, first + len(slots))
-    generation[:, 2] = range(first + 1, first + len(slots) + 1)
-    generation[:, 3] = packed.generation_lengths
-    generation[:, 3] -= 1
-    return spans
+    first = packed.generation_begin
+    spans = [(chunk.slot, chunk.begin, chunk.end, chunk.start) for chunk in packed.chunks]
+    slots, lengths = packed.slots.numpy()[first:].tolist(), packed.generation_lengths.tolist()
+    spans += [
+        (slot, row, row + 1, length - 1) for row, (slot, length) in enumerate(zip(slots, lengths), first)
+    ]
+    return np.array(spans, dtype=np.int64)
 
 
 def _check(is_done: bool) -> None:

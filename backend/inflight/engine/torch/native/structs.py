@@ -83,6 +83,22 @@ _SIGNATURES = {
     "destroy": (None, (c_void_p,)),
     "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "run_to_logits": (
+        c_bool,
+        (
+            c_void_p,
+            POINTER(BatchStruct),
+            c_void_p,
+            c_int32,
+            POINTER(NormStruct),
+            POINTER(LinearStruct),
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+        ),
+    ),
     "logits": (
         c_bool,
         (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_void_p, c_int64, c_void_p),

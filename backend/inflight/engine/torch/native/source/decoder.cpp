@@ -376,6 +376,15 @@ bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Elemen
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
 }
+// All of a batch, from the first layer to the logits of the rows at `indices`, and their peaks.
+bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,
+                   const int64_t* indices, int64_t rows, float* out, float* highest, int64_t* tokens) {
+  auto& all = *static_cast<Decoder<Element>*>(decoder);
+  if (!all.plan(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
+  if (!all.logits(*norm, *head, x, indices, rows, out)) return false;
+  all.find_peaks(out, rows, head->columns, highest, tokens);
+  return true;
+}
 bool logits(void* decoder, const Norm* norm, const Linear* head, const Stored* x, const int64_t* indices, int64_t rows,
             float* out) {
   return static_cast<Decoder<Element>*>(decoder)->logits(*norm, *head, x, indices, rows, out);
