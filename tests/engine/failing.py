@@ -90,6 +90,7 @@ def spoil(engine: TorchEngine, guilty_id: int, num_tokens: int) -> None:
             found = slots.requests[slot]
             is_guilty = found is not None and found.request.request_id == guilty_id
             if is_guilty and engine._slots.num_tokens[slot] > num_tokens:
+                logits = logits.clone()  # those that the engine made are its own
                 logits[row] = torch.nan
         return logits
 

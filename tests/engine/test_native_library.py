@@ -166,8 +166,8 @@ def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Mac
     machine.cache.mkdir(mode=0o700)
     program = machine.root / "program.py"
     program.write_text(NOEXEC_PROGRAM)
-    mount = f"mount -t tmpfs -o noexec,mode=700 none {machine.cache} && exec {sys.executable} {program}"
-    command = ["unshare", "--mount", "sh", "-c", mount]
+    mount = 'mount -t tmpfs -o noexec,mode=700 none "$0" && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, machine.cache, sys.executable, program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except FileNotFoundError:

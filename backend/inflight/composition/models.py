@@ -6,7 +6,6 @@ Imports torch and MPI only where they are needed. On the thread that loads the m
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 from collections.abc import Callable
@@ -161,9 +160,6 @@ def _loaded(
     # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
     end_ids = tuple(token_id for token_id in stage.eos_token_ids if token_id < stage.limits.vocab_size)
     dtype = parameters.dtype or stage.dtype
-    # All that is there now stays: a full collection would walk it in the middle of somebody's tokens.
-    gc.collect()
-    gc.freeze()
     return LoadedModel(engine, _model_path(parameters, version_dir), dtype, end_ids, release)
 
 
