@@ -12,7 +12,7 @@ from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
-from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_engine import FakeEngine, FakeLogits
 from tests.simulation.scenario import Scenario
 
 ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")
@@ -24,7 +24,7 @@ def record_run(scenario: Scenario, path: Path, keep_logits: bool = False) -> lis
     """Run `scenario` `ROUNDS` times on one server, record it, and return every response."""
     recorder = JsonRecorder(str(path), scenario.config, scenario.limits, keep_logits)
     scheduler, engine = Scheduler(scenario.config, scenario.limits), FakeEngine(scenario.limits)
-    in_flight: deque[tuple[ScheduledBatch, ModelOutput]] = deque()
+    in_flight: deque[tuple[ScheduledBatch, FakeLogits]] = deque()
     all_responses: list[Response] = []
     iteration = 0
     while iteration < GAP * ROUNDS or scheduler.num_active:
@@ -35,9 +35,11 @@ def record_run(scenario: Scenario, path: Path, keep_logits: bool = False) -> lis
         if was_active or inputs.new_requests:  # the loop's rule
             recorder.begin(inputs, batch)
         if batch is not None:
-            in_flight.append((batch, engine.decode(batch, engine.forward(batch))))
-        if in_flight and (batch is None or len(in_flight) == scenario.depth):
-            responses += _come_back(scenario, scheduler, recorder, *in_flight.popleft())
+            in_flight.append((batch, engine.forward(batch)))
+        for _ in range(scenario.limits.num_due(len(in_flight), batch)):
+            oldest, logits = in_flight.popleft()
+            output = engine.decode(oldest, logits)
+            responses += _come_back(scenario, scheduler, recorder, oldest, output)
         all_responses += responses
         iteration += 1
         assert iteration < 10_000, "the scheduler makes no progress"

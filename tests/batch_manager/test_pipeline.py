@@ -31,8 +31,8 @@ class Stages(FakeEngine):
         fails: Calls that raise.
     """
 
-    def __init__(self, count: int) -> None:
-        super().__init__(replace(LIMITS, num_micro_batches=count))
+    def __init__(self, count: int, runs_ahead: bool) -> None:
+        super().__init__(replace(LIMITS, num_micro_batches=count, runs_ahead=runs_ahead))
         self.calls: list[tuple[str, int]] = []
         self.fails: set[tuple[str, int]] = set()
 
@@ -69,8 +69,8 @@ class WatchedScheduler(Scheduler):
 class Loop:
     """A manager that is stepped by hand."""
 
-    def __init__(self, count: int, recorder: JsonRecorder | None = None) -> None:
-        self.engine = Stages(count)
+    def __init__(self, count: int, recorder: JsonRecorder | None = None, runs_ahead: bool = False) -> None:
+        self.engine = Stages(count, runs_ahead)
         self.scheduler = WatchedScheduler(SchedulerConfig(), self.engine.limits)
         self.pending: list[Request] = []
         self.stops: list[StopSignal] = []

@@ -74,11 +74,11 @@ def outcome(path, until: int | None = None, verbose: bool = False) -> tuple[int,
 
 
 def in_turn(scenario: Scenario) -> Scenario:
-    return replace(scenario, depth=1)
+    return scenario.in_turn()
 
 
 def ahead(scenario: Scenario) -> Scenario:
-    return replace(scenario, depth=2)
+    return scenario.ahead().undemanding() if scenario.seed % 3 else scenario.ahead()
 
 
 def pipelined(scenario: Scenario) -> Scenario:

@@ -28,7 +28,7 @@ SEEDS = range(15)
 
 
 def plain(scenario: Scenario) -> Scenario:
-    return replace(scenario, depth=1)
+    return scenario.in_turn()
 
 
 def two_stages(scenario: Scenario) -> Scenario:

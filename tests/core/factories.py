@@ -24,9 +24,16 @@ def make_limits(
     max_num_sequences: int = 4,
     max_sequence_length: int = 256,
     num_micro_batches: int = 1,
+    runs_ahead: bool = False,
 ) -> EngineLimits:
     return EngineLimits(
-        1000, max_sequence_length, max_num_sequences, num_blocks, tokens_per_block, num_micro_batches
+        1000,
+        max_sequence_length,
+        max_num_sequences,
+        num_blocks,
+        tokens_per_block,
+        num_micro_batches,
+        runs_ahead,
     )
 
 

@@ -101,7 +101,7 @@ def test_no_more_are_paused_than_it_takes():
     """The last one gives up three blocks at once, which is enough for everybody else."""
     blocks = Blocks(6)
     *_, last = (blocks.run(tokens=tokens) for tokens in (4, 4, 4, 12))
-    assert blocks.plan() == Growth((last,), 3)
+    assert blocks.plan() == Growth((last,), 3, is_short=True)
 
 
 def test_blocks_that_others_hold_too_are_no_gain():
@@ -109,13 +109,13 @@ def test_blocks_that_others_hold_too_are_no_gain():
     blocks = Blocks(3)
     _, second, last = blocks.run(), blocks.run(), blocks.run()
     blocks.cache.pool.share(blocks.cache.block_table(last.key))
-    assert blocks.plan() == Growth((last, second), 1)
+    assert blocks.plan() == Growth((last, second), 1, is_short=True)
 
 
 def test_who_has_nobody_behind_is_paused_itself():
     blocks = Blocks(1)
     alone = blocks.run()
-    assert blocks.plan() == Growth((alone,), 0)
+    assert blocks.plan() == Growth((alone,), 0, is_short=True)
 
 
 @pytest.mark.parametrize("num_free", [0, 1])
@@ -123,13 +123,13 @@ def test_lower_priorities_are_paused_first_whenever_they_started(num_free):
     """With an odd free block, the last one has nobody below but itself."""
     blocks = Blocks(4 + num_free)
     low, _, _, late = (blocks.run(priority) for priority in (0.2, 0.9, 0.5, 0.5))
-    assert blocks.plan() == Growth((low, late), 2)
+    assert blocks.plan() == Growth((low, late), 2, is_short=True)
 
 
 def test_within_a_priority_the_last_started_goes_first():
     blocks = Blocks(3)
     early, late, _ = (blocks.run(priority) for priority in (0.2, 0.2, 0.9))
-    assert blocks.plan() == Growth((late, early), 1)
+    assert blocks.plan() == Growth((late, early), 1, is_short=True)
 
 
 @pytest.mark.parametrize("priority", [0.1, 0.5, 0.9])
@@ -137,19 +137,20 @@ def test_only_a_higher_priority_takes_from_an_older_one(priority):
     """The older one is in the middle of its second block and needs none."""
     blocks = Blocks(3)
     older, younger = blocks.run(0.5, tokens=6), blocks.run(priority)
-    assert blocks.plan() == (Growth((older,), 1) if priority > 0.5 else Growth((younger,), 0))
+    paused, claimed = ((older,), 1) if priority > 0.5 else ((younger,), 0)
+    assert blocks.plan() == Growth(paused, claimed, is_short=True)
 
 
 def test_who_has_tokens_in_flight_is_not_paused():
     blocks = Blocks(2)
     first, _ = blocks.run(), blocks.run(in_flight=1)
-    assert blocks.plan() == Growth((first,), 0)
+    assert blocks.plan() == Growth((first,), 0, is_short=True)
 
 
 def test_a_search_is_never_paused():
     blocks = Blocks(2)
     _, last = blocks.run(sampling=TWO_BEAMS), blocks.run()
-    assert blocks.plan() == Growth((last,), 0)
+    assert blocks.plan() == Growth((last,), 0, is_short=True)
 
 
 def test_who_has_ended_or_computes_its_context_needs_nothing():
@@ -157,7 +158,7 @@ def test_who_has_ended_or_computes_its_context_needs_nothing():
     ended, context, growing = blocks.run(in_flight=1), blocks.run(), blocks.run()
     ended.finish(FinishReason.CANCELLED)
     context.num_computed_tokens = 0
-    assert blocks.plan() == Growth((growing,), 0)
+    assert blocks.plan() == Growth((growing,), 0, is_short=True)
 
 
 def test_reservations_to_the_end_leave_nothing_to_plan():

@@ -157,8 +157,8 @@ class Driver:
         """Run one batch and append its tokens; the contexts of `searches` are in `chunks`."""
         chunks = chunks or {}
         batch = self.batch(chunks, generation, drafts, searches)
-        logits = self.engine.forward(batch)
-        output = self.engine.decode(batch, logits)
+        pending = self.engine.forward(batch)
+        output = self.engine.decode(batch, pending)
         assert output.iteration == batch.iteration
         for row, length in chunks.items():
             row.num_computed += length
@@ -166,7 +166,7 @@ class Driver:
                 row.context.append(output.context[row.slot])
         for row in generation:
             row.num_computed += 1
-        self._take(batch, output, logits, {row.slot: row for row in (*chunks, *generation)})
+        self._take(batch, output, pending.result, {row.slot: row for row in (*chunks, *generation)})
         for search, candidates in zip([s for s in searches if s.is_ready], output.beams, strict=True):
             search.take(candidates)
         return output

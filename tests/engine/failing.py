@@ -45,7 +45,8 @@ class Saboteur:
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_due = (self._batch is None or self._batch in args) and self._is_due()
+            is_meant = self._batch is None or any(arg is self._batch for arg in args)
+            is_due = is_meant and self._is_due()
             if is_due and not after:
                 self._raise()
             result = original(*args, **kwargs)
@@ -84,15 +85,15 @@ def spoil(engine: TorchEngine, guilty_id: int, num_tokens: int) -> None:
     """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
     original, slots = engine._forward, engine._decoding._slots
 
-    def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        logits = original(batch, hidden)
+    def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        logits, context = original(batch, hidden)
         for row, slot in enumerate(batch.sampled_slots()):
             found = slots.requests[slot]
             is_guilty = found is not None and found.request.request_id == guilty_id
             if is_guilty and engine._slots.num_tokens[slot] > num_tokens:
                 logits = logits.clone()  # those that the engine made are its own
                 logits[row] = torch.nan
-        return logits
+        return logits, context
 
     engine._forward = forward
 
@@ -123,7 +124,7 @@ def serve_through_faults(
     of_slot: dict[int, int] = {}
     in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
     armed_for: ScheduledBatch | None = None
-    depth = engine.limits.num_micro_batches
+    limits = engine.limits
     for iteration in itertools.count():
         arriving = tuple(requests[2 * iteration : 2 * iteration + 2])
         new = scheduler.accept(IterationInput(iteration, 0, arriving))
@@ -136,21 +137,25 @@ def serve_through_faults(
                 of_slot.pop(slot, None)
             of_slot.update({start.slot: start.request.request_id for start in batch.starts})
             rows = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
-            if saboteur and wants_fault and len({of_slot[slot] for slot in rows if slot in of_slot}) > 1:
-                saboteur.arm(batch if depth > 1 else None)
+            num_requests = len({of_slot[slot] for slot in rows if slot in of_slot})
+            if saboteur and wants_fault and not saboteur.is_armed and num_requests > 1:
+                saboteur.arm(batch if limits.num_micro_batches > 1 or limits.runs_ahead else None)
                 armed_for = batch
             try:
                 logits = engine.forward(batch)
             except Fault as fault:
                 logits = fault
+            except ValueError as refusal:  # it carries on where one in flight has failed
+                assert any(isinstance(ahead, Exception) for _, ahead in in_flight), refusal
+                logits = refusal
             in_flight.append((batch, logits))
-        if batch is None or len(in_flight) == depth:
+        for _ in range(limits.num_due(len(in_flight), batch)):
             oldest, logits = in_flight.popleft()
             try:
-                if isinstance(logits, Fault):
+                if isinstance(logits, Exception):
                     raise logits
                 output = engine.decode(oldest, logits)
-            except (Fault, FloatingPointError, StepFailed) as fault:
+            except (Fault, ValueError, FloatingPointError, StepFailed) as fault:
                 wants_fault = False
                 new += scheduler.fail(oldest, StepFailed(str(fault)))
             else:

@@ -1,8 +1,9 @@
 """A device beside the CPU that computes on it: tensors say that they are on "meta", and have values.
 
 Mixing its tensors with the CPU's is an error, as it would be on a GPU, and what would make the host wait for a
-GPU is noted: copies back, copies there that block, values that are asked for, and operators whose result's size
-follows from values.
+GPU is noted: copies back, copies there that block, values that are asked for, operators whose result's size
+follows from values, and marks in the order of what the device does. A copy back that does not wait has its values
+when a mark behind it is waited for.
 """
 
 from __future__ import annotations
@@ -53,6 +54,17 @@ class FakeDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self._sent: list[tuple[Tensor, Tensor]] = []  # what is to be where on the host
+
+    def mark(self, device: torch.device) -> _Mark:
+        """In the place of `inflight.decoding.transfer.mark`."""
+        return _Mark(self, len(self._sent))
+
+    def arrive(self, count: int) -> None:
+        """Wait until the first `count` of what is on its way to the host are there."""
+        self.waits.append("a mark")
+        for target, values in self._sent[:count]:
+            target.copy_(values)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -80,6 +92,9 @@ class FakeDevice(TorchDispatchMode):
     def _copy(
         self, function: Any, args: Any, kwargs: dict[str, Any], is_here: bool, comes_here: bool
     ) -> Tensor:
+        if is_here and not comes_here and kwargs.get("non_blocking"):
+            self._sent.append((torch.full_like(args[0].values, 0x55), args[0].values.clone()))
+            return self._sent[-1][0]
         if is_here and not comes_here:
             self.waits.append("copy to the host")
         if comes_here and not is_here and not kwargs.get("non_blocking"):
@@ -106,6 +121,14 @@ class FakeDevice(TorchDispatchMode):
         if function in _INDEXING:
             masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
             self.waits += ["indexing by a mask"] * len(masks)
+
+
+class _Mark:
+    def __init__(self, device: FakeDevice, count: int) -> None:
+        self._device, self._count = device, count
+
+    def synchronize(self) -> None:
+        self._device.arrive(self._count)
 
 
 def _values(leaf: Any) -> Any:

@@ -111,8 +111,8 @@ def serve(
             served.num_pauses += scheduler.stats(batch).num_paused_requests
             in_flight.append((batch, engine.forward(batch)))
             served.most_in_flight = max(served.most_in_flight, len(in_flight))
-        has_answer = bool(in_flight) and (batch is None or len(in_flight) == engine.limits.num_micro_batches)
-        if has_answer:
+        num_due = engine.limits.num_due(len(in_flight), batch)
+        for _ in range(num_due):
             oldest, logits = in_flight.popleft()
             responses += scheduler.update(oldest, engine.decode(oldest, logits))
         scheduler.check_integrity()
@@ -121,7 +121,7 @@ def serve(
             served.responses.setdefault((response.request_id, response.sequence_index), []).append(response)
         if batch is None and not in_flight and scheduler.num_active == 0:
             break
-        assert batch is not None or has_answer, "requests are active, and nothing runs"
+        assert batch is not None or num_due, "requests are active, and nothing runs"
     return served
 
 

@@ -122,11 +122,11 @@ def test_a_failed_batch_leaves_no_context_behind(
     driver = Driver(engine)
     victim = driver.start(model.prompt(20), output=BOTH)
     batch = driver.batch({victim: 20})
-    logits = engine.forward(batch)
+    pending = engine.forward(batch)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._slots, "positions", lambda batch: 1 / 0)
+        patch.setattr(engine._decoding, "decode", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            engine.decode(batch, logits)
+            engine.decode(batch, pending)
     driver.release(victim)
     newcomer = driver.start(model.prompt(5, 1))
     assert newcomer.slot == victim.slot

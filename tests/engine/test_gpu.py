@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch
+from tests.engine.test_running_ahead import assert_same, undemanding
 from tests.models.zoo import CASES, Zoo, ZooModel
 
 pytestmark = [
@@ -140,14 +142,54 @@ def test_an_iteration_waits_for_the_device_once(zoo: Zoo, sampling: dict[str, An
     batch = driver.batch({}, rows)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        logits = driver.engine.forward(batch)
+        pending = driver.engine.forward(batch)
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            driver.engine.decode(batch, logits)
+            driver.engine.decode(batch, pending)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([each for each in waits if "synchroniz" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 1.0}, {"top_k": 5}])
+def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling: dict[str, Any]) -> None:
+    """Nor for a stream: only for the tokens' arrival, which is no synchronization by torch's count."""
+    model = zoo["llama-gqa"]
+    answers = []
+    for feeds_itself in (False, True):
+        driver = Driver(_load_graphed(model))
+        rows = [driver.start(model.prompt(9, seed), SamplingConfig(**sampling)) for seed in range(3)]
+        driver.step(dict.fromkeys(rows, 9))
+        if not feeds_itself:
+            for _ in range(6):
+                driver.step(generation=rows)
+            answers.append([row.generated[1:] for row in rows])
+            continue
+        begun = []
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(6):
+                batch = replace(driver.batch({}, rows), feeds_itself=True)
+                begun.append((batch, driver.engine.forward(batch)))
+                for row in rows:
+                    row.num_computed += 1
+            outputs = [driver.engine.decode(*each) for each in begun]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        answers.append([list(tokens) for tokens in zip(*(sum(each.token_ids, ()) for each in outputs))])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_requests_that_go_on_without_the_host(zoo: Zoo, way: str) -> None:
+    """Two iterations are in flight."""
+    model = zoo["llama-gqa"]
+    requests = undemanding(model)
+    expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
+    served = serve(load(model.folder, 60, device="cuda"), config_of(way), requests)
+    assert served.most_in_flight == 2
+    assert_same(served, expected)
 
 
 EVERYTHING = OutputConfig(

@@ -53,7 +53,7 @@ class SimulatedDevice(FakeEngine):
         return self.forward(batch)
 
     def breaks_down_late(self) -> bool:
-        """Whether a pipeline's failure is one of its last stage, after the forward pass."""
+        """Whether a failure is one that is noticed after the forward pass."""
         return self._rng.random() < _LATE
 
     def break_down_late(self, batch: ScheduledBatch, logits: FakeLogits) -> None:

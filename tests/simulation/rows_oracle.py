@@ -71,7 +71,7 @@ class RowsOracle:
 
     def _take_turns(self, generating: list[LlmRequest], num_in_flight: int) -> list[LlmRequest]:
         """Who is to generate if there are rows; with a pipeline those who have not for the longest time."""
-        ready = [r for r in generating if _may_go_on(r)]
+        ready = [r for r in generating if r.next_position < r.request.max_kv_tokens]
         if self._num_stages == 1:
             return ready
         ready = [r for r in ready if not r.num_scheduled_tokens]
@@ -123,15 +123,6 @@ class RowsOracle:
                 if not pieces:
                     del open_pieces[key]
         return granted
-
-
-def _may_go_on(llm_request: LlmRequest) -> bool:
-    """Whether a sequence past its context has a token to compute, and knows which."""
-    sampling = llm_request.request.sampling
-    waits = sampling.uses_beams or llm_request.has_draft or llm_request.request.prompt_lookup_num_tokens
-    if (waits or llm_request.request.draft) and llm_request.num_scheduled_tokens:
-        return False
-    return llm_request.next_position < llm_request.request.max_kv_tokens
 
 
 def _rows(llm_request: LlmRequest) -> int:

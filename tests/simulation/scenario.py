@@ -51,8 +51,6 @@ class Scenario:
     """A whole run, before it happens.
 
     Attributes:
-        depth: Batches in flight: 1 is the plain loop, 2 schedules ahead of the device; of a pipeline as many as
-            it has stages.
         arrivals, stops: By iteration.
         invalid: Requests that are to be refused as they are.
     """
@@ -60,7 +58,6 @@ class Scenario:
     seed: int
     limits: EngineLimits
     config: SchedulerConfig
-    depth: int
     arrivals: dict[int, tuple[Request, ...]]
     stops: dict[int, tuple[StopSignal, ...]]
     breakdowns: Breakdowns = Breakdowns()
@@ -68,8 +65,26 @@ class Scenario:
 
     def pipelined(self, num_micro_batches: int) -> Scenario:
         """The same on a device of so many pipeline stages."""
-        limits = replace(self.limits, num_micro_batches=num_micro_batches)
-        return replace(self, limits=limits, depth=num_micro_batches)
+        limits = replace(self.limits, num_micro_batches=num_micro_batches, runs_ahead=False)
+        return replace(self, limits=limits)
+
+    def in_turn(self) -> Scenario:
+        """The same with each batch back before the next is made."""
+        return self.pipelined(1)
+
+    def ahead(self) -> Scenario:
+        """The same on a device that feeds itself."""
+        return replace(self, limits=replace(self.limits, num_micro_batches=1, runs_ahead=True))
+
+    def undemanding(self) -> Scenario:
+        """The same with requests that never wait for the host."""
+        arrivals = {at: tuple(map(_without_host, requests)) for at, requests in self.arrivals.items()}
+        return replace(self, arrivals=arrivals)
+
+    @property
+    def depth(self) -> int:
+        """Most batches in flight."""
+        return self.limits.num_micro_batches + self.limits.runs_ahead
 
     @property
     def is_pipelined(self) -> bool:
@@ -112,11 +127,11 @@ def draw(seed: int) -> Scenario:
         if rng.random() < 0.2:
             stop_at = at + rng.randint(0, 20)
             stops[stop_at] = (*stops.get(stop_at, ()), _draw_stop(rng, request, stop_at))
+    config = _draw_config(rng, limits, requests)
     return Scenario(
         seed,
-        limits,
-        _draw_config(rng, limits, requests),
-        rng.choice([1, 1, 2]),
+        replace(limits, runs_ahead=rng.choice([False, False, True])),
+        config,
         arrivals,
         stops,
         _draw_breakdowns(rng, requests),
@@ -128,6 +143,14 @@ def draw_with_a_bad_device(seed: int) -> Scenario:
     """The same scenario with a device that fails again and again, whatever it is given."""
     transient = random.Random(seed).sample(range(60), 20)
     return replace(draw(seed), breakdowns=Breakdowns(frozenset(transient)))
+
+
+def _without_host(request: Request) -> Request:
+    sampling = replace(request.sampling, beam_width=1, num_return_sequences=None, repetition_penalty=1.0)
+    output = replace(
+        request.output, return_log_probs=False, num_top_log_probs=0, return_generation_logits=False
+    )
+    return replace(request, sampling=sampling, output=output, draft=None, prompt_lookup_num_tokens=0)
 
 
 def _draw_limits(rng: random.Random, habits: Habits, requests: list[Request]) -> EngineLimits:

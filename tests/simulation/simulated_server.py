@@ -52,7 +52,7 @@ class SimulatedServer:
         self.cache = CacheOracle(self.scheduler, scenario.config)
         self.queue = QueueOracle(self.scheduler, scenario.config, self.cache)
         self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits)
-        self.stages = StagesOracle(self.scheduler, scenario.limits.num_micro_batches)
+        self.stages = StagesOracle(self.scheduler, scenario.limits)
         self.accounts = Accounts(scenario, self.scheduler, self.queue)
         self.blame = Blame(scenario)
         self._device = SimulatedDevice(scenario.limits, scenario.seed)
@@ -72,9 +72,10 @@ class SimulatedServer:
         inputs = self.scenario.inputs(self._iteration)
         self._accept(inputs)
         flight = self._schedule()
-        is_full = len(self._in_flight) == self.scenario.depth
+        is_full = len(self._in_flight) == self.scenario.depth > 1
         self.outcome.num_full_pipelines += is_full and self.scenario.is_pipelined
-        if self._in_flight and (flight is None or is_full):
+        self.outcome.num_ahead += is_full and self.scenario.limits.runs_ahead
+        for _ in range(self.scenario.limits.num_due(len(self._in_flight), flight and flight.batch)):
             self._come_back(self._in_flight.popleft())
         if was_active or inputs.new_requests:
             self._check_iteration(flight)
@@ -153,15 +154,12 @@ class SimulatedServer:
                 assert ranks[0] < ranks[1], "somebody of less worth, or who started later, goes on"
 
     def _run(self, flight: Flight) -> None:
-        """A pipeline chooses tokens when the batch comes back, any other device at once."""
-        is_pipelined = self.scenario.is_pipelined
-        is_early = flight.planned_error and not (is_pipelined and self._device.breaks_down_late())
+        may_be_late = self.scenario.is_pipelined or flight.batch.feeds_itself
+        is_early = flight.planned_error and not (may_be_late and self._device.breaks_down_late())
         with _failures_kept(flight):
             if is_early:
                 self._device.break_down(flight.batch)
             flight.logits = self._device.begin(flight.batch, flight.is_behind_failure)
-        if not is_pipelined:
-            self._decode(flight)
 
     def _decode(self, flight: Flight) -> None:
         if flight.outcome is not None:

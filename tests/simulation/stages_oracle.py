@@ -1,28 +1,32 @@
-"""What batches in flight on a pipeline may have in common, and how they share the sequences between them."""
+"""What batches in flight may have in common, and how those of a pipeline share the sequences between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
 
+from inflight.core.batch import EngineLimits
 from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.request import Request
 from inflight.core.scheduler import Scheduler
 
 from .blame import Flight
 
 
 class StagesOracle:
-    """Looks at every batch of one scheduler; where there is one stage only, at its number."""
+    """Looks at every batch of one scheduler."""
 
-    def __init__(self, scheduler: Scheduler, num_stages: int) -> None:
+    def __init__(self, scheduler: Scheduler, limits: EngineLimits) -> None:
         self._scheduler = scheduler
-        self._num_stages = num_stages
+        self._num_stages = limits.num_micro_batches
+        self._runs_ahead = limits.runs_ahead
         self._num_batches = 0
 
     def check(self, flight: Flight, ahead: Sequence[Flight]) -> None:
         """A batch has been made, with others in flight ahead of it."""
         assert flight.batch.micro_batch_id == self._num_batches % self._num_stages
         self._num_batches += 1
+        self._check_feeding(flight, ahead)
         if self._num_stages == 1:
             return
         assert len(ahead) < self._num_stages
@@ -37,6 +41,22 @@ class StagesOracle:
         assert len(generating) <= ceil(len(going_on) / self._num_stages), (
             "the other stages have too little work"
         )
+
+    def _check_feeding(self, flight: Flight, ahead: Sequence[Flight]) -> None:
+        """It feeds itself if it can, and if not, nothing is made before it is back."""
+        sampled = set(flight.batch.sampled_slots())
+        waits = [r for r in flight.rows if sampled.intersection(r.slots) and _waits_for_host(r.request)]
+        assert flight.batch.feeds_itself == (self._runs_ahead and not waits)
+        if self._runs_ahead:
+            assert len(ahead) < 2 and all(other.batch.feeds_itself for other in ahead)
+
+
+def _waits_for_host(request: Request) -> bool:
+    """Of those that are drawn here."""
+    sampling, output = request.sampling, request.output
+    describes = output.return_log_probs or output.num_top_log_probs or output.return_generation_logits
+    guesses = request.draft is not None or request.prompt_lookup_num_tokens
+    return bool(sampling.beam_width > 1 or sampling.repetition_penalty != 1.0 or describes or guesses)
 
 
 def _generating(flight: Flight) -> list[LlmRequest]:

@@ -51,7 +51,7 @@ def draw_backlog(
         [CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION]
     )
     config = SchedulerConfig(policy, 64, enable_kv_cache_reuse=rng.random() < 0.5)
-    return Scenario(seed, limits, config, 1, {0: tuple(requests)}, {})
+    return Scenario(seed, limits, config, {0: tuple(requests)}, {})
 
 
 def run_to_the_end(scenario: Scenario) -> SimulatedServer:
@@ -122,7 +122,7 @@ def test_a_client_that_comes_late_is_owed_nothing():
     late = tuple(Request(100 + i, (i % 7 + 11,) * 4, 4, client_id=2) for i in range(10))
     config = SchedulerConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
     limits = EngineLimits(VOCAB_SIZE, 100, 1, 20, 4)
-    server = run_to_the_end(Scenario(0, limits, config, 1, {0: early, 40: late}, {}))
+    server = run_to_the_end(Scenario(0, limits, config, {0: early, 40: late}, {}))
     order = [r.request.client_id for r in server.queue.starts]
     first = order.index(2)
     assert first >= 8, "the early client's requests had the device to themselves until then"

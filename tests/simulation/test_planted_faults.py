@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from .faults import FAULTS, FAULTS_OF_PIPELINES
@@ -26,8 +24,8 @@ def test_a_fault_planted_in_a_pipeline_is_noticed(plant, monkeypatch):
 
 
 def _notices(seed: int) -> bool:
-    one, two = (dataclasses.replace(draw(seed), depth=depth) for depth in (1, 2))
-    return _is_noticed(one, two, dataclasses.replace(draw_with_a_bad_device(seed), depth=2))
+    drawn = draw(seed)
+    return _is_noticed(drawn.in_turn(), drawn.ahead(), draw_with_a_bad_device(seed).undemanding().ahead())
 
 
 def _notices_in_a_pipeline(seed: int) -> bool:

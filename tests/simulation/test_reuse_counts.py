@@ -59,8 +59,8 @@ def draw_family(seed: int) -> Scenario:
         enable_chunked_context=True,
         context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
     )
-    limits = EngineLimits(VOCAB_SIZE, 100, slots, 2000, size)
-    return Scenario(seed, limits, config, rng.choice([1, 2]), arrivals, {})
+    limits = EngineLimits(VOCAB_SIZE, 100, slots, 2000, size, runs_ahead=rng.choice([False, True]))
+    return Scenario(seed, limits, config, arrivals, {})
 
 
 def _with_extra_ids(rng: random.Random, identity: PrefixIdentity, prompt_length: int) -> PrefixIdentity:
@@ -120,7 +120,7 @@ def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) ->
     """Each arrives when the one before is long gone."""
     config = SchedulerConfig(max_num_tokens=64)
     arrivals = {gap * place: (request,) for place, request in enumerate(requests)}
-    return run(Scenario(0, EngineLimits(VOCAB_SIZE, 100, 2, num_blocks, SIZE), config, 1, arrivals, {}))
+    return run(Scenario(0, EngineLimits(VOCAB_SIZE, 100, 2, num_blocks, SIZE), config, arrivals, {}))
 
 
 def make_request(

@@ -40,11 +40,13 @@ def _outcome(scenario: Scenario) -> tuple[CapacitySchedulerPolicy, Outcome]:
 
 
 def one_in_flight(scenario: Scenario) -> Scenario:
-    return dataclasses.replace(scenario, depth=1)
+    return scenario.in_turn()
 
 
 def two_in_flight(scenario: Scenario) -> Scenario:
-    return dataclasses.replace(scenario, depth=2)
+    """Every other one of requests that never make the device wait."""
+    ahead = scenario.ahead()
+    return ahead.undemanding() if scenario.seed % 2 else ahead
 
 
 def two_stages(scenario: Scenario) -> Scenario:

@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 class GptManager:
     """In-flight batching over one engine.
 
-    Where the engine takes several micro-batches, the oldest is decoded when so many are in flight, or nothing else
-    can run before. Of several ranks each has a GptManager; a follower's never calls the callbacks for requests and
-    stop signals, and what it has to respond goes nowhere.
+    Where the engine takes several batches at a time, the oldest is decoded when as many are in flight as may be,
+    or nothing else can run before. Of several ranks each has a GptManager; a follower's never calls the callbacks
+    for requests and stop signals, and what it has to respond goes nowhere.
 
     Args:
         engine: The device; this object closes it.
@@ -87,7 +87,6 @@ class GptManager:
             self._send_response = _drop
             self._inputs = LeadersInputs(scheduler, ranks)
         self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # what `forward` returned, or its error
-        self._depth = engine.limits.num_micro_batches
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
@@ -195,9 +194,10 @@ class GptManager:
             self._instruments.scheduled(inputs, batch)
         if batch is not None:
             self._in_flight.append((batch, self._forward(batch)))
-        if self._in_flight and (batch is None or len(self._in_flight) == self._depth):
+        num_due = self._engine.limits.num_due(len(self._in_flight), batch)
+        for _ in range(num_due):
             responses += self._come_back(*self._in_flight.popleft())
-        had_work = batch is not None or self._scheduler.num_active > 0
+        had_work = batch is not None or num_due > 0 or self._scheduler.num_active > 0
         self._send(responses)
         has_more = self._inputs.look_ahead()
         self._report(inputs, batch, had_work)

@@ -23,7 +23,8 @@ A batch fails when `forward` or `decode` raises, for whatever reason and however
   then, and starts the sequences anew, from their known tokens, in any slots; a beam search begins again;
 - to that end releasing a slot that is free or was never started does nothing, and a start leaves nothing of what
   the slot held before;
-- a batch that was made before the failure was known and carries on in a void slot fails too.
+- a batch that was made before the failure was known and carries on in a void slot fails too; or, if it had been
+  forwarded by then, comes back with tokens of those slots that count for nothing.
 """
 
 from __future__ import annotations
@@ -125,6 +126,9 @@ class ScheduledBatch:
         context: Chunks of known tokens, at most one per slot.
         generation_slots: Slots that feed back their own last token; no slot is also in `context`.
         beam_groups: Which of the sampled rows belong to beam searches.
+        feeds_itself: Whether the device is to remember the tokens that it chooses before `decode` tells them: the
+            next batch, which feeds them, is forwarded first. No row of such a batch needs the host
+            (`Request.needs_host`).
     """
 
     iteration: int
@@ -138,6 +142,7 @@ class ScheduledBatch:
     context: tuple[ContextChunk, ...] = ()
     generation_slots: tuple[int, ...] = ()
     beam_groups: tuple[BeamGroup, ...] = ()
+    feeds_itself: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -246,6 +251,8 @@ class EngineLimits:
         num_blocks: KV cache blocks.
         tokens_per_block: Tokens per KV cache block.
         num_micro_batches: How many batches may be in flight, of different sequences: its pipeline stages.
+        runs_ahead: Whether, of one micro-batch, the next batch may be in flight too, of the same sequences: the
+            device takes batches that feed themselves. For a device that computes while the host does other things.
     """
 
     vocab_size: int
@@ -254,3 +261,16 @@ class EngineLimits:
     num_blocks: int
     tokens_per_block: int
     num_micro_batches: int = 1
+    runs_ahead: bool = False
+
+    def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
+        """How many batches, the oldest first, have to be back before another one is made.
+
+        Args:
+            num_in_flight: Batches that have begun.
+            batch: The last of them; None: nothing could be made behind it before one is back.
+        """
+        if batch is None:
+            return min(1, num_in_flight)
+        num_behind = int(batch.feeds_itself) if self.runs_ahead else self.num_micro_batches - 1
+        return max(0, num_in_flight - num_behind)

@@ -79,7 +79,9 @@ class BatchBuilder:
         rows = tuple(slots[: search.num_rows])
         self._beam_groups.append(BeamGroup(rows, search.scores, search.num_candidates))
 
-    def build(self, iteration: int, micro_batch_id: int, released_slots: Sequence[int]) -> ScheduledBatch:
+    def build(
+        self, iteration: int, micro_batch_id: int, released_slots: Sequence[int], feeds_itself: bool
+    ) -> ScheduledBatch:
         """The finished batch."""
         return ScheduledBatch(
             iteration=iteration,
@@ -93,4 +95,5 @@ class BatchBuilder:
             context=tuple(self.context),
             generation_slots=tuple(self.generation_slots),
             beam_groups=tuple(self._beam_groups),
+            feeds_itself=feeds_itself,
         )

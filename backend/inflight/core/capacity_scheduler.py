@@ -32,10 +32,12 @@ class Growth:
     Attributes:
         paused: Requests to pause for it, in this order.
         num_blocks: Unreserved blocks that the others will take; not to be given to new requests.
+        is_short: Whether there are too few blocks for all.
     """
 
     paused: tuple[LlmRequest, ...] = ()
     num_blocks: int = 0
+    is_short: bool = False
 
 
 class CapacityScheduler(Protocol):
@@ -112,7 +114,7 @@ class MaxUtilization:
                 break
             unreserved -= missing
             claimed += missing
-        return Growth(tuple(paused), claimed)
+        return Growth(tuple(paused), claimed, is_short=True)
 
     @staticmethod
     def _missing_blocks(request: LlmRequest, kv_cache: KvCacheManager) -> int:

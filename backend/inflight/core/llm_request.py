@@ -148,7 +148,7 @@ class LlmRequest:
         next_block_end: So many computed tokens fill the next block.
         num_streamed_tokens: Generated tokens that responses have carried.
         has_draft: Whether the request's own draft is still to be verified.
-        needs_host: Whether what runs next depends on what came of the rows in flight: beams, drafts.
+        needs_host: Whether what runs next depends on what came of the rows in flight.
         beams: Its beam search, if it is one.
         lookup: Makes its draft tokens, if it is to.
         stop_words: Ends it, if it has any.
@@ -223,9 +223,7 @@ class LlmRequest:
         self.num_streamed_tokens = 0
         self.next_block_end = 0
         self.has_draft = request.draft is not None
-        self.needs_host = (
-            request.sampling.uses_beams or self.has_draft or request.prompt_lookup_num_tokens > 0
-        )
+        self.needs_host = request.needs_host
         output = request.output
         self.prompt_length = request.prompt_length
         self.max_length = request.max_sequence_length

@@ -47,9 +47,9 @@ class Recorder(Protocol):
 class Engine(Protocol):
     """The device side. One thread calls it, the loop's.
 
-    Batches are decoded in the order of their forward passes. Up to `limits.num_micro_batches` of them may have
-    been forwarded and not decoded; with one, `decode` follows each `forward`. A batch whose `forward` raised is
-    not decoded.
+    Batches are decoded in the order of their forward passes; how many may be forwarded before, `limits.num_due`
+    says: with one micro-batch, none but behind one that feeds itself. A batch whose `forward` raised is not
+    decoded.
     """
 
     @property
@@ -60,11 +60,15 @@ class Engine(Protocol):
         """Apply the batch's deltas and begin its forward pass.
 
         Returns what `decode` takes, opaque to the loop: for the torch engine the logits of the sampled rows
-        (`ScheduledBatch.sampled_slots`), a [num_sampled_rows, vocab_size] float32 tensor on the device.
+        (`ScheduledBatch.sampled_slots`), a [num_sampled_rows, vocab_size] float32 tensor on the device, or the
+        choice among them.
         """
 
     def decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput:
-        """Choose the next token of every sampled row and remember it as the slot's last token."""
+        """Choose the next token of every sampled row and remember it as the slot's last token.
+
+        Of a batch that feeds itself `forward` has begun that, and this tells what was chosen.
+        """
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

@@ -137,6 +137,23 @@ class Request:
             or any(len(word) > 1 for word in self.bad_words)
         )
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next token waits for the host to look at the one before; else the device goes on alone.
+
+        The host decides about beams and drafts, writes what is looked back at, describes tokens, and finds out
+        whether a top-p alone was reached by few tokens.
+        """
+        sampling = self.sampling
+        return (
+            sampling.uses_beams
+            or self.draft is not None
+            or self.prompt_lookup_num_tokens > 0
+            or self.looks_back
+            or self.output.wants_details
+            or (0.0 < sampling.top_p < 1.0 and sampling.top_k == 0 and not sampling.greedy)
+        )
+
     def max_kv_blocks(self, tokens_per_block: int) -> int:
         """KV blocks at the length limit; beams share the prompt's full blocks and nothing else for certain."""
         shared = self.prompt_length // tokens_per_block if self.sampling.uses_beams else 0

@@ -2,8 +2,8 @@
 
 One iteration is `accept` (what is new), `schedule` (what runs), then, when the device has answered, `update`
 (what came of it) or `fail` (nothing did). `schedule` may be called again before an earlier batch's `update`;
-rows in flight are counted in num_scheduled_tokens, and rows that depend on what came of them wait: beams and
-drafts, and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay
+rows in flight are counted in num_scheduled_tokens, and rows that depend on what came of them wait: those that need
+the host, and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay
 until its last batch is back.
 
 Every method that can end requests returns responses, and a request's blocks are free before its final response
@@ -32,7 +32,7 @@ from inflight.core.introspection import Introspection
 from inflight.core.kv_cache_manager import KvCacheManager
 from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.metrics import MetricsSnapshot
-from inflight.core.micro_batch_scheduler import MicroBatchScheduler
+from inflight.core.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.observations import Observations
 from inflight.core.progress import advance_beams, append_tokens, confirm_chunk, keep_context
 from inflight.core.recovery import Recovery
@@ -76,6 +76,7 @@ class Scheduler:
             limits.num_micro_batches,
         )
         self._num_micro_batches = limits.num_micro_batches
+        self._runs_ahead = limits.runs_ahead
         self._next_micro_batch = 0
         self._next_key = 0
         self._iteration = 0
@@ -175,6 +176,8 @@ class Scheduler:
 
     def _make_batch(self) -> ScheduledBatch | None:
         growth = self._capacity.plan_growth(self._running.sequences, self.kv_cache)
+        if growth.is_short and self._runs_ahead and self._num_in_flight:
+            return None  # whoever is to be paused has a token in flight
         self._observed.paused(len(growth.paused))
         for llm_request in growth.paused:
             self._running.leave(llm_request)
@@ -193,10 +196,19 @@ class Scheduler:
             assert not batch.starts, "a request was admitted that cannot run"
             return None
         slots = self._running.slots
-        built = batch.build(self._iteration, self._next_micro_batch, slots.collect_released())
+        built = batch.build(
+            self._iteration, self._next_micro_batch, slots.collect_released(), self._feeds_itself(selected)
+        )
         self._next_micro_batch = (self._next_micro_batch + 1) % self._num_micro_batches
         self._observed.count_static(built, is_new_batch, slots.count - slots.num_free)
         return built
+
+    def _feeds_itself(self, selected: MicroBatch) -> bool:
+        """Whether nobody who gets a token of this batch needs the host for the next one."""
+        if not self._runs_ahead:
+            return False
+        finishing = (llm_request for llm_request, _ in selected.context if not llm_request.in_context)
+        return not any(llm_request.needs_host for llm_request in (*selected.generation, *finishing))
 
     def _start(self, llm_request: LlmRequest, num_reused_tokens: int, batch: BatchBuilder) -> None:
         if not llm_request.has_started:

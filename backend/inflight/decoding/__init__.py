@@ -4,6 +4,6 @@
 fast code is tested against. Called by the engine, on the loop thread.
 """
 
-from inflight.decoding.decoding import Decoding
+from inflight.decoding.decoding import Choice, Decoding
 
-__all__ = ["Decoding"]
+__all__ = ["Choice", "Decoding"]

@@ -29,9 +29,9 @@ from inflight.decoding.drafts import accept_by_chance, accept_equal, drafts_of, 
 from inflight.decoding.history import History
 from inflight.decoding.pipeline import process
 from inflight.decoding.rows import RawLogits, Rows, take_rows
-from inflight.decoding.sampler import choose
+from inflight.decoding.sampler import choose, choose_on_device
 from inflight.decoding.slot_parameters import Needs, SlotParameters
-from inflight.decoding.transfer import to_host
+from inflight.decoding.transfer import Arriving, to_host
 from inflight.decoding.usable import Peaks, find_peaks, highest_logits, refuse_unusable
 
 
@@ -60,6 +60,19 @@ class _Layout:
         first_rows = counts.cumsum() - counts
         drafted = [(int(first), chunk) for first, chunk in zip(first_rows, chunks) if chunk.num_draft_tokens]
         return cls(slots, counts, first_rows, drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the device chooses by itself.
+
+    Attributes:
+        tokens: [sampled slots] int64 on the device.
+        arriving: Tokens and highest logits.
+    """
+
+    tokens: Tensor
+    arriving: Arriving
 
 
 class Decoding:
@@ -124,20 +137,51 @@ class Decoding:
         """
         slots = batch.sampled_slots()
         num_rows = len(slots) + sum(chunk.num_draft_tokens for chunk in batch.context if chunk.is_last)
+        self._check(num_rows, logits, positions)
+        if num_rows == 0:
+            return ModelOutput(batch.iteration)
+        if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
+            peaks = self._find_peaks(logits)
+            return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
+        layout = _Layout.of(batch, slots)
+        return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
+
+    @torch.inference_mode()
+    def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
+        """Let the device choose the tokens of a batch that feeds itself, and send them; `finish` waits for them.
+
+        The same tokens as `decode`'s. Takes what that takes, with at least one row; logits are changed in place.
+
+        Raises:
+            ValueError: As `decode`; or the batch cannot feed itself.
+        """
+        slots = batch.sampled_slots()
+        self._check(len(slots), logits, positions)
+        if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
+            raise ValueError(f"iteration {batch.iteration} is to feed itself, with rows that need the host")
+        if self._slots.demanding.isdisjoint(slots):
+            highest, tokens = self._find_peaks(logits)
+        else:
+            rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
+            highest = highest_logits(rows.logits)
+            process(rows, self._slots, self._history)
+            tokens = choose_on_device(rows)
+        return Choice(tokens, Arriving.of(tokens, highest))
+
+    def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
+        """What the device chose. Other batches may have been begun since, and slots have other owners.
+
+        Raises:
+            FloatingPointError: As `decode`.
+        """
+        return _plain_output(batch, batch.sampled_slots(), positions, choice.arriving.wait())
+
+    def _check(self, num_rows: int, logits: Tensor, positions: NDArray[np.int64]) -> None:
         if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):
             raise ValueError(
                 f"logits {list(logits.shape)} and positions {list(positions.shape)} for {num_rows} rows of a "
                 f"vocabulary of {self._vocab_size}"
             )
-        if num_rows == 0:
-            return ModelOutput(batch.iteration)
-        if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
-            peaks = self._find_peaks(logits)
-            tokens, highest = to_host(peaks.tokens, peaks.highest)
-            refuse_unusable(highest, slots, positions)
-            return ModelOutput(batch.iteration, list(zip(tokens.tolist())))
-        layout = _Layout.of(batch, slots)
-        return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows) -> ModelOutput:
         raw, peaks = RawLogits(rows), highest_logits(rows.logits)
@@ -241,6 +285,15 @@ class Decoding:
 
     def _looks_back(self, slot: int) -> bool:
         return bool(self._slots.numbers["needs"][slot] & int(Needs.HISTORY))
+
+
+def _plain_output(
+    batch: ScheduledBatch, slots: list[int], positions: NDArray[np.int64], arrived: list[NDArray]
+) -> ModelOutput:
+    """A token for each slot and nothing else, of [rows] tokens and highest logits."""
+    tokens, highest = arrived
+    refuse_unusable(highest, slots, positions)
+    return ModelOutput(batch.iteration, list(zip(tokens.tolist())))
 
 
 def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:

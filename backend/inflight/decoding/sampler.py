@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -25,33 +26,43 @@ def choose(
         [rows] tokens, 0 for rows that are not wanted, and `beside`. All of it comes back in one copy, unless a
         row's top_p takes many tokens: then it is drawn for again.
     """
-    samples = _samples(rows)[wanted]
-    if not samples.any():
-        tokens, beside = to_host(take_rows(rows.logits, wanted).argmax(dim=-1), beside)
-        return _spread(tokens, wanted, len(rows.slots)), beside
-    on_device = torch.zeros(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
-    greedy, sampled = wanted[~samples], wanted[samples]
-    if len(greedy):
-        on_device[rows.upload(greedy)] = take_rows(rows.logits, greedy).argmax(dim=-1)
-    numbers = random_numbers(rows, Purpose.SAMPLE)
-    guesses = []
-    for kept in kept_tokens(rows, sampled, may_guess=rows.logits.device.type != "cpu"):
-        on_device[rows.upload(kept.rows)] = _draw(kept, rows.upload(numbers[kept.rows, None]))
-        if kept.is_all is not None:
-            guesses.append(kept)
+    on_device, guesses = _choose(rows, wanted, may_guess=rows.logits.device.type != "cpu")
     tokens, beside, *are_all = to_host(on_device, beside, *(kept.is_all for kept in guesses))
     again = [kept.rows[~is_all] for kept, is_all in zip(guesses, are_all, strict=True)]
-    for kept in itertools.chain.from_iterable(kept_tokens(rows, part) for part in again if len(part)):
-        tokens[kept.rows] = _draw(kept, rows.upload(numbers[kept.rows, None])).cpu().numpy()
+    for kept, drawn in itertools.chain.from_iterable(_drawn(rows, part) for part in again):
+        tokens[kept.rows] = drawn.cpu().numpy()
     return tokens, beside
 
 
-def _spread(values: NDArray[np.int64], indices: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    if len(values) == size:
-        return values
-    result = np.zeros(size, dtype=np.int64)
-    result[indices] = values
-    return result
+def choose_on_device(rows: Rows) -> Tensor:
+    """A token for each row, [rows] int64, that the device will know; only a top_p alone is waited for."""
+    return _choose(rows, np.arange(len(rows.slots)), may_guess=False)[0]
+
+
+def _choose(rows: Rows, wanted: NDArray[np.int64], may_guess: bool) -> tuple[Tensor, list[Kept]]:
+    """[rows] tokens on the device, 0 for rows that are not wanted; and what of it is a guess."""
+    samples = _samples(rows)[wanted]
+    greedy, sampled = wanted[~samples], wanted[samples]
+    if len(greedy) == len(rows.slots):
+        return rows.logits.argmax(dim=-1), []
+    tokens = torch.zeros(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
+    if len(greedy):
+        tokens[rows.upload(greedy)] = take_rows(rows.logits, greedy).argmax(dim=-1)
+    guesses = []
+    for kept, drawn in _drawn(rows, sampled, may_guess):
+        tokens[rows.upload(kept.rows)] = drawn
+        if kept.is_all is not None:
+            guesses.append(kept)
+    return tokens, guesses
+
+
+def _drawn(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[tuple[Kept, Tensor]]:
+    """What the rows `sampled` keep, and the tokens that are drawn from it."""
+    if not len(sampled):
+        return
+    numbers = random_numbers(rows, Purpose.SAMPLE)
+    for kept in kept_tokens(rows, sampled, may_guess):
+        yield kept, _draw(kept, rows.upload(numbers[kept.rows, None]))
 
 
 def distribution(rows: Rows) -> Tensor:

@@ -19,6 +19,7 @@ from inflight.core.batch import BeamMove, SlotStart
 from inflight.core.request import Request
 from inflight.core.sampling_config import NO_REPEAT_OFF
 from inflight.core.tensor import FloatTensor
+from inflight.decoding.transfer import upload
 
 
 class Needs(IntFlag):
@@ -35,6 +36,7 @@ class Needs(IntFlag):
     DETAILS = 256
     RAW_LOGITS = 512
     CHANGES = BIAS | PENALTIES | MIN_LENGTH | BAD_WORDS | NO_REPEAT
+    HOST = HISTORY | TOP_P_RESET | DETAILS
 
 
 PARAMETERS = np.dtype(
@@ -137,7 +139,7 @@ class SlotParameters:
             request,
             _ids(request.end_ids),
             BadWords.of(request.bad_words),
-            None if bias is None else float_tensor(bias).to(self._device),
+            None if bias is None else upload(float_tensor(bias).numpy(), self._device),
         )
 
     def release(self, slot: int) -> None:

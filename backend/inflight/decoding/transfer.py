@@ -1,9 +1,13 @@
 """Between host and device: uploads that nobody waits for, and one copy back for all that is read together.
 
-On a CPU both are free: what comes back shares memory with what was given. Called on the loop thread.
+On a CPU all are free: what comes back shares memory with what was given. Called on the loop thread.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,11 +34,62 @@ def to_host(*tensors: Tensor) -> list[NDArray]:
     """One-dimensional tensors of one device as host arrays; waits for the device, once."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.numpy() for tensor in tensors]
-    parts = [tensor.contiguous() for tensor in tensors]
-    joined = torch.cat([part.view(torch.uint8) for part in parts]).cpu().numpy()
-    ends = np.cumsum([part.nbytes for part in parts])
-    arrays = np.split(joined, ends[:-1])
-    return [array.view(_NUMPY[part.dtype]) for array, part in zip(arrays, parts, strict=True)]
+    return _split(_join(tensors).cpu(), tensors)
+
+
+class Mark(Protocol):
+    """A place in the order of what a device does."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has got there."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Behind all that has been queued on `device` so far."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Tensors on their way to the host.
+
+    Attributes:
+        tensors: On the device.
+        joined: Their bytes on the host, once `end` is reached; None where they were there from the start.
+        end: Of the copy.
+    """
+
+    tensors: tuple[Tensor, ...]
+    joined: Tensor | None = None
+    end: Mark | None = None
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> Arriving:
+        """Send one-dimensional tensors of one device."""
+        device = tensors[0].device
+        if device.type == "cpu":
+            return cls(tensors)
+        joined = _join(tensors).to("cpu", non_blocking=True)  # torch takes pinned memory for that
+        return cls(tensors, joined, mark(device))
+
+    def wait(self) -> list[NDArray]:
+        """Host arrays."""
+        if self.joined is None or self.end is None:
+            return [tensor.numpy() for tensor in self.tensors]
+        self.end.synchronize()
+        return _split(self.joined, self.tensors)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors])
+
+
+def _split(joined: Tensor, tensors: Sequence[Tensor]) -> list[NDArray]:
+    ends = np.cumsum([tensor.nbytes for tensor in tensors])
+    arrays = np.split(joined.numpy(), ends[:-1])
+    return [array.view(_NUMPY[tensor.dtype]) for array, tensor in zip(arrays, tensors, strict=True)]
 
 
 _NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.bool: np.bool_}

@@ -21,7 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -31,7 +31,7 @@ from torch import Tensor
 from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.distributed.mapping import Mapping
 from inflight.distributed.vitals import NEVER
-from inflight.engine.torch import TorchEngine
+from inflight.engine.torch import Pending, TorchEngine
 from inflight.errors import InflightError, StepFailed, Unavailable, error_from_code
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RankEngine:
             they wait for this rank; and NEVER, when it is not in step with them any more. Must not raise.
 
     Attributes:
-        limits: The same on all ranks.
+        limits: The same on all ranks; what it chose, a rank feeds when all have heard of it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RankEngine:
         mates: StageMates,
         on_failure: Callable[[int], None] = lambda iteration: None,
     ) -> None:
-        self.limits: EngineLimits = stage.limits
+        self.limits: EngineLimits = replace(stage.limits, runs_ahead=False)
         self._stage = stage
         self._mapping = mapping
         self._link = link
@@ -173,7 +173,7 @@ class RankEngine:
         """Free the device's memory. Idempotent."""
         self._stage.close()
 
-    def _run(self, flight: _Flight) -> Tensor | None:
+    def _run(self, flight: _Flight) -> Tensor | Pending | None:
         """What this stage makes of what the one before has made; None: nothing."""
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
@@ -193,12 +193,12 @@ class RankEngine:
             flight.error = error
             return None
 
-    def _tell(self, flight: _Flight, logits: Tensor | None) -> None:
+    def _tell(self, flight: _Flight, pending: Pending | None) -> None:
         """The sampler's: decide what became of the batch."""
         iteration, error = flight.batch.iteration, flight.error
-        if logits is not None:
+        if pending is not None:
             try:
-                flight.outcome = Outcome(iteration, self._stage.choose(flight.batch, logits))
+                flight.outcome = Outcome(iteration, self._stage.choose(flight.batch, pending))
                 message = _ENCODER.encode(flight.outcome)
             except Exception as chosen_error:
                 error = chosen_error

@@ -84,10 +84,12 @@ class FakeLogits:
         sampled: For each of `ScheduledBatch.sampled_slots` the digests of its rows, one more than it has drafts.
         context: By slot, of chunks that want context outputs: whose they are, and the digests of their rows. The
             slot itself may be void by then, if a later batch has failed.
+        output: What was chosen, if the batch feeds itself.
     """
 
     sampled: list[Sequence[int]]
     context: dict[int, tuple[Request, Sequence[int]]]
+    output: ModelOutput | None = None
 
 
 class FakeEngine:
@@ -115,7 +117,7 @@ class FakeEngine:
         return self._limits
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
-        """Apply the deltas and compute every row."""
+        """Apply the deltas and compute every row; choose tokens too, if the batch feeds itself."""
         with self._forgotten_on_failure(batch, batch.starts):
             return self._forward(batch)
 
@@ -134,7 +136,8 @@ class FakeEngine:
         for slot in batch.generation_slots:
             row = self._slots[slot]
             sampled.append((self._run_token(row, row.last_token),))
-        return FakeLogits(sampled, context)
+        logits = FakeLogits(sampled, context)
+        return replace(logits, output=self._decode(batch, logits)) if batch.feeds_itself else logits
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
         """Turn digests into tokens and feed each back to its slot; beams wait for their next moves."""
@@ -142,6 +145,8 @@ class FakeEngine:
             return self._decode(batch, logits)
 
     def _decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
+        if logits.output is not None:
+            return logits.output
         output = ModelOutput(batch.iteration)
         digests_of_beams: dict[int, int] = {
             slot: _EMPTY for group in batch.beam_groups for slot in group.slots

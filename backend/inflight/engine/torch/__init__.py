@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight.engine.torch.config import TorchEngineConfig
-    from inflight.engine.torch.engine import TorchEngine
+    from inflight.engine.torch.engine import Pending, TorchEngine
 
-__all__ = ["TorchEngine", "TorchEngineConfig"]
+__all__ = ["Pending", "TorchEngine", "TorchEngineConfig"]
 
-_MODULES = {"TorchEngine": "engine", "TorchEngineConfig": "config"}
+_MODULES = {"Pending": "engine", "TorchEngine": "engine", "TorchEngineConfig": "config"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """TorchEngine: `inflight.core.ports.Engine` on torch.
 
 Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls
-it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted, and generation
-batches are recorded once and replayed (`generation_graphs.py`).
+it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted, generation batches
+are recorded once and replayed (`generation_graphs.py`), and the next batch is forwarded while one is computed.
 
 It may be one rank's part of a model. Then `inflight.distributed.rank_engine` takes its place before the loop, and
 what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.
@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding import Decoding
+from inflight.decoding import Choice, Decoding
 from inflight.decoding.transfer import upload
 from inflight.distributed.mapping import Mapping
 from inflight.engine.torch.collectives import ALONE, Collectives
@@ -44,6 +45,23 @@ from inflight.models.sharding import Part
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A batch between `forward` and `decode`, which may come after the next `forward`.
+
+    Attributes:
+        result: If the batch feeds itself, what the device chose. Else logits to choose from, [rows, vocab_size]
+            float32, in the order of `ScheduledBatch.sampled_slots`, 1 + num_draft_tokens rows for a chunk and one
+            for a generation slot.
+        positions: [rows] on the host: where in its sequence the token belongs that each row chooses.
+        context: By slot, of chunks that want context outputs.
+    """
+
+    result: Choice | Tensor
+    positions: NDArray[np.int64]
+    context: dict[int, ContextDetails]
 
 
 class TorchEngine:
@@ -99,7 +117,6 @@ class TorchEngine:
                 cache.device,
                 decoder.find_peaks,
             )
-        self._context: dict[int, ContextDetails] = {}  # of the batch between forward and decode
 
     @classmethod
     @torch.inference_mode()
@@ -148,12 +165,15 @@ class TorchEngine:
             num_blocks=num_blocks,
             tokens_per_block=config.tokens_per_block,
             num_micro_batches=mapping.pp_size,
+            runs_ahead=device.type == "cuda" and mapping.world_size == 1,
         )
         return cls(decoder, cache, limits, config.max_num_tokens, mapping, capture)
 
     @torch.inference_mode()
-    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor | Pending:
         """Take over the batch's slots and blocks, then run the packed forward pass.
+
+        On a GPU, run means queue. Of a batch that feeds itself the tokens are chosen too.
 
         If this or `decode` raises, whatever for, the sequences of the batch have to start again; nothing else is
         affected.
@@ -163,9 +183,8 @@ class TorchEngine:
             hidden: Behind the first pipeline stage, what the stage before returned.
 
         Returns:
-            At the last stage logits [rows, vocab_size] float32, in the order of `ScheduledBatch.sampled_slots`,
-            1 + num_draft_tokens rows for a chunk and one for a generation slot. Before, what the next stage takes:
-            [batch.num_tokens, hidden_size] in the engine's dtype.
+            At the last stage what `decode` takes. Before, what the next stage takes: [batch.num_tokens,
+            hidden_size] in the engine's dtype.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, a row without a block, or one
@@ -173,9 +192,13 @@ class TorchEngine:
         """
         with self._void_slots.watch(batch):
             self._void_slots.refuse(batch)
-            return self._forward(batch, hidden)
+            result, context = self._forward(batch, hidden)
+            return result if self._context_outputs is None else self._pend(batch, result, context)
 
-    def _forward(self, batch: ScheduledBatch, hidden: Tensor | None) -> Tensor:
+    def _forward(
+        self, batch: ScheduledBatch, hidden: Tensor | None
+    ) -> tuple[Tensor, dict[int, ContextDetails]]:
+        """Logits, or hidden states for the next stage; and context outputs."""
         fresh_blocks = self._slots.apply(batch)
         if self._decoding is not None:
             self._decoding.apply(batch)
@@ -184,24 +207,33 @@ class TorchEngine:
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
-        result = self._compute(batch, hidden)
+        computed = self._compute(batch, hidden)
         self._slots.advance(batch)
-        return result
+        return computed
 
-    def _compute(self, batch: ScheduledBatch, hidden: Tensor | None) -> Tensor:
-        self._context = {}
+    def _pend(self, batch: ScheduledBatch, logits: Tensor, context: dict[int, ContextDetails]) -> Pending:
+        positions = self._slots.positions(batch)
+        if not (batch.feeds_itself and len(positions)):
+            return Pending(logits, positions, context)
+        choice = self._decoding.begin(batch, logits, positions)
+        self._slots.feed(batch, choice.tokens)
+        return Pending(choice, positions, context)
+
+    def _compute(
+        self, batch: ScheduledBatch, hidden: Tensor | None
+    ) -> tuple[Tensor, dict[int, ContextDetails]]:
         if self._graphs is not None and batch.generation_slots and not batch.context:
             rows = generation_rows(batch, self._slots, self._cache.tokens_per_block)
-            return self._decoder.logits(*self._graphs.forward(rows))
+            return self._decoder.logits(*self._graphs.forward(rows)), {}
         packed = pack(batch, self._slots, self._cache.tokens_per_block)
         arguments = (packed, self._slots.block_tables, self._cache, hidden)
         if self._context_outputs is None:
-            return self._decoder.forward(*arguments)
+            return self._decoder.forward(*arguments), {}
         if not any(chunk.wants_context for chunk in batch.context):
-            return self._decoder.forward_to_logits(*arguments)
+            return self._decoder.forward_to_logits(*arguments), {}
         hidden = self._decoder.forward(*arguments)
-        self._context = self._context_outputs.compute(batch, packed.chunks, hidden, self._decoder)
-        return self._decoder.logits(hidden, packed.sampled_rows)
+        context = self._context_outputs.compute(batch, packed.chunks, hidden, self._decoder)
+        return self._decoder.logits(hidden, packed.sampled_rows), context
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
         """Copies first: nothing that is copied may be cleared or written before."""
@@ -212,30 +244,34 @@ class TorchEngine:
             self._cache.clear(upload(np.array(fresh_blocks), device))
 
     @torch.inference_mode()
-    def decode(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
-        """`choose` and `remember`: for an engine that is all of a model, called before the next `forward`.
+    def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
+        """`choose` and `remember`: for an engine that is all of a model.
+
+        Called before the next `forward`, but for a batch that feeds itself: before the one after that.
 
         Raises:
             FloatingPointError: As `choose`.
         """
         with self._void_slots.watch(batch):
-            output = self._choose(batch, logits)
-            self._slots.remember(batch, output)
+            output = self._choose(batch, pending)
+            if not isinstance(pending.result, Choice):
+                self._slots.remember(batch, output)
         return output
 
     @torch.inference_mode()
-    def choose(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
+    def choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
         """What follows every sampled row, at the rank that chooses, before its next `forward`; beams only rank.
 
         Raises:
             FloatingPointError: The model's logits are no numbers; names the slots.
         """
-        return self._choose(batch, logits)
+        return self._choose(batch, pending)
 
-    def _choose(self, batch: ScheduledBatch, logits: Tensor) -> ModelOutput:
-        context, self._context = self._context, {}
-        output = self._decoding.decode(batch, logits, self._slots.positions(batch))
-        return replace(output, context=context) if context else output
+    def _choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
+        of_choice = isinstance(pending.result, Choice)
+        decode = self._decoding.finish if of_choice else self._decoding.decode
+        output = decode(batch, pending.result, pending.positions)
+        return replace(output, context=pending.context) if pending.context else output
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:

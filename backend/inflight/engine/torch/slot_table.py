@@ -98,6 +98,10 @@ class SlotTable:
             rows, tokens = self._upload([slots, last])
             self.last_tokens.index_copy_(0, rows, tokens)
 
+    def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
+        """What `remember` does for a batch that feeds itself: [sampled slots] int64 on the device."""
+        self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
+
     def _move(self, batch: ScheduledBatch) -> None:
         """Gathered before anything is stored, so that beams can change places."""
         if not batch.moves:

@@ -19,14 +19,18 @@ class VoidSlots:
 
     def __init__(self) -> None:
         self._slots: set[int] = set()
+        self._last: ScheduledBatch | None = None  # that has begun
 
     @contextmanager
     def watch(self, batch: ScheduledBatch) -> Iterator[None]:
-        """Around what may fail of a batch: if it does, all slots that the batch names are void."""
+        """Around what may fail of a batch: if it does, all slots that the batch names are void.
+
+        But for those that the batch behind it, if that has begun, has started anew.
+        """
         try:
             yield
         except BaseException:
-            self._slots |= _named(batch)
+            self.add(batch, [self._last] if self._last is not None and self._last is not batch else [])
             raise
 
     def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
@@ -38,6 +42,7 @@ class VoidSlots:
 
     def refuse(self, batch: ScheduledBatch) -> None:
         """Raise ValueError if the batch carries on in a void slot. Starts and moves from sound ones mend slots."""
+        self._last = batch
         if not self._slots:
             return
         void = self._slots - {start.slot for start in batch.starts}

@@ -1,0 +1,136 @@
+"""Batches that feed themselves: which do, and what is scheduled behind them before they are back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.core.config import CapacitySchedulerPolicy
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft
+from inflight.core.response import Response
+from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
+from inflight.core.stop import FinishReason
+
+from .factories import Driver, make_limits, make_request, make_scheduler
+
+WAITING: dict[str, dict[str, Any]] = {
+    "beams": {"sampling": SamplingConfig(beam_width=2)},
+    "draft": {"draft": ExternalDraft((7,))},
+    "lookup": {"prompt_lookup_num_tokens": 2},
+    "penalty": {"sampling": SamplingConfig(presence_penalty=0.5)},
+    "ngrams": {"sampling": SamplingConfig(no_repeat_ngram_size=3)},
+    "bad words": {"bad_words": ((5, 6),)},
+    "decaying top_p": {"sampling": SamplingConfig(top_k=4, top_p=0.9, top_p_decay=0.5)},
+    "top_p alone": {"sampling": SamplingConfig(top_p=0.9)},
+    "log probs": {"output": OutputConfig(return_log_probs=True)},
+    "logits": {"output": OutputConfig(return_generation_logits=True)},
+}
+GOING_ON: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"sampling": SamplingConfig(temperature=0.5, top_p=1.0)},
+    "top_k": {"sampling": SamplingConfig(top_k=4, top_p=0.9, min_p=0.1)},
+    "cold top_p": {"sampling": SamplingConfig(temperature=0.0, top_p=0.9)},
+    "bad tokens": {"bad_words": ((5,), (6,))},
+    "min_length": {"sampling": SamplingConfig(min_length=3), "end_ids": (1,)},
+    "prompt log probs": {"output": OutputConfig(return_prompt_log_probs=True)},
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_batch_with_one_that_needs_the_host_does_not_feed_itself(name):
+    scheduler = make_scheduler(max_num_sequences=8, runs_ahead=True)
+    Driver(scheduler).accept(make_request(1), make_request(2, **WAITING[name]))
+    batch = scheduler.schedule()
+    assert not batch.feeds_itself
+    assert make_limits(runs_ahead=True).num_due(2, batch) == 2
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_a_batch_of_others_does(name):
+    scheduler = make_scheduler(runs_ahead=True)
+    Driver(scheduler).accept(make_request(1), make_request(2, **GOING_ON[name]))
+    batch = scheduler.schedule()
+    assert batch.feeds_itself
+    limits = make_limits(runs_ahead=True)
+    assert [limits.num_due(count, batch) for count in (1, 2)] == [0, 1]
+    assert [limits.num_due(count, None) for count in (0, 1)] == [0, 1]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
+def test_on_other_devices_none_does(num_micro_batches):
+    scheduler = make_scheduler(num_micro_batches=num_micro_batches)
+    Driver(scheduler).accept(make_request(1))
+    batch = scheduler.schedule()
+    assert not batch.feeds_itself
+    limits = make_limits(num_micro_batches=num_micro_batches)
+    assert [limits.num_due(num_micro_batches - more, batch) for more in (1, 0)] == [0, 1]
+
+
+def test_the_middle_of_a_context_needs_no_host_whosever_it_is():
+    scheduler = make_scheduler(max_num_tokens=7, chunked=True, runs_ahead=True)
+    Driver(scheduler).accept(make_request(1, prompt=14, **WAITING["penalty"]))
+    assert [scheduler.schedule().feeds_itself for _ in range(3)] == [True, True, False]
+
+
+def answer(batch: ScheduledBatch, token: int = 7) -> ModelOutput:
+    return ModelOutput(batch.iteration, [(token,) for _ in batch.sampled_slots()])
+
+
+def run_ahead(scheduler: Scheduler, tokens: list[int]) -> list[tuple[ScheduledBatch, list[Response]]]:
+    """Every batch gets the next token, when the one behind it is made, until nothing is left."""
+    ran = []
+    ahead = scheduler.schedule()
+    while ahead is not None:
+        batch, ahead = ahead, scheduler.schedule()
+        ran.append((batch, scheduler.update(batch, answer(batch, tokens.pop(0)))))
+        scheduler.check_integrity()
+        ahead = ahead or scheduler.schedule()
+    return ran
+
+
+def test_nothing_is_computed_beyond_the_length_limit():
+    scheduler = make_scheduler(runs_ahead=True)
+    Driver(scheduler).accept(make_request(1, new=4))
+    ran = run_ahead(scheduler, [1, 2, 3, 4])
+    assert len(ran) == 4 and scheduler.num_active == 0
+    ((final,),) = [responses for _, responses in ran if responses]
+    assert final.result.output_token_ids[0][4:] == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "kept", "reason"),
+    [
+        ({"end_ids": (3,)}, (1, 2), FinishReason.END_ID),
+        ({"stop_words": ((2, 3),)}, (1, 2, 3), FinishReason.STOP_WORDS),
+    ],
+)
+def test_an_end_that_was_not_foreseen_costs_a_row_whose_token_is_dropped(how, kept, reason):
+    """Its blocks are held until that row is back, and the answer comes then."""
+    scheduler = make_scheduler(runs_ahead=True)
+    Driver(scheduler).accept(make_request(1, new=9, **how))
+    ran = run_ahead(scheduler, [1, 2, 3, 4])
+    assert [len(responses) for _, responses in ran] == [0, 0, 0, 1]
+    (final,) = ran[-1][1]
+    assert final.result.output_token_ids[0][4:] == kept and final.result.finish_reasons == (reason,)
+    assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
+
+
+def test_where_blocks_are_short_the_next_batch_waits_and_the_last_started_is_paused():
+    """Both need a third block; the older one's token is in flight, and so is that of the one to be paused."""
+    scheduler = make_scheduler(CapacitySchedulerPolicy.MAX_UTILIZATION, num_blocks=5, runs_ahead=True)
+    Driver(scheduler).accept(make_request(1, prompt=7, new=9), make_request(2, prompt=7, new=9))
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert first.feeds_itself and len(second.generation_slots) == 2
+    scheduler.update(first, answer(first))
+    assert scheduler.schedule() is None, "who is to be paused has a token in flight"
+    scheduler.update(second, answer(second))
+    third = scheduler.schedule()
+    assert third.generation_slots == (0,)
+    assert [one.request_id for one in scheduler.state().waiting] == [2]
+    assert scheduler.stats(third).num_paused_requests == 1
+    scheduler.check_integrity()
