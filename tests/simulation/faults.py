@@ -372,6 +372,26 @@ def micro_batches_without_numbers(patch: Patch) -> None:
     _change_batches(patch, lambda batch: dataclasses.replace(batch, micro_batch_id=0))
 
 
+# ---------------------------------------------------------------------- what runs ahead
+
+
+def feeding_whoever_it_is(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_feeds_itself", lambda scheduler, _: scheduler._runs_ahead)
+
+
+def feeding_itself_untold(patch: Patch) -> None:
+    _change_batches(patch, lambda batch: dataclasses.replace(batch, feeds_itself=False))
+
+
+def not_waited_for_before_a_pause(patch: Patch) -> None:
+    plan_growth = MaxUtilization.plan_growth
+
+    def plan_as_if_there_were_enough(capacity: MaxUtilization, running, kv_cache):
+        return dataclasses.replace(plan_growth(capacity, running, kv_cache), is_short=False)
+
+    patch.setattr(MaxUtilization, "plan_growth", plan_as_if_there_were_enough)
+
+
 # ---------------------------------------------------------------------- who is guilty
 
 
@@ -452,6 +472,9 @@ FAULTS = (
     all_tried_together,
     blamed_for_what_failed_before,
     guilty_blocks_still_found,
+    feeding_whoever_it_is,
+    feeding_itself_untold,
+    not_waited_for_before_a_pause,
 )
 
 FAULTS_OF_PIPELINES = (

@@ -144,6 +144,9 @@ class SimulatedServer:
         """Who ran `before`, with so many tokens in flight, and did not stay, was the right one to be paused."""
         paused = [place for place, (r, _) in enumerate(before) if r.key not in stayed]
         self.accounts.scheduled(len(paused))
+        assert not (paused and self._in_flight and self.scenario.limits.runs_ahead), (
+            "it may be another's turn"
+        )
         for place in paused:
             victim, in_flight = before[place]
             assert not in_flight and not victim.request.sampling.uses_beams, "it cannot be paused"

@@ -24,8 +24,9 @@ def test_a_fault_planted_in_a_pipeline_is_noticed(plant, monkeypatch):
 
 
 def _notices(seed: int) -> bool:
-    drawn = draw(seed)
-    return _is_noticed(drawn.in_turn(), drawn.ahead(), draw_with_a_bad_device(seed).undemanding().ahead())
+    ahead = draw(seed).ahead()
+    bad = draw_with_a_bad_device(seed).ahead().undemanding()
+    return _is_noticed(ahead.in_turn(), ahead, ahead.undemanding(), bad)
 
 
 def _notices_in_a_pipeline(seed: int) -> bool:

@@ -59,6 +59,13 @@ def three_stages(scenario: Scenario) -> Scenario:
 
 def test_every_seed_gives_every_request_what_it_has_alone(outcomes):
     assert len(outcomes) == 2 * len(SEEDS)
+    ahead = [outcome for _, outcome in outcomes[len(SEEDS) :]]
+    assert sum(outcome.num_ahead > 3 for outcome in ahead) > len(SEEDS) // 3
+    assert sum(outcome.num_ahead > 0 and outcome.num_pauses > 0 for outcome in ahead) > len(SEEDS) // 40
+    assert (
+        sum(outcome.num_ahead > 0 and outcome.num_failed_iterations > 0 for outcome in ahead)
+        > len(SEEDS) // 8
+    )
 
 
 def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_at_work(pipelined_outcomes):
