@@ -44,6 +44,7 @@ GOOD = [
     ("dtype", "bfloat16", "bfloat16"),
     ("dtype", "int8", "int8"),
     ("kernels", "torch", "torch"),
+    ("cuda_graph_mode", "false", False),
     ("gpt_model_type", "V1", "V1"),
     ("gpt_model_type", "inflight_batching", "inflight_batching"),
     ("batch_scheduler_policy", "max_utilization", CapacitySchedulerPolicy.MAX_UTILIZATION),

@@ -180,6 +180,7 @@ def _engine_config(
         model_path=_model_path(parameters, version_dir),
         dtype=parameters.dtype,
         kernels=parameters.kernels,
+        cuda_graphs=parameters.cuda_graph_mode,
         device=device,
         max_num_sequences=parameters.max_num_sequences,
         max_num_tokens=parameters.max_num_tokens,

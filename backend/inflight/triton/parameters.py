@@ -45,6 +45,7 @@ class Parameters:
     tokenizer_dir: str | None
     dtype: str | None
     kernels: str | None
+    cuda_graph_mode: bool
     gpt_model_type: str
     batch_scheduler_policy: CapacitySchedulerPolicy
     enable_chunked_context: bool
@@ -116,6 +117,9 @@ _BUILT: tuple[ParameterSpec, ...] = (
         choice("native", "torch"),
         None,
         "compiled layers, for CPUs with AVX-512, or torch's operators; native where possible without one",
+    ),
+    ParameterSpec(
+        "cuda_graph_mode", BOOLEAN, True, "on one GPU, record iterations that only generate and replay them"
     ),
     ParameterSpec(
         "gpt_model_type",
@@ -278,7 +282,6 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("gpu_weights_percent", real(0, 1), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
     _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
-    _unbuilt("cuda_graph_mode", BOOLEAN, "TensorRT engines", False),
     _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
     _unbuilt("guided_decoding_backend", TEXT, "grammars"),
     _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
