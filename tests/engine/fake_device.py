@@ -83,7 +83,7 @@ class FakeDevice(TorchDispatchMode):
             return _OnDevice(function(*tree_map(_values, args), **{**kwargs, "device": "cpu"}))
         if not is_here:
             return function(*args, **kwargs)
-        self._check(function, tensors, args)
+        self._check(function, tensors, args, kwargs)
         result = function(*tree_map(_values, args), **tree_map(_values, kwargs))
         if function._schema.is_mutable:
             return kwargs.get("out", args[0])
@@ -111,12 +111,12 @@ class FakeDevice(TorchDispatchMode):
         _values(target).copy_(_values(source))
         return target
 
-    def _check(self, function: Any, tensors: list[Tensor], args: Any) -> None:
+    def _check(self, function: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         if any(tensor.dim() and not isinstance(tensor, _OnDevice) for tensor in tensors):
             raise RuntimeError(f"{function}: tensors of two devices")
         if function is _aten._local_scalar_dense.default:
             self.waits.append("a value is asked for")
-        if function in _SIZED_BY_VALUES:
+        if function in _SIZED_BY_VALUES and kwargs.get("output_size") is None:
             self.waits.append(str(function))
         if function in _INDEXING:
             masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from inflight.composition.models import load
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import Request
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
@@ -16,7 +18,7 @@ from inflight.models import Linear, load_weights, read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.ranks import assert_same, ranks
-from tests.engine.serving import config_of, serve
+from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.serving import load as load_small
 from tests.models.zoo import Zoo
 from tests.triton.factories import make_parameters
@@ -54,7 +56,7 @@ def test_torch_has_every_matrix_rounded_and_nothing_else(zoo: Zoo, case: str) ->
 @needs_native
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "qwen3", "gpt2"])
 def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case: str) -> None:
-    """The weights' error is common to them; the activations' is the compiled code's own."""
+    """The weights' error is common to them; the activations' is the compiled code's own, and about as large."""
     model = zoo[case]
     prompt = model.prompt(40)
     rows = [
@@ -63,7 +65,7 @@ def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case:
     ]
     native, rounded = (row.logits[0] for row in rows)
     exact = model.logits(prompt)[-1]
-    assert (native - rounded).square().mean() < 2 * (native - exact).square().mean()
+    assert (native - rounded).square().mean() < 2 * (rounded - exact).square().mean()
 
 
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
@@ -72,13 +74,17 @@ def test_ranks_serve_int8(zoo: Zoo, topology: tuple[int, int], kernels: str | No
     from tests.engine.test_ranks import _some_of_everything
 
     model = zoo["llama-gqa"]
-    requests = _some_of_everything(model)[:1] if kernels == "torch" else _some_of_everything(model)
+    described = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    requests = [described, *_some_of_everything(model)[: 1 if kernels == "torch" else None]]
     with ranks(model.folder, topology, 64, 8, dtype="int8", kernels=kernels) as engine:
         many = serve(engine, config_of("chunked"), requests)
     one = serve(
         load_small(model.folder, 64, 8, dtype="int8", kernels=kernels), config_of("chunked"), requests
     )
     assert many.responses.keys() == one.responses.keys()
+    exact = model.logits(described.input_token_ids)[-1]
+    (logits,) = many.result(described).generation_logits
+    assert (to_torch(logits)[0] - exact).square().mean().sqrt() < 0.15 * exact.std()
     if topology == (1, 2):
         assert_same(many, one)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,43 @@ def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str
     for _ in range(12):
         driver.step(generation=rows)
     assert generated == [row.generated for row in rows]
+
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "penalties": {
+        "sampling": SamplingConfig(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.4)
+    },
+    "decaying top_p": {"sampling": SamplingConfig(top_k=9, top_p=0.9, top_p_decay=0.9, top_p_reset_id=7)},
+    "min_length": {"sampling": SamplingConfig(min_length=9), "end_ids": tuple(range(0, 90, 2))},
+    "bad words": {"bad_words": ((5,), (6, 7), *((first, 9) for first in range(90)))},
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_wait_no_longer(zoo: Zoo, name: str) -> None:
+    """And choose the tokens of the CPU."""
+    model, options = zoo["llama-gqa"], CONTROLS[name]
+    prompts = [model.prompt(5 + 4 * number, number) for number in range(3)]
+    with FakeDevice() as device:
+        driver = Driver(load_paged(model.folder, device="meta"))
+        rows = [driver.start(prompt, **options) for prompt in prompts]
+        rows.append(driver.start(model.prompt(8)))
+        for number in range(12):
+            chunks = {} if number else {row: len(row.tokens) for row in rows}
+            batch = driver.batch(chunks, rows if number else ())
+            device.waits.clear()
+            output = driver.engine.decode(batch, driver.engine.forward(batch))
+            assert device.waits == ONE_COPY
+            for row, tokens in zip(rows, output.token_ids, strict=True):
+                row.num_computed = len(row.tokens)
+                row.tokens += tokens
+    other = Driver(load_engine(model.folder, kernels="torch"))
+    expected = [other.start(prompt, **options) for prompt in prompts]
+    expected.append(other.start(model.prompt(8)))
+    other.step({row: len(row.tokens) for row in expected})
+    for _ in range(11):
+        other.step(generation=expected)
+    assert [row.generated for row in rows] == [row.generated for row in expected]
 
 
 @pytest.mark.parametrize("attention", ["in place", "gathered"])

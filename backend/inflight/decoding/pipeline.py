@@ -52,9 +52,10 @@ def process(rows: Rows, slots: SlotParameters, history: History) -> None:
     penalized = rows.needing(Needs.PENALTIES)
     if len(penalized):
         _penalize(rows, penalized, history)
-    banned = [*_early_ends(rows, slots), *_bad_words(rows, slots, history), *_repeats(rows, history)]
+    banned = [*_early_ends(rows, slots), *_bad_tokens(rows, slots), *_repeats(rows, history)]
     if banned:
         rows.logits.view(-1).index_fill_(0, torch.cat(banned), -torch.inf)
+    _ban_ends_of_words(rows, slots, history)
 
 
 def _penalize(rows: Rows, indices: NDArray[np.int64], history: History) -> None:
@@ -91,26 +92,32 @@ def _early_ends(rows: Rows, slots: SlotParameters) -> Iterator[Tensor]:
         yield _cells(rows, indices, [slots.of(slot).end_ids for slot in rows.slots[indices]])
 
 
-def _bad_words(rows: Rows, slots: SlotParameters, history: History) -> Iterator[Tensor]:
+def _bad_tokens(rows: Rows, slots: SlotParameters) -> Iterator[Tensor]:
     indices = rows.needing(Needs.BAD_WORDS)
-    if not len(indices):
-        return
+    if len(indices):
+        yield _cells(rows, indices, [slots.of(slot).bad_words.single for slot in rows.slots[indices]])
+
+
+def _ban_ends_of_words(rows: Rows, slots: SlotParameters, history: History) -> None:
+    """In place, since which words are begun is known to the device alone, and their number too."""
+    indices = rows.needing(Needs.BAD_WORDS)
     words = [slots.of(slot).bad_words for slot in rows.slots[indices]]
-    yield _cells(rows, indices, [word.single for word in words])
     counts = [len(word.last) for word in words]
-    if any(counts):
-        first_words = np.cumsum(counts) - counts
-        parts = [len(word.token) for word in words]
-        owners = np.repeat(indices, parts)
-        columns = rows.positions[owners] - np.concatenate([word.back for word in words])
-        word = np.concatenate([word.word for word in words]) + np.repeat(first_words, parts)
-        slot, column, token, word_of = rows.upload(
-            np.stack([rows.slots[owners], columns, np.concatenate([word.token for word in words]), word])
-        )
-        differs = (column < 0) | (history.at(slot, column.clamp(min=0)) != token)
-        mismatches = torch.zeros(sum(counts), dtype=torch.int64, device=slot.device)
-        mismatches.scatter_add_(0, word_of, differs.long())
-        yield _cells(rows, indices, [word.last for word in words])[mismatches == 0]
+    if not any(counts):
+        return
+    first_words = np.cumsum(counts) - counts
+    parts = [len(word.token) for word in words]
+    owners = np.repeat(indices, parts)
+    columns = rows.positions[owners] - np.concatenate([word.back for word in words])
+    word = np.concatenate([word.word for word in words]) + np.repeat(first_words, parts)
+    slot, column, token, word_of = rows.upload(
+        np.stack([rows.slots[owners], columns, np.concatenate([word.token for word in words]), word])
+    )
+    differs = (column < 0) | (history.at(slot, column.clamp(min=0)) != token)
+    mismatches = torch.zeros(sum(counts), dtype=rows.logits.dtype, device=slot.device)
+    mismatches.scatter_add_(0, word_of, differs.to(mismatches.dtype))
+    added = torch.zeros_like(mismatches).masked_fill_(mismatches == 0, -torch.inf)
+    rows.logits.view(-1).index_add_(0, _cells(rows, indices, [word.last for word in words]), added)
 
 
 def _repeats(rows: Rows, history: History) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ The rest of the engine takes both as arguments, and is tested with others. Calle
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.torch.paging_check import CannotPage
 
+_log = logging.getLogger(__name__)
 _HOPPER = 9  # the one generation that FlashAttention 3 is for
 
 
@@ -29,9 +31,16 @@ def torch_paged_attention(device: torch.device) -> PagedAttention:
         raise CannotPage(f"torch {torch.__version__} has none") from error
     is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
     if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
-        activate_flash_attention_impl("FA3")
+        _try(lambda: activate_flash_attention_impl("FA3"))
     # FlashAttention 2 wants to be told where each sequence's keys begin, and 3 refuses that beside block tables.
     return PagedAttention(varlen_attn, takes_key_bounds=current_flash_attention_impl() is None)
+
+
+def _try(activate: Callable[[], None]) -> None:
+    try:
+        activate()
+    except Exception as error:  # whatever a package raises that was built for another torch
+        _log.warning("FlashAttention 2 is used: 3 is installed, but cannot be activated: %s", error)
 
 
 class GraphCapture:

@@ -308,15 +308,16 @@ def _device(name: str | None) -> torch.device:
 def _find_capture(
     config: TorchEngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
 ) -> Capture | None:
-    """Who records generation batches; None: nobody."""
-    if device.type != "cuda" or not config.cuda_graphs or not decoder.has_fixed_shapes:
+    """Who records generation batches; None: nobody, and the log says why."""
+    if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
-    if mapping.world_size > 1:
-        _logger.info(
-            "generation runs without CUDA graphs: what several ranks tell each other is not recorded"
-        )
-        return None
-    return GraphCapture(device)
+    if config.cuda_graphs and mapping.world_size == 1:
+        return GraphCapture(device)
+    _logger.info(
+        "generation runs without CUDA graphs: %s",
+        "what several ranks tell each other is not recorded" if config.cuda_graphs else "they are turned off",
+    )
+    return None
 
 
 def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture) -> GenerationGraphs | None:

@@ -1,0 +1,64 @@
+"""What is done about a GPU's libraries, and what the log says of it, where there is no GPU."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from inflight.distributed.mapping import Mapping
+from inflight.engine.torch import TorchEngineConfig
+from inflight.engine.torch.cuda import torch_paged_attention
+from inflight.engine.torch.engine import _find_capture
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("error", [ImportError("undefined symbol"), RuntimeError("no FA3 forward kernels")])
+def test_a_flash_attention_3_that_is_broken_leaves_2(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    installed = ModuleType("flash_attn_interface")
+    installed.__spec__ = ModuleSpec(installed.__name__, None)
+    monkeypatch.setitem(sys.modules, installed.__name__, installed)
+    activate = mock.Mock(side_effect=error)
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+    with caplog.at_level(logging.WARNING):
+        attention = torch_paged_attention(CUDA)
+    activate.assert_called_once_with("FA3")
+    assert attention._takes_key_bounds, "as 2 wants them"
+    (record,) = caplog.records
+    assert str(error) in record.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "mapping", "reason"),
+    [
+        ({"cuda_graphs": False}, Mapping(), "turned off"),
+        ({}, Mapping(tp_size=2), "several ranks"),
+        ({}, Mapping(pp_size=2), "several ranks"),
+    ],
+)
+def test_where_nothing_is_recorded_the_log_says_why_once(
+    changes: dict[str, Any], mapping: Mapping, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = mock.Mock(has_fixed_shapes=True)
+    with caplog.at_level(logging.INFO):
+        assert _find_capture(TorchEngineConfig("", **changes), decoder, mapping, CUDA) is None
+    (record,) = caplog.records
+    assert "without CUDA graphs" in record.message and reason in record.message
+
+
+def test_one_gpu_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = object()
+    monkeypatch.setattr("inflight.engine.torch.engine.GraphCapture", lambda device: recorder)
+    decoder = mock.Mock(has_fixed_shapes=True)
+    assert _find_capture(TorchEngineConfig(""), decoder, Mapping(), CUDA) is recorder
+    assert not caplog.records
