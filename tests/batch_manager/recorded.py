@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 from inflight.batch_manager.recording import Begin, End, Header, JsonRecorder, Record, Trace, decode, encode
-from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.batch_manager.replay import Options, run
+from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.core.config import SchedulerConfig
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
-from inflight.testing.fake_engine import FakeEngine, FakeLogits
+from inflight.testing.fake_engine import FakeEngine, FakeLogits, expected_tokens
 from tests.simulation.scenario import Scenario
 
 ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")
 ROUNDS = 3  # of the scenario's requests, apart enough for the server to be idle in between
 GAP = 400
+LIMITS = EngineLimits(
+    vocab_size=50, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4
+)
 
 
 def record_run(scenario: Scenario, path: Path, keep_logits: bool = False) -> list[Response]:
@@ -78,6 +84,28 @@ def _come_back(
     return scheduler.update(batch, output, now_ns)
 
 
+END_ID = min(set(range(50)).difference(*(expected_tokens((number,) * 6, 5, 50) for number in (1, 2, 3))))
+
+
+def simple_trace(path, unanswered: bool = False) -> None:
+    """Three requests of 6 prompt and 5 new tokens, with an end id that never comes."""
+    requests = tuple(Request(number, (number,) * 6, 5, end_ids=(END_ID,)) for number in (1, 2, 3))
+    config = SchedulerConfig(max_num_tokens=18)
+    scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
+    recorder = JsonRecorder(str(path), config, LIMITS)
+    for iteration in range(5):
+        inputs = IterationInput(iteration, iteration + 1, requests if iteration == 0 else ())
+        scheduler.accept(inputs)
+        batch = scheduler.schedule()
+        recorder.begin(inputs, batch)
+        if unanswered and iteration == 3:
+            break
+        output = engine.decode(batch, engine.forward(batch))
+        recorder.end(output, None, iteration + 2)
+        scheduler.update(batch, output, iteration + 2)
+    recorder.close()
+
+
 def read(path: Path) -> tuple[Header, list[Begin | End]]:
     """A trace's records."""
     with path.open("rb") as file:
@@ -93,3 +121,10 @@ def raw_records(path: Path) -> list[Record]:
 def write(path: Path, records: list[Record]) -> None:
     """A trace of `records`, as `raw_records` gives them."""
     path.write_bytes(b"".join(map(encode, records)))
+
+
+def outcome(path, until: int | None = None, verbose: bool = False) -> tuple[int, str]:
+    """Exit code and report of the program."""
+    report = io.StringIO()
+    with path.open("rb") as file:
+        return run(Trace(file), Options(until, is_verbose=verbose), io.StringIO(), report), report.getvalue()

@@ -10,6 +10,7 @@ import pytest
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
+from inflight.batch_manager.replay import IDENTICAL
 from inflight.core.config import SchedulerConfig
 from inflight.core.request import Request
 from inflight.core.response import Response
@@ -18,9 +19,8 @@ from inflight.core.scheduler import Scheduler
 from inflight.core.stop import FinishReason, StopSignal
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 
-from .recorded import read
+from .recorded import outcome, read
 from .test_gpt_manager import LIMITS
-from .test_replay import IDENTICAL, outcome
 
 
 class Stages(FakeEngine):

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
+from inflight.batch_manager.replay import IDENTICAL
 from inflight.core.config import SchedulerConfig
 from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason, StopSignal
 from inflight.testing.fake_engine import expected_tokens
 
-from .recorded import read
+from .recorded import outcome, read
 from .test_gpt_manager import LIMITS
 from .test_pipeline import Loop, check_tokens, prompts
-from .test_replay import IDENTICAL, outcome
 
 PENALIZED = SamplingConfig(repetition_penalty=1.3)
 

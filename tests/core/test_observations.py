@@ -158,6 +158,16 @@ def test_an_end_id_is_chosen_but_no_output():
     assert observed.metrics.finished == {FinishReason.END_ID: 1}
 
 
+def test_a_token_of_who_has_ended_meanwhile_is_not_counted():
+    observed = Observed()
+    observed.iterate(0, 1, make_request(1), make_request(2))
+    batch = observed.scheduler.schedule()
+    observed.driver.accept(stop=[StopSignal(2, StopReason.CANCELLED, None, 10 * MS)], now_ns=12 * MS)
+    observed.scheduler.update(batch, ModelOutput(0, [(7,), (7,)]), now_ns=19 * MS)
+    stats = observed.scheduler.stats(batch)
+    assert (stats.num_generated_tokens, stats.num_advanced_sequences) == (1, 1)
+
+
 def test_a_cancel_is_measured_from_the_front_ends_wish_to_the_free_slot():
     """The first is stopped in between two iterations, the second while its batch is in flight."""
     observed = Observed()

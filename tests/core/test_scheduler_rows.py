@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from inflight.core import scheduler as scheduler_module
+from inflight.core import outcomes, results
 from inflight.core.batch import BeamCandidates, ModelOutput, TokenDetails
 from inflight.core.llm_request import LlmRequest
 from inflight.core.output_config import OutputConfig
@@ -22,12 +24,16 @@ MESSAGE = "the request could not be processed: ValueError: no such token"
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch):
-    """Makes a function of the scheduler's raise for some request's sequences."""
+    """Makes a function that a module calls raise for some request's sequences."""
 
     def apply(
-        function: str, request_id: int, error: Exception | None = None, sequences: tuple[int, ...] = ()
+        module: ModuleType,
+        function: str,
+        request_id: int,
+        error: Exception | None = None,
+        sequences: tuple[int, ...] = (),
     ):
-        original = getattr(scheduler_module, function)
+        original = getattr(module, function)
 
         def raising(llm_request: LlmRequest, *arguments):
             if llm_request.request_id == request_id and (
@@ -36,7 +42,7 @@ def poison(monkeypatch: pytest.MonkeyPatch):
                 raise error or ValueError("no such token")
             return original(llm_request, *arguments)
 
-        monkeypatch.setattr(scheduler_module, function, raising)
+        monkeypatch.setattr(module, function, raising)
 
     return apply
 
@@ -59,7 +65,7 @@ def test_a_row_in_context_or_in_generation_whose_tokens_cannot_be_taken(poison, 
     driver.accept(*(make_request(number, new=4) for number in (1, 2, 3)))
     for _ in range(steps):
         driver.step()
-    poison("append_tokens", 2)
+    poison(outcomes, "append_tokens", 2)
     _, (failed,) = driver.step()
     assert failed.is_final and type(failed.error) is StepFailed and errors([failed]) == {2: MESSAGE}
     finals = run_to_the_end(driver)
@@ -69,7 +75,7 @@ def test_a_row_in_context_or_in_generation_whose_tokens_cannot_be_taken(poison, 
 def test_an_error_of_the_requests_own_keeps_its_kind(poison):
     driver = Driver(make_scheduler())
     driver.accept(make_request(1), make_request(2))
-    poison("append_tokens", 1, InvalidArgument("draft_input_ids is wrong"))
+    poison(outcomes, "append_tokens", 1, InvalidArgument("draft_input_ids is wrong"))
     _, (failed,) = driver.step()
     assert type(failed.error) is InvalidArgument and errors([failed]) == {1: "draft_input_ids is wrong"}
     assert [final.request_id for final in run_to_the_end(driver)] == [2]
@@ -79,7 +85,7 @@ def test_a_context_output_that_cannot_be_taken(poison):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, output=OutputConfig(return_prompt_log_probs=True)), make_request(2, new=1))
-    poison("keep_context", 1)
+    poison(outcomes, "keep_context", 1)
     batch = scheduler.schedule()
     responses = scheduler.update(batch, ModelOutput(0, [(7,), (7,)], context={0: None}))
     assert errors(responses) == {1: MESSAGE} and [response.request_id for response in responses] == [1, 2]
@@ -111,7 +117,7 @@ def test_one_of_several_sequences_ends_all_with_one_error(poison):
     )
     driver.step()
     driver.step()
-    poison("append_tokens", 1, sequences=(1,))
+    poison(outcomes, "append_tokens", 1, sequences=(1,))
     _, (failed,) = driver.step()
     assert failed.is_final and errors([failed]) == {1: MESSAGE}
     assert [final.request_id for final in run_to_the_end(driver)] == [2]
@@ -121,7 +127,7 @@ def test_a_row_with_another_batch_in_flight_is_answered_when_that_is_back(poison
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1), make_request(2))
     first, second = scheduler.schedule(), scheduler.schedule()
-    poison("append_tokens", 1)
+    poison(outcomes, "append_tokens", 1)
     assert scheduler.update(first, ModelOutput(0, [(7,), (7,)])) == []
     (failed,) = scheduler.update(second, ModelOutput(1, [(7,), (7,)]))
     assert failed.is_final and errors([failed]) == {1: MESSAGE}
@@ -134,7 +140,7 @@ def test_a_response_that_cannot_be_made_is_an_error_and_not_silence(poison, stre
     driver = Driver(make_scheduler())
     driver.accept(make_request(1, new=2, streaming=streaming), make_request(2, new=2))
     driver.step()
-    poison("make_result", 1)
+    poison(results, "make_result", 1)
     _, responses = driver.step()
     assert errors(responses) == {1: MESSAGE} and [response.is_final for response in responses] == [True, True]
     assert driver.scheduler.num_active == driver.scheduler.kv_cache.pool.num_held == 0
@@ -143,7 +149,7 @@ def test_a_response_that_cannot_be_made_is_an_error_and_not_silence(poison, stre
 def test_a_stop_whose_response_cannot_be_made_is_an_error_too(poison):
     driver = Driver(make_scheduler())
     driver.accept(make_request(1), make_request(2))
-    poison("make_result", 1)
+    poison(results, "make_result", 1)
     responses = driver.accept(stop=(1, 2))
     assert errors(responses) == {1: MESSAGE} and [response.is_final for response in responses] == [True, True]
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 from inflight.core.capacity_scheduler import CapacityScheduler
 from inflight.core.kv_cache_manager import KvCacheManager, PrefixMatch
-from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request import Request
 from inflight.core.running import Running
 from inflight.core.waiting_queue import WaitingQueue
@@ -47,6 +47,18 @@ class Admission:
         room = bound + self._running.slots.num_free - request.sampling.num_sequences
         if self.waiting.num_new_at_all > room and self.waiting.num_new(request.priority) > room:
             raise Unavailable(f"Maximum queue size of {bound} has been reached, please try again later")
+
+    def queue_siblings(self, group: RequestGroup) -> None:
+        """The prompt is computed: the request's other sequences find its full blocks and go on from there.
+
+        If the one that was to compute it ended before, another does, and the others wait for its blocks.
+        """
+        if group.has_context:
+            return
+        group.has_context = True
+        for sibling in reversed(group.sequences[1:]):
+            if sibling.state is RequestState.WAITING:
+                self.waiting.add_in_front(sibling)
 
     def admit(self, claimed_blocks: int, on_trial: Collection[int]) -> Iterator[tuple[LlmRequest, int]]:
         """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.

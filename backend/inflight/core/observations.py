@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from inflight.core.batch import ContextChunk, ModelOutput, ScheduledBatch
+from inflight.core.batch import ContextChunk, ScheduledBatch
 from inflight.core.kv_cache_manager import KvCacheManager
 from inflight.core.llm_request import LlmRequest, RequestGroup
 from inflight.core.metrics import ServiceMetrics, seconds
@@ -41,6 +41,7 @@ class Observations:
         self._static_batch = StaticBatchStats() if counts_static_batches else None
         # Sequences by the time of their last token, of those that get another one in this update.
         self._gaps: dict[int, int] = {}
+        self._num_new_tokens = 0
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
@@ -77,31 +78,31 @@ class Observations:
         self._num_paused += count
         self.metrics.num_preemptions += count
 
-    def gets_tokens(self, llm_request: LlmRequest) -> None:
-        """A sequence is about to get tokens of this update."""
+    def gets_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
+        """A sequence is about to get so many tokens of this update, one of them chosen behind its drafts."""
         last_ns = llm_request.last_token_ns
         self._gaps[last_ns] = self._gaps.get(last_ns, 0) + 1
+        self._num_new_tokens += count
+        if num_drafts:
+            self._num_accepted += count - 1
 
     def gave_first_token(self, llm_request: LlmRequest, now_ns: int) -> None:
         """A sequence has its first token."""
         if not any(sequence.first_token_ns for sequence in llm_request.group.sequences):
             self.metrics.time_to_first_token.observe(seconds(now_ns - llm_request.group.arrival_ns))
 
-    def updated(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> None:
+    def updated(self, now_ns: int) -> None:
         """All of an update's tokens are there."""
         for last_ns, count in self._gaps.items():
             if last_ns:
                 self.metrics.inter_token_latency.observe(seconds(now_ns - last_ns), count)
         self._num_advanced += sum(self._gaps.values())
         self._gaps.clear()
-        generated = sum(map(len, output.token_ids)) + sum(len(g.slots) for g in batch.beam_groups)
-        self._num_generated += generated
+        self._num_generated += self._num_new_tokens
         if (static := self._static_batch) is not None:
-            total = static.num_generation_tokens + generated
+            total = static.num_generation_tokens + self._num_new_tokens
             self._static_batch = replace(static, num_generation_tokens=total)
-        if batch.context:
-            drafted = [chunk.num_draft_tokens > 0 for chunk in batch.context if chunk.is_last]
-            self._num_accepted += sum(len(ids) - 1 for ids, has in zip(output.token_ids, drafted) if has)
+        self._num_new_tokens = 0
 
     def sequence_ended(self, llm_request: LlmRequest) -> None:
         """A sequence has a finish reason and holds nothing any more."""

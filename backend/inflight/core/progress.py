@@ -1,6 +1,6 @@
 """What a device's answer means to a sequence: tokens appended, ends recognized, details kept.
 
-Owns no state and frees nothing: the scheduler does what follows from it. Loop thread.
+Owns no state and frees nothing: `outcomes.py` does what follows from it. Loop thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a response of a sequence says now: from an LlmRequest to a Result.
 
-Owns the selection of tokens and details and what was streamed already. Called by the scheduler, loop thread.
+Owns the selection of tokens and details and what was streamed already. Called by `outcomes.py` and
+`endings.py`, on the loop thread.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from dataclasses import replace
 from inflight.core.beam_search import BeamSearch
 from inflight.core.kv_cache_manager import BlockCounts
 from inflight.core.llm_request import LlmRequest, RequestGroup
-from inflight.core.response import PerfMetrics, Result, ended_without_tokens
+from inflight.core.response import PerfMetrics, Response, Result, ended_without_tokens
 from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.core.tensor import FloatTensor
 
+BlockCounter = Callable[[LlmRequest], BlockCounts]
+"""Tells how many KV blocks a sequence took, found in the cache and missed there, in all its runs."""
 
-def make_result(llm_request: LlmRequest, block_counts: Callable[[LlmRequest], BlockCounts]) -> Result:
+
+def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
+    """As `make_result`, to be sent; final if the request's other sequences have said their last words."""
+    return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
+
+
+def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
     """What is new since the last call, or everything, as the request wants it.
 
     Args:
         llm_request: The sequence; its count of streamed tokens moves on, and details that are carried are gone.
-        block_counts: Tells how many KV blocks it took, found in the cache and missed there, in all its runs.
+        block_counts: Asked if the request wants to know.
     """
     request, reason = llm_request.request, llm_request.finish_reason
     if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:

@@ -12,39 +12,30 @@ is among them. Deterministic: a function of the calls alone. Called by the loop 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from inflight.core.admission import Admission
-from inflight.core.batch import (
-    BeamCandidates,
-    EngineLimits,
-    ModelOutput,
-    ScheduledBatch,
-    SlotStart,
-    TokenDetails,
-)
+from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch, SlotStart
 from inflight.core.batch_builder import BatchBuilder
 from inflight.core.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.capacity_scheduler import make_capacity_scheduler
 from inflight.core.config import SchedulerConfig
 from inflight.core.deadlines import Deadlines
+from inflight.core.endings import Endings, as_request_error
 from inflight.core.introspection import Introspection
 from inflight.core.kv_cache_manager import KvCacheManager
 from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.metrics import MetricsSnapshot
 from inflight.core.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.observations import Observations
-from inflight.core.progress import advance_beams, append_tokens, confirm_chunk, keep_context
+from inflight.core.outcomes import Outcomes
 from inflight.core.recovery import Recovery
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
-from inflight.core.results import make_result
 from inflight.core.rows import add_rows
 from inflight.core.running import Running
 from inflight.core.state import SchedulerState
 from inflight.core.stats import IterationStats, RequestStats
 from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
-from inflight.errors import AlreadyExists, InflightError, RequestError, StepFailed
+from inflight.errors import AlreadyExists, InflightError
 
 
 class Scheduler:
@@ -74,6 +65,10 @@ class Scheduler:
             config.max_num_tokens,
             self._capacity.fills_batches_once,
             limits.num_micro_batches,
+        )
+        self._endings = Endings(self._groups, self._admission, self._running, self._observed)
+        self._outcomes = Outcomes(
+            self.kv_cache, self._running, self._admission, self._recovery, self._endings, self._observed
         )
         self._num_micro_batches = limits.num_micro_batches
         self._runs_ahead = limits.runs_ahead
@@ -114,13 +109,13 @@ class Scheduler:
             try:
                 self._refuse_or_queue(request)
             except Exception as error:  # one request at fault must not end the others'
-                refusal = _as_request_error(error)
+                refusal = as_request_error(error)
                 self._observed.refused(refusal)
                 responses.append(Response(request.request_id, error=refusal, is_final=True))
         for stop in inputs.stops:
             responses.extend(self._stop(stop))
         for group in self._deadlines.pop_expired(self._now_ns):
-            responses += self._end_early(group.sequences, FinishReason.TIMED_OUT)
+            responses += self._endings.finish_each(group.sequences, FinishReason.TIMED_OUT, self._now_ns)
         return responses
 
     def _refuse_or_queue(self, request: Request) -> None:
@@ -149,14 +144,7 @@ class Scheduler:
         if stop.sequence_index is None:
             group.stop_requested_ns = group.stop_requested_ns or stop.requested_ns
         meant = (s for s in group.sequences if stop.sequence_index in (None, s.sequence_index))
-        return self._end_early(meant, FINISH_REASON_OF_STOP[stop.reason])
-
-    def _end_early(self, sequences: Iterable[LlmRequest], reason: FinishReason) -> list[Response]:
-        responses: list[Response] = []
-        for llm_request in sequences:
-            if llm_request.state is not RequestState.FINISHED:
-                responses += self._finish(llm_request, reason)
-        return responses
+        return self._endings.finish_each(meant, FINISH_REASON_OF_STOP[stop.reason], self._now_ns)
 
     # ---------------------------------------------------------------- what runs
 
@@ -236,125 +224,12 @@ class Scheduler:
         """
         self._now_ns = now_ns or self._now_ns
         self._num_in_flight -= 1
-        responses: list[Response] = []
-        owners = self._running.slots.owners
-        new_tokens = iter(output.token_ids)
-        details = output.details
-        for chunk in batch.context:
-            llm_request = owners[chunk.slot]
-            tokens = next(new_tokens) if chunk.is_last else ()
-            if llm_request.is_void:
-                self._recovery.take_back(llm_request, len(chunk.token_ids))
-                continue
-            try:
-                confirm_chunk(llm_request, chunk, len(tokens))
-                if chunk.wants_context:
-                    keep_context(llm_request, chunk, output.context[chunk.slot])
-                if chunk.is_last and not chunk.is_generation and llm_request.leads:
-                    self._start_siblings(llm_request.group)
-                self._advance(llm_request, tokens, details.get(chunk.slot), responses)
-            except Exception as error:
-                responses += self._fail_group(llm_request.group, _as_request_error(error))
-        for slot in batch.generation_slots:
-            llm_request = owners[slot]
-            tokens = next(new_tokens)
-            if llm_request.beams is not None:
-                continue
-            if llm_request.is_void:
-                self._recovery.take_back(llm_request, 1)
-                continue
-            llm_request.num_scheduled_tokens -= 1
-            llm_request.num_computed_tokens += 1
-            try:
-                self._advance(llm_request, tokens, details.get(slot) if details else None, responses)
-            except Exception as error:
-                responses += self._fail_group(llm_request.group, _as_request_error(error))
-        self._update_beams(batch, output, responses)
-        self._observed.updated(batch, output, self._now_ns)
+        responses = self._outcomes.take(batch, output, self._now_ns)
+        self._observed.updated(self._now_ns)
         self._recovery.restart()
         if self._recovery.isolation.is_active:
             self._recovery.review(self._groups)
         return responses
-
-    def _update_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
-        for group, candidates in zip(batch.beam_groups, output.beams, strict=True):
-            # A search that had ended before its context came back has left its slots by now.
-            search = self._running.slots.owners.get(group.slots[0])
-            if search is None:
-                continue
-            if search.is_void:
-                if len(group.slots) > 1:  # else it was its context, which is taken back already
-                    self._recovery.take_back(search, 1)
-                continue
-            try:
-                self._advance_beams(search, len(group.slots), candidates, responses)
-            except Exception as error:
-                responses += self._fail_group(search.group, _as_request_error(error))
-
-    def _advance(
-        self,
-        llm_request: LlmRequest,
-        new_tokens: tuple[int, ...],
-        details: TokenDetails | None,
-        responses: list[Response],
-    ) -> None:
-        if llm_request.state is RequestState.FINISHED:  # its batch was in flight when it ended
-            responses += self._drain(llm_request)
-            return
-        if new_tokens:
-            self._observe_tokens(llm_request)
-        reason = append_tokens(llm_request, new_tokens, details, self._now_ns)
-        if llm_request.num_computed_tokens >= llm_request.next_block_end:
-            self._publish(llm_request)
-        if reason is not FinishReason.NOT_FINISHED:
-            responses += self._finish(llm_request, reason)
-        elif new_tokens and llm_request.request.streaming:
-            responses.append(self._respond(llm_request))
-
-    def _observe_tokens(self, llm_request: LlmRequest) -> None:
-        self._observed.gets_tokens(llm_request)
-        if not llm_request.first_token_ns:
-            self._observed.gave_first_token(llm_request, self._now_ns)
-
-    def _publish(self, llm_request: LlmRequest) -> None:
-        """Let others find the blocks that have become full."""
-        num_tokens = min(llm_request.num_computed_tokens, len(llm_request.tokens))
-        if llm_request.rules.scope is not None:
-            self.kv_cache.publish(llm_request.key, llm_request.tokens, num_tokens)
-        size = self.kv_cache.tokens_per_block
-        llm_request.next_block_end = (num_tokens // size + 1) * size
-
-    def _advance_beams(
-        self, llm_request: LlmRequest, num_rows: int, candidates: BeamCandidates, responses: list[Response]
-    ) -> None:
-        if num_rows > 1:  # else it was its context, which is confirmed
-            llm_request.num_scheduled_tokens -= 1
-            llm_request.num_computed_tokens += 1
-        if llm_request.state is RequestState.FINISHED:
-            responses += self._drain(llm_request)
-            return
-        self._observe_tokens(llm_request)
-        reason = advance_beams(llm_request, candidates, self._now_ns)
-        if reason is not FinishReason.NOT_FINISHED:
-            responses += self._finish(llm_request, reason)
-            return
-        if llm_request.beams is not None:
-            self.kv_cache.reorder_beams(llm_request.key, llm_request.beams.parents)
-        # A search that began again after a failed iteration has said this much before.
-        if llm_request.request.streaming and llm_request.num_generated > llm_request.num_streamed_tokens:
-            responses.append(self._respond(llm_request))
-
-    def _start_siblings(self, group: RequestGroup) -> None:
-        """The prompt is computed: the request's other sequences find its full blocks and go on from there.
-
-        If the one that was to compute it ended before, another does, and the others wait for its blocks.
-        """
-        if group.has_context:
-            return
-        group.has_context = True
-        for sibling in reversed(group.sequences[1:]):
-            if sibling.state is RequestState.WAITING:
-                self._waiting.add_in_front(sibling)
 
     # ---------------------------------------------------------------- when nothing came of it
 
@@ -370,10 +245,10 @@ class Scheduler:
         for request_id in verdict.guilty:
             group = self._groups[request_id]
             self.kv_cache.distrust(*(llm_request.key for llm_request in group.sequences))
-            responses += self._fail_group(group, error)
+            responses += self._endings.fail(group, error, self._now_ns)
         for llm_request in verdict.rows:
             if llm_request.state is RequestState.FINISHED and llm_request.slots:
-                responses += self._drain(llm_request)
+                responses += self._endings.drain(llm_request, self._now_ns)
         self._recovery.retry(batch, verdict.rows)
         return responses
 
@@ -383,63 +258,8 @@ class Scheduler:
         for group in list(self._groups.values()):
             for llm_request in group.sequences:
                 llm_request.num_scheduled_tokens = 0
-            responses += self._fail_group(group, error)
+            responses += self._endings.fail(group, error, self._now_ns)
         return responses
-
-    # ---------------------------------------------------------------- how requests end
-
-    def _fail_group(self, group: RequestGroup, error: InflightError) -> list[Response]:
-        """One request's end; if it had ended already and waits for its batches only, it keeps its reason."""
-        responses: list[Response] = []
-        for llm_request in group.sequences:
-            if llm_request.state is not RequestState.FINISHED:
-                group.error = group.error or error
-                responses += self._finish(llm_request, FinishReason.NOT_FINISHED)
-            elif llm_request.slots:
-                responses += self._drain(llm_request)
-        return responses
-
-    def _finish(self, llm_request: LlmRequest, reason: FinishReason) -> list[Response]:
-        self._waiting.remove(llm_request)
-        llm_request.finish(reason)
-        if llm_request.leads:
-            heir = llm_request.group.pass_context_on()
-            if heir is not None:
-                self._waiting.add_in_front(heir)
-            else:
-                self._start_siblings(llm_request.group)
-        return self._drain(llm_request)
-
-    def _drain(self, llm_request: LlmRequest) -> list[Response]:
-        """Free an ended sequence once nothing of it is in flight, and give its last response."""
-        if llm_request.num_scheduled_tokens > 0:
-            return []
-        self._running.leave(llm_request)
-        self._waiting.leave(llm_request)
-        llm_request.slots = ()
-        group = llm_request.group
-        group.num_unfinished -= 1
-        is_final = group.num_unfinished == 0
-        responses = self._respond_last(llm_request, is_final)
-        if group.error is None:
-            self._observed.sequence_ended(llm_request)
-        if is_final:
-            del self._groups[llm_request.request_id]
-            self._observed.request_ended(group, self._now_ns)
-        return responses
-
-    def _respond_last(self, llm_request: LlmRequest, is_final: bool) -> list[Response]:
-        group = llm_request.group
-        if group.error is None:
-            try:
-                return [self._respond(llm_request, is_final)]
-            except Exception as error:  # it must not end the other requests, nor this one without a word
-                group.error = _as_request_error(error)
-        return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []
-
-    def _respond(self, llm_request: LlmRequest, is_final: bool = False) -> Response:
-        result = make_result(llm_request, self._running.block_counts)
-        return Response(llm_request.request_id, result, None, is_final)
 
     # ---------------------------------------------------------------- what there is to tell
 
@@ -482,9 +302,3 @@ class Scheduler:
         running = {sequence.key for sequence in sequences if sequence.slots}
         assert running == {sequence.key for sequence in self._running.sequences}
         self._running.check_integrity()
-
-
-def _as_request_error(error: Exception) -> InflightError:
-    if isinstance(error, RequestError):
-        return error
-    return StepFailed(f"the request could not be processed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""NativeDecoder: what `Decoder` is, with the layers compiled (source/decoder.cpp).
+"""NativeDecoder: what `Decoder` is, with the layers compiled (source/decoder.h).
 
 One call runs all layers over all rows; where ranks share the layers, a call runs half a layer, and the halves are
 added up over the ranks between. Keys and values lie in the cache's blocks in an order of their own. Loop thread.

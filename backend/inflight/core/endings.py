@@ -1,0 +1,109 @@
+"""How requests end: the last response of each sequence, and what it held given back.
+
+A sequence that has ended keeps slots and blocks until nothing of it is in flight. They are free before its last
+response is made, and when the last of its request's sequences has gone, nobody knows the request any more. Called
+by the scheduler and by `outcomes.py`, on the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from inflight.core.admission import Admission
+from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
+from inflight.core.observations import Observations
+from inflight.core.response import Response
+from inflight.core.results import make_response
+from inflight.core.running import Running
+from inflight.core.stop import FinishReason
+from inflight.errors import InflightError, RequestError, StepFailed
+
+
+class Endings:
+    """The way out.
+
+    Args:
+        groups: Requests without a final response, by request id; who has had it is taken out.
+        admission: Where those wait who have not ended.
+        running: Who has slots.
+        observed: Is told.
+    """
+
+    def __init__(
+        self,
+        groups: dict[int, RequestGroup],
+        admission: Admission,
+        running: Running,
+        observed: Observations,
+    ) -> None:
+        self._groups = groups
+        self._admission = admission
+        self._running = running
+        self._observed = observed
+
+    def finish(self, llm_request: LlmRequest, reason: FinishReason, now_ns: int) -> list[Response]:
+        """End a sequence that has not ended; if it led its siblings, they need not wait for it any more."""
+        self._admission.waiting.remove(llm_request)
+        llm_request.finish(reason)
+        if llm_request.leads:
+            heir = llm_request.group.pass_context_on()
+            if heir is not None:
+                self._admission.waiting.add_in_front(heir)
+            else:
+                self._admission.queue_siblings(llm_request.group)
+        return self.drain(llm_request, now_ns)
+
+    def finish_each(
+        self, sequences: Iterable[LlmRequest], reason: FinishReason, now_ns: int
+    ) -> list[Response]:
+        """End those of `sequences` that have not ended."""
+        responses: list[Response] = []
+        for llm_request in sequences:
+            if llm_request.state is not RequestState.FINISHED:
+                responses += self.finish(llm_request, reason, now_ns)
+        return responses
+
+    def fail(self, group: RequestGroup, error: InflightError, now_ns: int) -> list[Response]:
+        """One request's end; if it had ended already and waits for its batches only, it keeps its reason."""
+        responses: list[Response] = []
+        for llm_request in group.sequences:
+            if llm_request.state is not RequestState.FINISHED:
+                group.error = group.error or error
+                responses += self.finish(llm_request, FinishReason.NOT_FINISHED, now_ns)
+            elif llm_request.slots:
+                responses += self.drain(llm_request, now_ns)
+        return responses
+
+    def drain(self, llm_request: LlmRequest, now_ns: int) -> list[Response]:
+        """Free an ended sequence once nothing of it is in flight, and give its last response."""
+        if llm_request.num_scheduled_tokens > 0:
+            return []
+        self._running.leave(llm_request)
+        self._admission.waiting.leave(llm_request)
+        llm_request.slots = ()
+        group = llm_request.group
+        group.num_unfinished -= 1
+        is_final = group.num_unfinished == 0
+        responses = self._respond_last(llm_request, is_final)
+        if group.error is None:
+            self._observed.sequence_ended(llm_request)
+        if is_final:
+            del self._groups[llm_request.request_id]
+            self._observed.request_ended(group, now_ns)
+        return responses
+
+    def _respond_last(self, llm_request: LlmRequest, is_final: bool) -> list[Response]:
+        group = llm_request.group
+        if group.error is None:
+            try:
+                return [make_response(llm_request, self._running.block_counts, is_final)]
+            except Exception as error:  # it must not end the other requests, nor this one without a word
+                group.error = as_request_error(error)
+        return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []
+
+
+def as_request_error(error: Exception) -> InflightError:
+    """What one request is told that could not be dealt with."""
+    if isinstance(error, RequestError):
+        return error
+    return StepFailed(f"the request could not be processed: {type(error).__name__}: {error}")

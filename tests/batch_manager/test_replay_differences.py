@@ -1,0 +1,220 @@
+"""Replays: what is not the same again is named, and how the program says so."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from inflight.batch_manager.recording import End, Header, encode
+from inflight.batch_manager.replay import (
+    DIFFERENT,
+    IDENTICAL,
+    UNREADABLE,
+    differences,
+    main,
+)
+from inflight.core.batch import BeamGroup, ModelOutput, ScheduledBatch
+from inflight.core.config import SchedulerConfig
+from tests.batch_manager.recorded import (
+    END_ID,
+    LIMITS,
+    outcome,
+    raw_records,
+    record_run,
+    simple_trace,
+    write,
+)
+from tests.simulation.scenario import draw
+
+SEEDS = range(60)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace"
+    simple_trace(path)
+    assert outcome(path)[0] == IDENTICAL
+    return path
+
+
+def change(path, index: int, **fields) -> None:
+    """Change fields of one record."""
+    records = raw_records(path)
+    records[index] = msgspec.structs.replace(records[index], **fields)
+    write(path, records)
+
+
+# ---------------------------------------------------------------------- what differs
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_changed_decision_is_named(seed, tmp_path):
+    """One number somewhere in some batch: the path in the report is where it stands."""
+    rng, path = random.Random(seed), tmp_path / "trace"
+    record_run(draw(seed), path)
+    lines = path.read_bytes().splitlines()
+    numbers = [index for index, line in enumerate(lines) if b'"batch"' in line]
+    for index in rng.sample(numbers, 5):
+        record = json.loads(lines[index])
+        places = [
+            *integers("batch", record["batch"]),
+            *integers("starts", record.get("starts", [])),
+        ]
+        where, holder, key = rng.choice(places)
+        before, holder[key] = holder[key], holder[key] + 1
+        changed = [*lines[:index], json.dumps(record).encode(), *lines[index + 1 :]]
+        path.write_bytes(b"\n".join(changed) + b"\n")
+        code, report = outcome(path)
+        assert code == DIFFERENT
+        iteration = record["inputs"]["iteration"]
+        assert report.startswith(f"iteration {iteration} (line {index + 1}) differs, after ")
+        assert f"  {where}: recorded {before + 1}, replayed {before}\n" in report
+
+
+def integers(path: str, value) -> list[tuple[str, dict | list, object]]:
+    """Every whole number in a JSON value: its path, and where to change it."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    found = []
+    for key, inner in pairs:
+        at = f"{path}.{key}" if isinstance(value, dict) else f"{path}[{key}]"
+        if type(inner) is int:
+            found.append((at, value, key))
+        elif isinstance(inner, dict | list):
+            found += integers(at, inner)
+    return found
+
+
+def test_another_token_of_the_device_ends_another_sequence(trace):
+    output = raw_records(trace)[4].output
+    assert raw_records(trace)[4].iteration == 1
+    change(trace, 4, output=replace(output, token_ids=[(END_ID,), *output.token_ids[1:]]))
+    code, report = outcome(trace)
+    assert code == DIFFERENT
+    assert report == (
+        "iteration 2 (line 6) differs, after 2 identical ones:\n"
+        "  batch.released_slots: recorded (), replayed (0,)\n"
+        "  batch.generation_slots: recorded (0, 1, 2), replayed (1, 2)\n"
+    )
+
+
+def test_another_configuration_decides_otherwise(trace):
+    header = raw_records(trace)[0]
+    change(trace, 0, config=replace(header.config, max_num_tokens=17))
+    code, report = outcome(trace)
+    assert code == DIFFERENT and report.startswith("iteration 0 (line 2) differs, after 0 identical ones:\n")
+    assert "  batch.context: recorded (ContextChunk(slot=0, " in report
+
+
+def test_a_failure_is_another_outcome_than_an_answer(trace):
+    change(trace, 4, output=None, error_code="INTERNAL", error="it failed")
+    code, report = outcome(trace)
+    assert code == DIFFERENT and report.startswith("iteration 2 (line 6) differs")
+
+
+def test_a_batch_where_there_was_none(trace):
+    change(trace, 3, batch=None)
+    code, report = outcome(trace)
+    assert code == DIFFERENT
+    assert "  batch: recorded nothing, replayed a batch of 3 rows, 3 tokens\n" in report
+
+
+def test_a_crash_of_the_core_is_a_crash_again(trace):
+    """An output without tokens is none that the scheduler can take: the loop would have died of it."""
+    change(trace, 4, output=ModelOutput(1))
+    code, report = outcome(trace)
+    assert code == DIFFERENT
+    assert "line 5: the scheduler failed after iteration 1 began\nTraceback " in report
+    assert report.rstrip().endswith("StopIteration")
+
+
+def test_numbers_that_are_none_are_equal_to_themselves():
+    def batch(score: float) -> ScheduledBatch:
+        return ScheduledBatch(1, beam_groups=(BeamGroup((0,), (score,), 2),))
+
+    assert list(differences("batch", batch(float("nan")), batch(float("nan")))) == []
+    assert list(differences("batch", batch(float("nan")), batch(1.0))) == [
+        "batch.beam_groups[0].scores[0]: recorded nan, replayed 1.0"
+    ]
+
+
+def test_many_differences_are_cut(trace):
+    record = raw_records(trace)[1]
+    chunks = tuple(replace(chunk, token_ids=(9,) * 18) for chunk in record.batch.context)
+    shifted = tuple(replace(chunk, slot=9, start=9, token_ids=(8,) * 6) for chunk in record.batch.context)
+    change(trace, 1, batch=replace(record.batch, context=shifted))
+    assert outcome(trace)[1].count("\n") == 21
+    change(trace, 1, batch=replace(record.batch, context=chunks * 20))
+    (line,) = [line for line in outcome(trace)[1].splitlines() if "batch.context: " in line]
+    assert len(line) < 500 and "characters)" in line
+
+
+# ---------------------------------------------------------------------- the program
+
+
+def test_until_stops_after_an_iteration_and_its_answer(trace):
+    assert outcome(trace, until=2) == (
+        IDENTICAL,
+        "3 iterations replayed, identical\n3 requests, 0 answered to the end\n",
+    )
+    assert outcome(trace, until=1000)[1].startswith("5 iterations")
+
+
+def test_verbose_tells_of_every_iteration(trace):
+    lines = outcome(trace, verbose=True)[1].splitlines()
+    assert lines[0] == (
+        "iteration 0: request 1 (6 tokens); request 2 (6 tokens); request 3 (6 tokens); slot 0 to request 1; "
+        "slot 1 to request 2; slot 2 to request 3; 3 context chunks (18 tokens), 0 in generation"
+    )
+    assert lines[1] == "iteration 1: 0 context chunks (0 tokens), 3 in generation"
+    assert lines[5:8] == [f"  request {number} has ended: LENGTH" for number in (1, 2, 3)]
+
+
+def test_the_state_is_json_and_alone_on_stdout(trace, capsys):
+    assert main([str(trace), "--state", "--until", "2"]) == IDENTICAL
+    out, err = capsys.readouterr()
+    state = json.loads(out)
+    assert [running["request_id"] for running in state["running"]] == [1, 2, 3]
+    assert [running["generated_tokens"] for running in state["running"]] == [3, 3, 3]
+    assert err.startswith("3 iterations replayed, identical")
+
+
+def test_the_state_comes_after_a_difference_too(trace, capsys):
+    change(trace, 7, batch=ScheduledBatch(3, generation_slots=(0,)))
+    assert main([str(trace), "--state"]) == DIFFERENT
+    assert json.loads(capsys.readouterr().out)["iteration"] == 3
+
+
+def test_the_program_prints_its_report(trace, capsys):
+    assert main([str(trace)]) == IDENTICAL
+    assert capsys.readouterr().out.startswith("5 iterations replayed, identical\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(b""), "no complete first line"),
+        (lambda path: change(path, 0, version=99), "version 99"),
+        (lambda path: change(path, 0, config=SchedulerConfig(max_num_tokens=1)), "max_num_tokens is 1"),
+        (lambda path: change(path, 2, iteration=5), "line 3: an answer to iteration 5"),
+        (lambda path: write(path, [*raw_records(path), End(4, 1)]), "line 12: an answer to iteration 4"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_on_stderr(trace, spoil, said, capsys):
+    spoil(trace)
+    assert main([str(trace)]) == UNREADABLE
+    err = capsys.readouterr().err
+    assert said in err and str(trace) in err and "Traceback" not in err
+
+
+def test_a_header_alone_is_a_trace(tmp_path):
+    path = tmp_path / "trace"
+    path.write_bytes(encode(Header(SchedulerConfig(), LIMITS)))
+    assert outcome(path) == (
+        IDENTICAL,
+        "0 iterations replayed, identical\n0 requests, 0 answered to the end\n",
+    )

@@ -1,0 +1,178 @@
+"""Faults to plant: in whose turn it is, in which micro-batch, and in what runs ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import inflight.core.scheduler as scheduler_module
+from inflight.core.admission import Admission
+from inflight.core.capacity_scheduler import GuaranteedNoEvict, MaxUtilization
+from inflight.core.deadlines import Deadlines
+from inflight.core.llm_request import LlmRequest, RequestGroup
+from inflight.core.micro_batch_scheduler import MicroBatchScheduler
+from inflight.core.scheduler import Scheduler
+from inflight.core.waiting_queue import WaitingQueue
+from tests.simulation.faults_of_batches import change_batches
+
+Patch = pytest.MonkeyPatch
+
+
+# ---------------------------------------------------------------------- whose turn it is
+
+
+def lower_priority_first(patch: Patch) -> None:
+    first = WaitingQueue.first
+
+    def first_of_the_last(queue: WaitingQueue) -> LlmRequest | None:
+        queue._priorities.reverse()
+        try:
+            return first(queue)
+        finally:
+            queue._priorities.reverse()
+
+    patch.setattr(WaitingQueue, "first", first_of_the_last)
+
+
+def last_come_first_served(patch: Patch) -> None:
+    add = WaitingQueue.add
+
+    def add_before_the_others(queue: WaitingQueue, llm_request: LlmRequest) -> None:
+        add(queue, llm_request)
+        request = llm_request.request
+        level = queue._levels[request.priority]
+        level.clients[request.client_id].move_to_end(llm_request.key, last=False)
+        queue._push_turn(level, request.client_id)
+
+    patch.setattr(WaitingQueue, "add", add_before_the_others)
+
+
+def clients_take_no_turns(patch: Patch) -> None:
+    patch.setattr(WaitingQueue, "_serve", lambda *_: None)
+
+
+def unused_share_kept(patch: Patch) -> None:
+    serve = WaitingQueue._serve
+    patch.setattr(WaitingQueue, "_serve", lambda queue, client, tokens: serve(queue, client, max(0, tokens)))
+
+
+def full_queue_ignored(patch: Patch) -> None:
+    patch.setattr(Admission, "check_queue", lambda *_: None)
+
+
+def deadline_ignored(patch: Patch) -> None:
+    patch.setattr(Deadlines, "pop_expired", lambda *_: [])
+
+
+def deadline_too_early(patch: Patch) -> None:
+    pop_expired = Deadlines.pop_expired
+
+    def pop_before(deadlines: Deadlines, now_ns: int) -> list[RequestGroup]:
+        return pop_expired(deadlines, now_ns + 20_000_000)
+
+    patch.setattr(Deadlines, "pop_expired", pop_before)
+
+
+def static_batch_joined(patch: Patch) -> None:
+    make = scheduler_module.make_capacity_scheduler
+
+    def make_one_that_admits_always(policy):
+        capacity = make(policy)
+        return GuaranteedNoEvict() if capacity.fills_batches_once else capacity
+
+    patch.setattr(scheduler_module, "make_capacity_scheduler", make_one_that_admits_always)
+
+
+def chunking_policy_ignored(patch: Patch) -> None:
+    init = MicroBatchScheduler.__init__
+
+    def init_for_first_come_first_served(micro_batch: MicroBatchScheduler, *args) -> None:
+        init(micro_batch, *args[:3])
+
+    patch.setattr(MicroBatchScheduler, "__init__", init_for_first_come_first_served)
+
+
+def first_started_paused(patch: Patch) -> None:
+    plan_growth = MaxUtilization.plan_growth
+
+    def plan_from_the_other_end(capacity: MaxUtilization, running, kv_cache):
+        return plan_growth(capacity, list(reversed(running)), kv_cache)
+
+    patch.setattr(MaxUtilization, "plan_growth", plan_from_the_other_end)
+
+
+# ---------------------------------------------------------------------- which micro-batch
+
+
+def token_not_waited_for(patch: Patch) -> None:
+    """Sequences in generation are taken for ready while their last token is on its way."""
+    select = MicroBatchScheduler.select
+
+    def select_too_early(micro_batch: MicroBatchScheduler, running, num_in_flight: int):
+        generating = [r for r in running if not r.in_context and not r.needs_host]
+        in_flight = [(r, r.num_scheduled_tokens) for r in generating]
+        for llm_request, count in in_flight:
+            llm_request.num_computed_tokens += count
+            llm_request.num_scheduled_tokens = 0
+        selected = select(micro_batch, running, num_in_flight)
+        for llm_request, count in in_flight:
+            llm_request.num_computed_tokens -= count
+            llm_request.num_scheduled_tokens = count
+        return selected
+
+    patch.setattr(MicroBatchScheduler, "select", select_too_early)
+
+
+def all_in_one_micro_batch(patch: Patch) -> None:
+    def take_all(micro_batch: MicroBatchScheduler, ready, *_) -> list[LlmRequest]:
+        return sorted(ready, key=lambda r: r.last_turn)
+
+    patch.setattr(MicroBatchScheduler, "_share", take_all)
+
+
+def nothing_left_for_free_stages(patch: Patch) -> None:
+    share = MicroBatchScheduler._share
+
+    def share_as_if_the_last(micro_batch: MicroBatchScheduler, ready, num_waiting: int, num_in_flight: int):
+        return share(micro_batch, ready, num_waiting, micro_batch._num_micro_batches)
+
+    patch.setattr(MicroBatchScheduler, "_share", share_as_if_the_last)
+
+
+def beams_counted_apart(patch: Patch) -> None:
+    share = MicroBatchScheduler._share
+
+    def share_rows(micro_batch: MicroBatchScheduler, ready, *counts: int) -> list[LlmRequest]:
+        rows = [r for r in ready for _ in range(r.num_slots)]
+        return list(dict.fromkeys(share(micro_batch, rows, *counts)))
+
+    patch.setattr(MicroBatchScheduler, "_share", share_rows)
+
+
+def oldest_always_first(patch: Patch) -> None:
+    patch.setattr(MicroBatchScheduler, "_note_turn", lambda *_: None)
+
+
+def micro_batches_without_numbers(patch: Patch) -> None:
+    change_batches(patch, lambda batch: dataclasses.replace(batch, micro_batch_id=0))
+
+
+# ---------------------------------------------------------------------- what runs ahead
+
+
+def feeding_whoever_it_is(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_feeds_itself", lambda scheduler, _: scheduler._runs_ahead)
+
+
+def feeding_itself_untold(patch: Patch) -> None:
+    change_batches(patch, lambda batch: dataclasses.replace(batch, feeds_itself=False))
+
+
+def not_waited_for_before_a_pause(patch: Patch) -> None:
+    plan_growth = MaxUtilization.plan_growth
+
+    def plan_as_if_there_were_enough(capacity: MaxUtilization, running, kv_cache):
+        return dataclasses.replace(plan_growth(capacity, running, kv_cache), is_short=False)
+
+    patch.setattr(MaxUtilization, "plan_growth", plan_as_if_there_were_enough)
