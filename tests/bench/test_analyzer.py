@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 
-from inflight.bench.analyzer import read_profile, write_input
+from inflight.bench.analyzer import analyze, read_profile, write_input
 from inflight.bench.measuring.workload import BenchRequest
+from inflight.server import perf_analyzer
 from inflight.server.errors import ServeError
 
 FIRST, SECOND = BenchRequest((5, 6, 7), 3), BenchRequest((8, 9), 2)
@@ -72,3 +76,23 @@ def test_requests_that_did_not_go_exactly_once_are_noticed(records):
 def test_tokens_that_are_missing_are_noticed():
     with pytest.raises(ServeError, match="a request for 3 tokens was given 2"):
         read_profile(profile(record(FIRST, 0, [(1, 2)])), [FIRST])
+
+
+@pytest.mark.parametrize(("num_cut", "is_answered"), [(0, True), (2, True), (3, False)])
+def test_requests_are_sent_again_where_the_export_is_cut(
+    num_cut: int, is_answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = profile(record(FIRST, 0, [(1, 3)]))
+    exports = iter(["", whole[:-9], whole[:20]][:num_cut] + [whole])
+
+    def run(arguments: list[str], timeout: float) -> CompletedProcess[str]:
+        Path(arguments[arguments.index("--profile-export-file") + 1]).write_text(next(exports))
+        return CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr(perf_analyzer, "run", run)
+    server = SimpleNamespace(grpc="127.0.0.1:1")
+    if is_answered:
+        assert [answer.times_ns for answer in analyze(server, [FIRST], 1)] == [(1,)]
+    else:
+        with pytest.raises(ServeError, match="is no JSON"):
+            analyze(server, [FIRST], 1)

@@ -6,6 +6,7 @@ own, so that what a client costs is no part of this process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import tempfile
@@ -26,6 +27,11 @@ TIMEOUT_S = 3600.0
 _MODEL = "tensorrt_llm"
 _ENGINE_STUB = b"/tensorrt_llm/1/model.py"
 _ERROR_LINES = 4  # its usage follows
+_ATTEMPTS = 3
+
+
+class CutShort(ServeError):
+    """perf_analyzer has not written all that it was to export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,17 @@ class Answer:
 
 
 def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency: int) -> list[Answer]:
-    """Send every request once, so many at a time. Raises ServeError with what went wrong."""
+    """Send every request once, so many at a time. Raises ServeError with what went wrong.
+
+    perf_analyzer ends now and then, with status 0, before all that it exports is written; then all are sent again.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(CutShort):
+            return _analyze(server, requests, concurrency)
+    return _analyze(server, requests, concurrency)
+
+
+def _analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency: int) -> list[Answer]:
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         data, profile = Path(folder) / "requests.json", Path(folder) / "profile.json"
         write_input(data, requests)
@@ -90,7 +106,7 @@ def read_profile(text: str, requests: Sequence[BenchRequest]) -> list[Answer]:
     try:
         experiments = json.loads(text, strict=False)["experiments"]
     except json.JSONDecodeError as error:
-        raise ServeError(f"what perf_analyzer exported is no JSON: {error}") from error
+        raise CutShort(f"what perf_analyzer exported is no JSON: {error}") from error
     records = [record for experiment in experiments for record in experiment["requests"]]
     sent = Counter(map(_request_of, records))
     if sent != Counter(requests):

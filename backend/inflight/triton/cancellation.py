@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from inflight.triton.background import give_way
 from inflight.triton.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)
-_SHARE = 0.2
+_SHARE = 0.05
 _LARGEST_SHARE = 0.5
 _LONGEST_ROUND_S = 0.2
 # Sleeping is only worth it, and only accurate enough, for about a millisecond.
@@ -46,6 +47,7 @@ class CancellationWatch:
 
     def run(self) -> None:
         """Rounds until the registry is closed."""
+        give_way()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)
 

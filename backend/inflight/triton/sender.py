@@ -1,8 +1,9 @@
 """The thread that answers: takes responses as the engine makes them and hands them to Triton.
 
 Owns the sending of everything but refusals. A send through the Python stub costs more than the engine may wait
-for, so the engine only puts responses into a mailbox; streams that have fallen behind get what waits for them
-in one response, the longest-waiting first. Text is made here too. Does not know where responses come from.
+for, so the engine only puts responses into a mailbox; streams that have fallen behind, as they do where the model
+computes on all processors, get what waits for them in one response, the longest-waiting first. Text is made here
+too. Does not know where responses come from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from inflight.core.response import Response
 from inflight.endpoint.mailbox import Mailbox
 from inflight.errors import Cancelled, InflightError, StepFailed, Unavailable
+from inflight.triton.background import give_way
 from inflight.triton.in_flight import Arrival, Ending, InFlight
 from inflight.triton.pacing import Pacing
 from inflight.triton.response_size import ResponseBudget
@@ -64,6 +66,7 @@ class Sender:
         self._thread.join()
 
     def _run(self) -> None:
+        give_way()
         # One at a time: what is not taken yet goes on joining.
         while waiting := self._mailbox.get(limit=1):
             for response in waiting:

@@ -1,0 +1,84 @@
+"""Threads that let the model have the processors first."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from inflight.core.stop import FinishReason
+from inflight.testing.fake_pb_utils import FakePbUtils, ResponseSender
+from inflight.triton.background import NICENESS, give_way
+from inflight.triton.cancellation import CancellationWatcher
+from inflight.triton.in_flight import InFlight
+from inflight.triton.response_size import ResponseBudget
+from inflight.triton.responses import ResponseBuilder
+from inflight.triton.sender import Sender
+from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def in_thread(work: Callable[[], int]) -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def nicer_by(more: int) -> Callable[[], int]:
+    def work() -> int:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness() + more)
+        give_way()
+        return niceness()
+
+    return work
+
+
+def test_a_thread_gives_way_and_no_other_does() -> None:
+    before = niceness()
+    assert in_thread(nicer_by(0)) == max(before, NICENESS)
+    assert niceness() == before
+
+
+def test_what_is_nicer_already_stays_so() -> None:
+    wanted = min(19, NICENESS + 5)
+    assert in_thread(nicer_by(wanted - niceness())) == wanted
+
+
+class Stream(ResponseSender):
+    """Remembers how nice who sends and who asks is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_sender: list[int] = []
+        self.of_watcher: list[int] = []
+        self.asked = threading.Event()
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        self.of_sender.append(niceness())
+        super().send(*args, **kwargs)
+
+    def is_cancelled(self) -> bool:
+        self.of_watcher.append(niceness())
+        self.asked.set()
+        return super().is_cancelled()
+
+
+def test_sending_and_asking_give_way() -> None:
+    stream, in_flight = Stream(), InFlight(FakeEngineClient())
+    sender = Sender(in_flight, ResponseBuilder(FakePbUtils()), ResponseBudget(), print)
+    watcher = CancellationWatcher(in_flight, period_s=0.001)
+    entry = make_entry(sender=stream)
+    in_flight.start(entry, [make_request()], sender.put)
+    assert stream.asked.wait(30)
+    sender.put(make_response(entry.engine_ids[0], [8], FinishReason.LENGTH))
+    assert len(stream.wait_final()) == 1
+    in_flight.close()
+    watcher.close()
+    sender.close()
+    assert min(stream.of_sender + stream.of_watcher) >= NICENESS
