@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import struct
 import threading
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from inflight.core.request import Request
@@ -24,26 +18,6 @@ from inflight.endpoint.client import SocketEngineClient, drain_engine
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument, StepFailed, Unavailable
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Batcher, Inbox, make_request, make_result
-
-
-@contextlib.contextmanager
-def raw_connection(path: str) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as connected:
-        connected.settimeout(PATIENCE_S)
-        connected.connect(path)
-        yield connected
-
-
-def framed(content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + content
-
-
-def read_all(connected: socket.socket) -> bytes:
-    with contextlib.suppress(ConnectionResetError):
-        while connected.recv(1 << 16):
-            pass
-    return b""
-
 
 # -------------------------------------------------------------------- what crosses
 
@@ -305,154 +279,6 @@ def test_many_threads_and_a_restart_leave_nobody_without_an_answer(path) -> None
     assert len(inboxes) + len(refused) == 1200
     for inbox in inboxes:
         inbox.final()
-
-
-# -------------------------------------------------------------------- ill-behaved peers
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff\xff\xff\xff",
-        framed(b"\xc1"),
-        framed(msgspec.msgpack.encode({"type": "Nothing"})),
-        framed(msgspec.msgpack.encode(["nothing"])),
-    ],
-)
-def test_noise_ends_its_own_connection_only(front_end, batcher, path, noise: bytes) -> None:
-    inbox = Inbox()
-    front_end.submit(make_request(), inbox)
-    with raw_connection(path) as noisy:
-        noisy.sendall(noise)
-        read_all(noisy)
-    batcher.answer(batcher.take(), 5)
-    assert inbox.final().error is None
-
-
-@contextlib.contextmanager
-def impostor(path: str, *sends: bytes) -> Iterator[None]:
-    """Takes one connection like an engine, sends what it is told to, and reads nothing."""
-    done = threading.Event()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-
-        def serve() -> None:
-            connected, _ = listener.accept()
-            listener.close()
-            with connected:
-                connected.sendall(b"".join(sends))
-                done.wait(PATIENCE_S)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield
-        done.set()
-        thread.join(PATIENCE_S)
-
-
-def hello(path: str) -> bytes:
-    """What an engine says first."""
-    aside = path + "2"
-    server = EndpointServer(Batcher().client, aside)
-    with raw_connection(aside) as connected:
-        header = connected.recv(4, socket.MSG_WAITALL)
-        content = connected.recv(int.from_bytes(header, "big"), socket.MSG_WAITALL)
-    server.close()
-    return header + content
-
-
-def test_something_else_at_the_path_is_no_engine(path) -> None:
-    client = SocketEngineClient(path)
-    with impostor(path, framed(b"\x05")), pytest.raises(Unavailable):
-        client.describe()
-    client.close()
-
-
-def test_an_engine_that_talks_nonsense_is_left(path) -> None:
-    greeting, client, inbox = hello(path), SocketEngineClient(path), Inbox()
-    with impostor(path, greeting, framed(b"\x05")), contextlib.suppress(Unavailable):
-        client.submit(make_request(), inbox)
-        assert isinstance(inbox.final().error, Unavailable)
-    client.close()
-
-
-def test_submit_does_not_wait_for_an_engine_that_hangs(path, monkeypatch) -> None:
-    monkeypatch.setattr("inflight.endpoint.client._SEND_TIMEOUT_S", 1)
-    greeting, client, inbox = hello(path), SocketEngineClient(path), Inbox()
-    with impostor(path, greeting):
-        client.submit(make_request(tuple(range(300_000))), inbox)
-        assert isinstance(inbox.final().error, Unavailable)
-    client.close()
-
-
-# -------------------------------------------------------------------- load
-
-
-def test_a_front_end_that_does_not_read_delays_nobody(front_end, batcher, path) -> None:
-    deaf_inbox, inbox = Inbox(), Inbox()
-    gate = threading.Event()
-
-    def deaf(response: Response) -> None:
-        assert gate.wait(PATIENCE_S)
-        deaf_inbox(response)
-
-    other = SocketEngineClient(path)
-    other.submit(make_request(), deaf)
-    deaf_request = batcher.take()
-    front_end.submit(make_request(), inbox)
-    request = batcher.take()
-    for token in range(20_000):
-        batcher.answer(deaf_request, token, final=False)
-    batcher.answer(request, 5)
-    assert inbox.final().error is None
-    batcher.answer(deaf_request, 20_000)
-    gate.set()
-    deaf_inbox.final()
-    assert deaf_inbox.tokens == list(range(20_001))
-    assert len(deaf_inbox.responses) < 20_000
-    other.close()
-
-
-def test_idle_costs_no_cpu(front_end, batcher) -> None:
-    front_end.submit(make_request(), Inbox())
-    batcher.take()
-    threads = [t for t in threading.enumerate() if t is not threading.main_thread() and t.native_id]
-    assert len(threads) >= 4  # accept, read, write; the front end's reader
-
-    def switches() -> int:
-        texts = [Path(f"/proc/self/task/{thread.native_id}/status").read_text() for thread in threads]
-        return sum(int(line.split()[1]) for t in texts for line in t.splitlines() if "voluntary" in line)
-
-    settled = threading.Event()
-    before = -1
-    while before != (before := switches()):
-        settled.wait(0.05)
-    settled.wait(0.3)
-    assert switches() == before
-
-
-def test_throughput(front_end, batcher, capsys) -> None:
-    inboxes = [Inbox() for _ in range(64)]
-    for inbox in inboxes:
-        front_end.submit(make_request(), inbox)
-    requests = [batcher.take() for _ in inboxes]
-    begin = time.perf_counter()
-    for token in range(160):
-        for request in requests:
-            batcher.answer(request, token, final=token == 159)
-    sent = time.perf_counter()
-    for inbox in inboxes:
-        inbox.final()
-    end = time.perf_counter()
-    received = sum(len(inbox.responses) for inbox in inboxes)
-    assert all(inbox.tokens == list(range(160)) for inbox in inboxes)
-    with capsys.disabled():
-        print(
-            f"\n10,240 responses of 64 streams: {10240 / (sent - begin):,.0f}/s taken from the loop, "
-            f"{10240 / (end - begin):,.0f}/s delivered (in {received} frames)"
-        )
 
 
 # -------------------------------------------------------------------- the server ends

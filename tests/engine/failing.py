@@ -14,7 +14,7 @@ from inflight.core.batch import ScheduledBatch
 from inflight.core.config import SchedulerConfig
 from inflight.core.ports import Engine
 from inflight.core.request import IterationInput, Request
-from inflight.core.response import Result, merge_responses
+from inflight.core.response import Response, Result, merge_responses
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
 from inflight.errors import StepFailed
@@ -117,58 +117,89 @@ def serve_through_faults(
         period: In iterations.
         guilty_id: The one request that ends with an error, by its own fault.
     """
-    scheduler = Scheduler(config, engine.limits)
-    responses: dict[tuple[int, int], list] = {}
+    server = _FaultyServer(engine, config, saboteur)
+    responses: dict[tuple[int, int], list[Response]] = {}
     errors: list[Exception] = []
-    wants_fault = False
-    of_slot: dict[int, int] = {}
-    in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
-    armed_for: ScheduledBatch | None = None
-    limits = engine.limits
     for iteration in itertools.count():
-        arriving = tuple(requests[2 * iteration : 2 * iteration + 2])
-        new = scheduler.accept(IterationInput(iteration, 0, arriving))
-        batch = scheduler.schedule()
-        if batch is None and not in_flight:
+        if iteration % period == 0:
+            server.wants_fault = True
+        new = server.step(iteration, tuple(requests[2 * iteration : 2 * iteration + 2]))
+        if new is None:
             break
-        if batch is not None:
-            wants_fault = wants_fault or iteration % period == 0
-            for slot in batch.released_slots:
-                of_slot.pop(slot, None)
-            of_slot.update({start.slot: start.request.request_id for start in batch.starts})
-            rows = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
-            num_requests = len({of_slot[slot] for slot in rows if slot in of_slot})
-            if saboteur and wants_fault and not saboteur.is_armed and num_requests > 1:
-                saboteur.arm(batch if limits.num_micro_batches > 1 or limits.runs_ahead else None)
-                armed_for = batch
-            try:
-                logits = engine.forward(batch)
-            except Fault as fault:
-                logits = fault
-            except ValueError as refusal:  # it carries on where one in flight has failed
-                assert any(isinstance(ahead, Exception) for _, ahead in in_flight), refusal
-                logits = refusal
-            in_flight.append((batch, logits))
-        for _ in range(limits.num_due(len(in_flight), batch)):
-            oldest, logits = in_flight.popleft()
-            try:
-                if isinstance(logits, Exception):
-                    raise logits
-                output = engine.decode(oldest, logits)
-            except (Fault, ValueError, FloatingPointError, StepFailed) as fault:
-                wants_fault = False
-                new += scheduler.fail(oldest, StepFailed(str(fault)))
-            else:
-                new += scheduler.update(oldest, output)
-            if saboteur and oldest is armed_for:
-                saboteur.disarm()
-        scheduler.check_integrity()
         for response in new:
             if response.error is not None:
                 assert response.request_id == guilty_id, response.error
                 errors.append(response.error)
                 continue
             responses.setdefault((response.request_id, response.sequence_index), []).append(response)
-    assert scheduler.num_active == 0
+    assert server.scheduler.num_active == 0
     assert len(errors) == (guilty_id is not None)
     return {key: merge_responses(found).result for key, found in responses.items()}
+
+
+class _FaultyServer:
+    """A loop around an engine that fails now and then.
+
+    Attributes:
+        wants_fault: Whether the saboteur is to be armed for the next batch of several requests.
+    """
+
+    def __init__(self, engine: Engine, config: SchedulerConfig, saboteur: Saboteur | None) -> None:
+        self.scheduler = Scheduler(config, engine.limits)
+        self.wants_fault = False
+        self._engine = engine
+        self._saboteur = saboteur
+        self._armed_for: ScheduledBatch | None = None
+        self._of_slot: dict[int, int] = {}
+        self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
+
+    def step(self, iteration: int, arriving: tuple[Request, ...]) -> list[Response] | None:
+        """One iteration's responses; None when there is nothing left to do."""
+        new = self.scheduler.accept(IterationInput(iteration, 0, arriving))
+        batch = self.scheduler.schedule()
+        if batch is None and not self._in_flight:
+            return None
+        if batch is not None:
+            self._arm(batch)
+            self._in_flight.append((batch, self._launch(batch)))
+        for _ in range(self._engine.limits.num_due(len(self._in_flight), batch)):
+            new += self._finish(*self._in_flight.popleft())
+        self.scheduler.check_integrity()
+        return new
+
+    def _arm(self, batch: ScheduledBatch) -> None:
+        """Let the saboteur be ready for this batch, if it is to be and the batch is of several requests."""
+        for slot in batch.released_slots:
+            self._of_slot.pop(slot, None)
+        self._of_slot.update({start.slot: start.request.request_id for start in batch.starts})
+        rows = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
+        num_requests = len({self._of_slot[slot] for slot in rows if slot in self._of_slot})
+        if self._saboteur and self.wants_fault and not self._saboteur.is_armed and num_requests > 1:
+            limits = self._engine.limits
+            has_several = limits.num_micro_batches > 1 or limits.runs_ahead
+            self._saboteur.arm(batch if has_several else None)
+            self._armed_for = batch
+
+    def _launch(self, batch: ScheduledBatch) -> Any:
+        """Logits, or what the forward pass raised."""
+        try:
+            return self._engine.forward(batch)
+        except Fault as fault:
+            return fault
+        except ValueError as refusal:  # it carries on where one in flight has failed
+            assert any(isinstance(ahead, Exception) for _, ahead in self._in_flight), refusal
+            return refusal
+
+    def _finish(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
+        try:
+            if isinstance(logits, Exception):
+                raise logits
+            output = self._engine.decode(batch, logits)
+        except (Fault, ValueError, FloatingPointError, StepFailed) as fault:
+            self.wants_fault = False
+            new = self.scheduler.fail(batch, StepFailed(str(fault)))
+        else:
+            new = self.scheduler.update(batch, output)
+        if self._saboteur and batch is self._armed_for:
+            self._saboteur.disarm()
+        return new

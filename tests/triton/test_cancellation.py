@@ -87,13 +87,21 @@ def test_everyone_hears_in_time_under_load_too() -> None:
 
 @pytest.mark.parametrize(
     ("num_requests", "cost", "share"),
-    [(16, 0.0005, 0.05), (64, 0.004, 0.5)],
+    [(16, 0.0004, 0.05), (64, 0.004, 0.5)],
     ids=["a small one", "half where a round would take too long"],
 )
 def test_asking_takes_a_bounded_share_of_the_time(num_requests: int, cost: float, share: float) -> None:
     scene = Scene(num_requests, cost)
     scene.round()
     assert num_requests * cost / scene.clock.now <= share + 1e-9
+
+
+def test_questions_come_in_bursts() -> None:
+    scene = Scene(num_requests=64, cost=0.0001)
+    scene.round()
+    times = [asked for sender in scene.senders for asked in sender.asked_at]
+    pauses = [later - earlier > 0.01 for earlier, later in itertools.pairwise(times)]
+    assert [at for at, is_pause in enumerate(pauses, start=1) if is_pause] == [32]
 
 
 def test_who_is_gone_is_cancelled_once() -> None:

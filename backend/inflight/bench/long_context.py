@@ -28,7 +28,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="of torch's operators")
+    parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
 
 
 @contextmanager

@@ -14,7 +14,8 @@ class CapacitySchedulerPolicy(Enum):
     """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
 
     GUARANTEED_NO_EVICT admits a request only when its KV blocks are certain to suffice to the end.
-    MAX_UTILIZATION admits it when its context fits, and pauses the last-started one when blocks run out.
+    MAX_UTILIZATION admits it when its context fits; when blocks run out it pauses the last started
+    of those of the lowest priority.
     STATIC_BATCH is V1 batching: requests are admitted only when none runs, and all of that batch end before the
     next.
     """

@@ -6,7 +6,7 @@
     FINISH     FINISHED   FINISHED   FINISHED   -
 
 A dash is an illegal transition: it raises and changes nothing. There is no context or generation state: the
-phase follows from how many of the known tokens are computed. Written by the scheduler alone.
+phase follows from how many of the known tokens are computed. Written by the scheduler and its parts alone.
 
 A request is one LlmRequest, or one for each of num_return_sequences; a beam search is one, in several slots. What
 belongs to the request as a whole is in its RequestGroup.
@@ -136,7 +136,8 @@ class LlmRequest:
         prompt_length, max_length: Tokens at the start, and at the length limit.
         streams_tokens_only: Whether its responses are deltas of nothing but tokens.
         tokens: Prompt and generated tokens; of a beam search the generated ones are of no one beam.
-        slots: The device's indices for it while RUNNING, else (); beams have one each.
+        slots: The device's indices for it while RUNNING, and after its end until its batches are back, else ();
+            beams have one each.
         context_length: How many of `tokens` this run has to compute as context: the prompt, and after a pause
             what had been generated as well.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.

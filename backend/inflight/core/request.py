@@ -288,7 +288,7 @@ class IterationInput:
     """Everything that enters one iteration and is not a function of earlier state.
 
     Rank 0 makes it inside GetInferenceRequests. It is what a broadcast carries to other ranks and what a
-    recording would keep; `now_ns` is the only clock the core sees.
+    recording keeps; `now_ns` is the only clock the core sees.
 
     Attributes:
         iteration: Count of iterations, from 0.

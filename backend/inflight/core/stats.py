@@ -70,7 +70,8 @@ class IterationStats:
         num_context_requests: Of those, in the context phase.
         num_generation_requests: Of those, in the generation phase.
         num_context_tokens: Tokens over the context chunks.
-        num_generated_tokens: Tokens that were chosen in this iteration, end ids included.
+        num_generated_tokens: Tokens that came back in this iteration for sequences that had not ended, end ids
+            included.
         num_advanced_sequences: Sequences that they were added to; the beams of a search are one.
         num_draft_tokens: Draft tokens in this iteration's batch.
         num_accepted_draft_tokens: Of those, accepted.

@@ -121,11 +121,6 @@ class CompletionText:
         # Made with the first result: on the sender thread, and not for a request that never has one.
         self._row: _RowText | None = None
 
-    @property
-    def can_stop(self) -> bool:
-        """Whether there are stop strings."""
-        return bool(self._stop_strings)
-
     def add(self, result: Result) -> tuple[TextDelta, ...]:
         """What `result` adds, one for each of its beams (one, if there are none).
 

@@ -87,7 +87,6 @@ class Parameters:
 
 _MODELS = frozenset({Role.ENGINE, Role.FRONT_END})
 _FRONT_END = frozenset({Role.FRONT_END})
-_TEXT = frozenset({Role.PREPROCESSING, Role.POSTPROCESSING})
 # Static batching is a type of model, not a policy.
 _POLICIES = member(CapacitySchedulerPolicy, CapacitySchedulerPolicy.STATIC_BATCH)
 _NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT

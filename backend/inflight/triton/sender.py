@@ -1,9 +1,9 @@
 """The thread that answers: takes responses as the engine makes them and hands them to Triton.
 
-Owns the sending of everything but refusals. A send through the Python stub costs more than the engine may wait
-for, so the engine only puts responses into a mailbox; streams that have fallen behind, as they do where the model
-computes on all processors, get what waits for them in one response, the longest-waiting first. Text is made here
-too. Does not know where responses come from.
+Owns the sending of everything but refusals and the answers to `state` and `stop`. A send through the Python stub
+costs more than the engine may wait for, so the engine only puts responses into a mailbox; streams that have fallen
+behind, as they do where the model computes on all processors, get what waits for them in one response, the
+longest-waiting first. Text is made here too. Does not know where responses come from.
 """
 
 from __future__ import annotations

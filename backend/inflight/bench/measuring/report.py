@@ -95,7 +95,7 @@ class Figures:
         ttft_ms: Time to first token.
         itl_ms: Gaps between the responses of a request.
         gflop_per_s: Of all linear layers and the output projection, attention left out.
-        prefill_gflop_per_s: The prompt's, over the median time to first token; only of requests one by one.
+        prefill_gflop_per_s: All prompts', over the sum of their times to first token; only of requests one by one.
         decode_gflop_per_s: One token's, over the median gap; only of requests one by one. With 16-bit weights
             also the GB/s at which they are read.
         memory_gb_per_s: What memory gave.

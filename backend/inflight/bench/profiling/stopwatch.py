@@ -60,16 +60,6 @@ class Iteration:
     num_generation: int
     stages_ns: tuple[int, ...]
 
-    @property
-    def total_ns(self) -> int:
-        """All of it."""
-        return sum(self.stages_ns)
-
-    @property
-    def outside_ns(self) -> int:
-        """What is not the forward pass."""
-        return sum(self.stages_ns[stage] for stage in Stage if stage is not Stage.FORWARD)
-
 
 class Stopwatch:
     """Wraps functions while it is entered.

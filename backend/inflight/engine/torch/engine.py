@@ -1,8 +1,9 @@
 """TorchEngine: `inflight.core.ports.Engine` on torch.
 
 Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls
-it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted, generation batches
-are recorded once and replayed (`generation_graphs.py`), and the next batch is forwarded while one is computed.
+it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted (or a top-p comes
+with a top-k that keeps the whole vocabulary), generation batches are recorded once and replayed
+(`generation_graphs.py`), and the next batch is forwarded while one is computed.
 
 It may be one rank's part of a model. Then `inflight.distributed.rank_engine` takes its place before the loop, and
 what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.

@@ -2,7 +2,7 @@
 
 Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. Compiled layers have an order
 of their own inside a block (native/source/attention.h) and use neither `write` nor `gather`. Which sequence holds
-which block is not known here. One block more than the scheduler knows of, the null block, is always zero: it fills
+which block is not known here. One block more than the scheduler knows of, the null block, is zero: it fills
 block tables up where a batch's sequences differ in length. With CUDA graphs, whose attention never reads past a
 sequence's end, the rows that fill a batch up write there instead.
 """

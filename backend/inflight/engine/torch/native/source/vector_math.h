@@ -1,4 +1,4 @@
-// exp, tanh and the activations of decoders, sixteen float32 at a time.
+// exp, sigmoid, erf and the activations of decoders, sixteen float32 at a time.
 #pragma once
 
 #include <immintrin.h>
