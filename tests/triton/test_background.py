@@ -10,6 +10,7 @@ from typing import Any
 from inflight.core.stop import FinishReason
 from inflight.testing.fake_pb_utils import FakePbUtils, ResponseSender
 from inflight.triton.background import NICENESS, give_way
+from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.in_flight import InFlight
 from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
@@ -50,24 +51,34 @@ def test_what_is_nicer_already_stays_so() -> None:
 
 
 class Stream(ResponseSender):
-    """Remembers how nice who sends is."""
+    """Remembers how nice who sends and who asks is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of_sender: list[int] = []
+        self.of_watcher: list[int] = []
+        self.asked = threading.Event()
 
     def send(self, *args: Any, **kwargs: Any) -> None:
         self.of_sender.append(niceness())
         super().send(*args, **kwargs)
 
+    def is_cancelled(self) -> bool:
+        self.of_watcher.append(niceness())
+        self.asked.set()
+        return super().is_cancelled()
 
-def test_sending_gives_way() -> None:
+
+def test_sending_and_asking_give_way() -> None:
     stream, in_flight = Stream(), InFlight(FakeEngineClient())
     sender = Sender(in_flight, ResponseBuilder(FakePbUtils()), ResponseBudget(), print)
+    watcher = CancellationWatcher(in_flight, period_s=0.001)
     entry = make_entry(sender=stream)
     in_flight.start(entry, [make_request()], sender.put)
+    assert stream.asked.wait(30)
     sender.put(make_response(entry.engine_ids[0], [8], FinishReason.LENGTH))
     assert len(stream.wait_final()) == 1
     in_flight.close()
+    watcher.close()
     sender.close()
-    assert min(stream.of_sender) >= NICENESS
+    assert min(stream.of_sender + stream.of_watcher) >= NICENESS

@@ -1,8 +1,8 @@
 """Notices clients that cancelled or went away, by asking Triton about one after the other.
 
 Owns how often and how hard it asks: pb_utils gives no notice, and a question is a round trip that competes with
-the responses. So rounds start at most once a period, and asking takes a small share of this thread's time, or up
-to half of it where a round would take too long otherwise. Questions come in bursts: each passes through four
+the responses. So rounds start at most once a period, and asking takes a small share of this thread's time, or most
+of it where a round would take too long otherwise. Questions come in bursts: each passes through four
 threads, which are quick about the next one if the model has not been on their processors in between. With nothing
 in flight the thread sleeps. Does not know what cancelling does.
 """
@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from inflight.triton.background import give_way
 from inflight.triton.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)
-_SHARE = 0.05
-_LARGEST_SHARE = 0.5
+_SHARE = 0.15
+_LARGEST_SHARE = 0.8
 _BURST = 32
 _LONGEST_ROUND_S = 0.15
 # Sleeping is only worth it, and only accurate enough, for about a millisecond.
@@ -48,6 +49,7 @@ class CancellationWatch:
 
     def run(self) -> None:
         """Rounds until the registry is closed."""
+        give_way()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)
 
