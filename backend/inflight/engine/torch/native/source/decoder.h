@@ -142,7 +142,8 @@ class Decoder {
   // Packs rows for a product, quantized where it wants that. read_row(row, scratch) returns the row, `width` elements.
   template <class ReadRow>
   void load_operand(const Linear& linear, int64_t rows, int width, int thread, const ReadRow& read_row) {
-    const RowBlocks blocks(rows);
+    const Tasks tasks(rows, linear.columns, team_.size());
+    team_.deal(tasks.count(), thread);
     const Share share(rows, thread, team_.size());
     uint32_t* row_memory = scratch_.get() + 2 * pairs_of_widest() * thread;
     auto* plain = reinterpret_cast<Stored*>(row_memory);
@@ -151,10 +152,10 @@ class Decoder {
       const Stored* source = read_row(row, plain);
       if (linear.kind == kElement) {
         if (width < linear.inner) source = pad(source, width, linear.inner, plain);
-        pack_row(source, linear.inner / E::kPair, operand_.get(), blocks, row);
+        pack_row(source, linear.inner / E::kPair, operand_.get(), tasks.blocks, row);
       } else {
         row_scales_.get()[row] = quantize_row<E>(source, width, linear.inner, quantized);
-        pack_row(quantized, linear.inner / Int8::kPair, operand_.get(), blocks, row);
+        pack_row(quantized, linear.inner / Int8::kPair, operand_.get(), tasks.blocks, row);
       }
     }
     team_.barrier();
@@ -177,7 +178,7 @@ class Decoder {
   // Calls done(row, panel, low, high) with the products of the packed rows, bias included where `with_bias` says so.
   template <class Done>
   void multiply_by(const Linear& linear, int64_t rows, int thread, const Done& done, bool with_bias = true) {
-    const RowBlocks blocks(rows);
+    const Tasks tasks(rows, linear.columns, team_.size());
     const float* bias = with_bias ? linear.bias : nullptr;
     const auto add_bias = [bias](int panel, __m512& low, __m512& high) {
       if (!bias) return;
@@ -186,7 +187,7 @@ class Decoder {
     };
     if (!kHasInt8 || linear.kind == kElement) {
       const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
-      multiply<E>(reinterpret_cast<const Stored*>(operand_.get()), blocks, packed, thread, team_.size(),
+      multiply<E>(reinterpret_cast<const Stored*>(operand_.get()), tasks, packed, team_, thread,
                   [&](int row, int panel, __m512 low, __m512 high) {
                     add_bias(panel, low, high);
                     done(row, panel, low, high);
@@ -196,7 +197,7 @@ class Decoder {
     if constexpr (kHasInt8) {
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
-      multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), blocks, packed, thread, team_.size(),
+      multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread,
                      [&](int row, int panel, __m512i low_sums, __m512i high_sums) {
                        const __m512 scale = _mm512_set1_ps(row_scales[row]);
                        __m512 low = rescale(linear, panel * kPanel, low_sums, scale);
@@ -252,7 +253,7 @@ class Decoder {
     team_.barrier();
     const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) place(layer, batch, row, qkv + row * width);
-    if (thread == 0) team_.deal();
+    team_.deal(static_cast<int64_t>(tiles_.size()), thread);
     team_.barrier();
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
@@ -310,7 +311,7 @@ class Decoder {
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
                   int thread) {
     const int64_t tile_rows = shape.rows_per_tile();
-    team_.share(static_cast<int64_t>(tiles_.size()), [&](int64_t index) {
+    team_.share(thread, [&](int64_t index) {
       const Tile& tile = tiles_[index];
       const Span& span = batch.spans[tile.span];
       attend_tile<E>(*states_[thread], shape, span, tile.begin, std::min(tile.begin + tile_rows, span.end), tile.kv_head, qkv,

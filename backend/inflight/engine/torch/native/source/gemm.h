@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "element.h"
+#include "team.h"
 
 namespace inflight {
 
@@ -32,7 +33,6 @@ struct Packed {
     return panel(index) + static_cast<int64_t>(begin) * kPanel;
   }
   static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * kPanel * sizeof(typename E::Stored); }
-  int num_panels() const { return (columns + kPanel - 1) / kPanel; }
 };
 
 // Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1. All but the fewest are in two blocks at least, the
@@ -84,8 +84,8 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Stor
 }
 
 // With the first block of rows comes half of what follows the part of a panel that is multiplied, with the second block
-// the other half. A thread's first part is asked for while it is multiplied. A lone block asks for nothing: it goes as
-// fast as memory, and the processor's own prefetching serves it better.
+// the other half. A part that does not follow another is asked for while it is multiplied. A lone block asks for
+// nothing: it goes as fast as memory, and the processor's own prefetching serves it better.
 inline Ahead look_ahead(const char* data, int64_t bytes, int64_t block, int64_t num_blocks, bool is_first) {
   const char* next = data + bytes;
   if (num_blocks == 1 || block > 1) return {data, data, 0};
@@ -154,35 +154,40 @@ void run_part(const typename E::Stored* a, const RowBlocks& blocks, int64_t firs
   }
 }
 
-// The whole product of packed rows; called by every thread of a team, without a barrier at the end.
-//
-// Each thread has a run of panels. Where there are too few panels for the threads, rows are divided too.
+// What a product is cut into, for threads to share: one panel for one chunk of the blocks of rows. Where there are too
+// few panels for the threads, rows are cut finer.
+struct Tasks {
+  Tasks(int64_t rows, int columns, int num_threads)
+      : blocks(rows),
+        panels((columns + kPanel - 1) / kPanel),
+        chunks(std::max((blocks.count + kBlocksAtOnce - 1) / kBlocksAtOnce,
+                        panels >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks.count))) {}
+  int64_t count() const { return panels * chunks; }
+  int64_t first_block(int64_t chunk) const { return blocks.count * chunk / chunks; }
+
+  const RowBlocks blocks;
+  const int64_t panels, chunks;
+};
+
+// The whole product of packed rows; called by every thread of a team that was dealt the tasks.
 template <class E, class Done>
-void multiply(const typename E::Stored* a, const RowBlocks& blocks, const Packed<E>& w, int thread, int num_threads,
+void multiply(const typename E::Stored* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
               const Done& done) {
   const int64_t num_parts = (2 * w.part_bytes(w.inner) + kCache - 1) / kCache;
   const int part_size = static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair);
   Waiting<E> waiting;
-  const int panels = w.num_panels();
-  const int64_t row_parts = panels >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks.count);
-  const int64_t num_tasks = panels * row_parts;
-  const int64_t first = num_tasks * thread / num_threads, last = num_tasks * (thread + 1) / num_threads;
-  for (int64_t task = first; task < last;) {
-    const int64_t part = task / panels;
-    const int panel_begin = static_cast<int>(task % panels);
-    const int panel_end = static_cast<int>(std::min<int64_t>(panels, panel_begin + (last - task)));
-    const int64_t blocks_end = blocks.count * (part + 1) / row_parts;
-    for (int64_t begin = blocks.count * part / row_parts; begin < blocks_end; begin += kBlocksAtOnce) {
-      const int64_t end = std::min(begin + kBlocksAtOnce, blocks_end);
-      const int at_once = end - begin == 1 ? w.inner : part_size;
-      for (int panel = panel_begin; panel < panel_end; ++panel)
-        for (int from = 0; from < w.inner; from += at_once) {
-          const Part part{from, std::min(w.inner, from + at_once), w.inner};
-          run_part<E>(a, blocks, begin, end, w, panel, part, panel == panel_begin && from == 0, waiting, done);
-        }
+  int64_t last = -1;
+  team.share(thread, [&](int64_t task) {
+    const int64_t chunk = task / tasks.panels, begin = tasks.first_block(chunk), end = tasks.first_block(chunk + 1);
+    const int panel = static_cast<int>(task % tasks.panels);
+    const bool follows = task == last + 1 && panel > 0;
+    const int at_once = end - begin == 1 ? w.inner : part_size;
+    for (int from = 0; from < w.inner; from += at_once) {
+      const Part part{from, std::min(w.inner, from + at_once), w.inner};
+      run_part<E>(a, tasks.blocks, begin, end, w, panel, part, !follows && from == 0, waiting, done);
     }
-    task += panel_end - panel_begin;
-  }
+    last = task;
+  });
 }
 
 }  // namespace inflight

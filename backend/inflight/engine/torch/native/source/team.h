@@ -23,7 +23,7 @@ namespace inflight {
 
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
+  explicit Team(int size) : size_(size), hands_(size) {
     sigset_t all, before;  // signals are for the program's own threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -61,14 +61,21 @@ class Team {
     }
   }
 
-  // Numbers 0 .. count - 1, each to one of the threads; a barrier comes before the next call of `deal`.
-  template <class F>
-  void share(int64_t count, const F& f) {
-    for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < count;
-         i = next_.fetch_add(1, std::memory_order_relaxed))
-      f(i);
+  // Each thread takes its part of the numbers 0 .. count - 1, to do later in `share`, behind a barrier.
+  void deal(int64_t count, int thread) {
+    const auto begin = static_cast<uint64_t>(count * thread / size_);
+    const auto end = static_cast<uint64_t>(count * (thread + 1) / size_);
+    hands_[thread].left.store(end << 32 | begin, std::memory_order_relaxed);
   }
-  void deal() { next_.store(0, std::memory_order_relaxed); }
+
+  // f(number) for a thread's own part, ascending, and then for what the others have left of theirs, from its end: when
+  // another program takes a processor away for a while, its thread's numbers do not wait for it.
+  template <class F>
+  void share(int thread, const F& f) {
+    for (int64_t number; (number = take(hands_[thread].left, true)) >= 0;) f(number);
+    for (int other = thread + 1; other < thread + size_; ++other)
+      for (int64_t number; (number = take(hands_[other % size_].left, false)) >= 0;) f(number);
+  }
 
  private:
   static constexpr int kSpins = 2000;  // some tens of microseconds
@@ -76,6 +83,9 @@ class Team {
   struct alignas(64) Word {
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
+  };
+  struct alignas(64) Hand {
+    std::atomic<uint64_t> left{0};  // the first number, and in the upper half the one after the last
   };
 
   void end() {
@@ -91,6 +101,16 @@ class Team {
       if (!call_) return;
       call_(data_, thread);
       barrier();
+    }
+  }
+
+  // The first or the last number of those left, -1 when there are none.
+  static int64_t take(std::atomic<uint64_t>& left, bool first) {
+    for (uint64_t old = left.load(std::memory_order_relaxed);;) {
+      const uint64_t begin = old & UINT32_MAX, end = old >> 32;
+      if (begin >= end) return -1;
+      const uint64_t rest = first ? old + 1 : old - (uint64_t{1} << 32);
+      if (left.compare_exchange_weak(old, rest, std::memory_order_relaxed)) return first ? begin : end - 1;
     }
   }
 
@@ -115,7 +135,7 @@ class Team {
   const void* data_ = nullptr;
   Word job_, phase_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
+  std::vector<Hand> hands_;
   std::vector<std::thread> workers_;
 };
 
