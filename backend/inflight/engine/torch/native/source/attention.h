@@ -28,6 +28,12 @@ struct Span {
   int64_t slot, begin, end, start;  // rows begin .. end - 1 are positions start .. of the slot's sequence
 };
 
+struct Tile {  // rows begin .. end - 1 of a span, for one key head
+  Span span;
+  int64_t begin, end;
+  int kv_head;
+};
+
 struct AttentionShape {
   int heads, kv_heads, head_dim, tokens_per_block;
   int recent, sinks;  // window; recent 0: everything before
@@ -49,12 +55,78 @@ struct TileState {
   int64_t position[kTile];
 };
 
+// Up to 16 groups of 16 keys side by side, which are scored, and whose values are summed up, together.
+template <class E>
+struct KeyGroups {
+  const typename E::Stored *keys[kGroupsAtOnce], *values[kGroupsAtOnce];
+  int64_t first_keys[kGroupsAtOnce];
+  int num_keys[kGroupsAtOnce], num_pairs[kGroupsAtOnce];
+  int count = 0;
+};
+
+// What a tile reads of a layer's cache, part after part. What is summed up together is the same for every row and
+// batch.
+template <class E>
+class CacheReader {
+ public:
+  using Stored = typename E::Stored;
+
+  CacheReader(const AttentionShape& shape, const Tile& tile, const Stored* keys, const Stored* values,
+              const int64_t* block_table)
+      : shape_(shape), keys_(keys), values_(values), block_table_(block_table), kv_head_(tile.kv_head) {
+    const int64_t first_position = tile.span.start + (tile.begin - tile.span.begin);
+    last_position_ = first_position + (tile.end - tile.begin) - 1;
+    oldest_ = shape.recent ? std::max<int64_t>(0, first_position - shape.recent + 1) : 0;
+    sink_blocks_ = shape.recent ? (shape.sinks + shape.tokens_per_block - 1) / shape.tokens_per_block : 0;
+  }
+
+  bool next(KeyGroups<E>& groups) {
+    const int size = shape_.tokens_per_block;
+    groups.count = 0;
+    int64_t part = -1;
+    for (; block_ <= last_position_ / size; ++block_, offset_ = 0) {
+      if (block_ >= sink_blocks_ && (block_ + 1) * size <= oldest_) {
+        block_ = std::max(block_, oldest_ / size - 1);
+        continue;
+      }
+      for (; offset_ < size; offset_ += kLanes) {
+        const int64_t first_key = block_ * size + offset_;
+        if (first_key > last_position_) break;
+        if (shape_.recent && first_key + kLanes <= oldest_ && first_key >= shape_.sinks) continue;
+        const int64_t own_part = (block_ * shape_.groups_per_block() + offset_ / kLanes) / kGroupsAtOnce;
+        if (groups.count && own_part != part) return true;
+        part = own_part;
+        add(groups, first_key);
+      }
+    }
+    return groups.count > 0;
+  }
+
+ private:
+  void add(KeyGroups<E>& groups, int64_t first_key) {
+    const int64_t at = block_table_[block_] * shape_.block_elements() + kv_head_ * shape_.head_elements();
+    const int index = groups.count++;
+    groups.keys[index] = keys_ + at + offset_ * E::kPair;
+    groups.values[index] = values_ + at + offset_ * shape_.head_dim;
+    groups.first_keys[index] = first_key;
+    groups.num_keys[index] = static_cast<int>(std::min<int64_t>(kLanes, shape_.tokens_per_block - offset_));
+    const int64_t used = std::min<int64_t>(groups.num_keys[index], last_position_ - first_key + 1);
+    groups.num_pairs[index] = static_cast<int>((used + E::kPair - 1) / E::kPair);
+  }
+
+  const AttentionShape& shape_;
+  const Stored *keys_, *values_;
+  const int64_t* block_table_;
+  const int kv_head_;
+  int64_t last_position_, oldest_, sink_blocks_;
+  int64_t block_ = 0, offset_ = 0;
+};
+
 // scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile memory
 // brings the same tokens' values.
 template <class E, int kRows, int kGroups>
-inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
-                  const typename E::Stored* const* keys, const typename E::Stored* const* values, int head_dim,
-                  int64_t pair_stride, float scale) {
+inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
+                  const KeyGroups<E>& groups, int head_dim, int64_t pair_stride, float scale) {
   __m512 sums[kRows][kGroups];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
@@ -64,12 +136,12 @@ inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLan
     __m512 k[kGroups];
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
-      k[g] = E::load_pairs(keys[first_group + g] + p * pair_stride);
-      _mm_prefetch(reinterpret_cast<const char*>(values[first_group + g]) + p * kLine, _MM_HINT_T1);
+      k[g] = E::load_pairs(groups.keys[first_group + g] + p * pair_stride);
+      _mm_prefetch(reinterpret_cast<const char*>(groups.values[first_group + g]) + p * kLine, _MM_HINT_T1);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const __m512 q = E::broadcast_pair(&tile.queries[first_row + m][d]);
+      const __m512 q = E::broadcast_pair(&state.queries[first_row + m][d]);
 #pragma GCC unroll 16
       for (int g = 0; g < kGroups; ++g) sums[m][g] = E::multiply_add(sums[m][g], q, k[g]);
     }
@@ -83,29 +155,38 @@ inline void score(const TileState<E>& tile, float (*scores)[kGroupsAtOnce * kLan
 }
 
 template <class E, int kRows>
-inline void score_rows(TileState<E>& tile, int first_row, const typename E::Stored* const* keys,
-                       const typename E::Stored* const* values, int num_groups, int head_dim, int64_t pair_stride,
-                       float scale) {
+inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<E>& groups, int head_dim,
+                       int64_t pair_stride, float scale) {
   constexpr int kAtOnce = kRows <= 4 ? 4 : 2;
   int g = 0;
-  for (; g + kAtOnce <= num_groups; g += kAtOnce)
-    score<E, kRows, kAtOnce>(tile, tile.scores, first_row, g, keys, values, head_dim, pair_stride, scale);
-  for (; g < num_groups; ++g)
-    score<E, kRows, 1>(tile, tile.scores, first_row, g, keys, values, head_dim, pair_stride, scale);
+  for (; g + kAtOnce <= groups.count; g += kAtOnce)
+    score<E, kRows, kAtOnce>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
+  for (; g < groups.count; ++g)
+    score<E, kRows, 1>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
 }
 
-// sums[m][d] += weights[m][key] * values[key][d] for 64 (or fewer) d from `first_d` on.
+// Asks memory for `num_lines` lines, each so many elements behind the one before.
+template <class Stored>
+inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
+  for (int i = 0; i < num_lines; ++i, first += stride)
+    _mm_prefetch(reinterpret_cast<const char*>(first), _MM_HINT_T1);
+}
+
+// sums[m][d] += weights[m][key] * values[key][d] for 64 (or fewer) d from `first_d` on. Meanwhile memory brings the
+// same d of the keys that come next.
 template <class E, int kRows, int kParts>
-inline void add_values(TileState<E>& tile, int first_row, int first_d, const typename E::Stored* const* values,
-                       const int* num_pairs, int num_groups, int head_dim, __mmask16 last_mask) {
+inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<E>& groups,
+                       const KeyGroups<E>& ahead, int head_dim, int64_t pair_stride, __mmask16 last_mask) {
   __m512 sums[kRows][kParts];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&tile.sums[first_row + m][first_d + i * kLanes]);
-  for (int g = 0; g < num_groups; ++g) {
-    const typename E::Stored* v = values[g] + static_cast<int64_t>(first_d) * E::kPair;
-    for (int pair = 0; pair < num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
+    for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&state.sums[first_row + m][first_d + i * kLanes]);
+  for (int g = 0; g < groups.count; ++g) {
+    for (int i = ahead.count * g / groups.count; i < ahead.count * (g + 1) / groups.count; ++i)
+      fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
+    const typename E::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
+    for (int pair = 0; pair < groups.num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
       __m512 part[kParts];
 #pragma GCC unroll 16
       for (int i = 0; i < kParts; ++i)
@@ -113,7 +194,7 @@ inline void add_values(TileState<E>& tile, int first_row, int first_d, const typ
                                  : E::load_pairs(v + i * kLanes * E::kPair, last_mask);
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
-        const __m512 w = E::broadcast_pair(&tile.weights[first_row + m][g * kLanes + pair * E::kPair]);
+        const __m512 w = E::broadcast_pair(&state.weights[first_row + m][g * kLanes + pair * E::kPair]);
 #pragma GCC unroll 16
         for (int i = 0; i < kParts; ++i) sums[m][i] = E::multiply_add(sums[m][i], w, part[i]);
       }
@@ -122,21 +203,21 @@ inline void add_values(TileState<E>& tile, int first_row, int first_d, const typ
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int i = 0; i < kParts; ++i) _mm512_store_ps(&tile.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
+    for (int i = 0; i < kParts; ++i) _mm512_store_ps(&state.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
 }
 
 template <class E, int kRows>
-inline void add_values_of_rows(TileState<E>& tile, int first_row, const typename E::Stored* const* values,
-                               const int* num_pairs, int num_groups, int head_dim) {
+inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<E>& groups,
+                               const KeyGroups<E>& ahead, int head_dim, int64_t stride) {
   for (int d = 0; d < head_dim; d += 4 * kLanes) {
     const int left = head_dim - d;
     const int parts = std::min(4, (left + kLanes - 1) / kLanes);
     const __mmask16 last = first_lanes(left - (parts - 1) * kLanes);
     switch (parts) {
-      case 4: add_values<E, kRows, 4>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
-      case 3: add_values<E, kRows, 3>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
-      case 2: add_values<E, kRows, 2>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
-      default: add_values<E, kRows, 1>(tile, first_row, d, values, num_pairs, num_groups, head_dim, last); break;
+      case 4: add_values<E, kRows, 4>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      case 3: add_values<E, kRows, 3>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      case 2: add_values<E, kRows, 2>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      default: add_values<E, kRows, 1>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
     }
   }
 }
@@ -173,125 +254,89 @@ inline void in_blocks(int count, const F& f) {
 
 // Turns scores into weights and scales what was summed up before to the largest score so far.
 template <class E>
-inline void soften(TileState<E>& tile, int num_vectors, int num_groups, const int64_t* first_keys, const int* num_keys,
+inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<E>& groups,
                    const AttentionShape& shape) {
   const __m512 hidden_score = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   for (int m = 0; m < num_vectors; ++m) {
-    const int position = static_cast<int>(tile.position[m]);
+    const int position = static_cast<int>(state.position[m]);
     __m512 largest = hidden_score;
-    for (int g = 0; g < num_groups; ++g) {
-      const __m512i keys = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first_keys[g])), lanes);
-      __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) & first_lanes(num_keys[g]);
+    for (int g = 0; g < groups.count; ++g) {
+      const __m512i keys = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(groups.first_keys[g])), lanes);
+      __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) & first_lanes(groups.num_keys[g]);
       if (shape.recent) {
         seen &= _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(position - shape.recent)) |
                 _mm512_cmplt_epi32_mask(keys, _mm512_set1_epi32(shape.sinks));
       }
-      float* scores = &tile.scores[m][g * kLanes];
+      float* scores = &state.scores[m][g * kLanes];
       const __m512 masked = _mm512_mask_mov_ps(hidden_score, seen, _mm512_load_ps(scores));
       _mm512_store_ps(scores, masked);
       largest = _mm512_max_ps(largest, masked);
     }
-    const float before = tile.largest[m];
+    const float before = state.largest[m];
     const float now = std::max(before, _mm512_reduce_max_ps(largest));
     const bool sees_any = now > -std::numeric_limits<float>::infinity();
     const __m512 shift = _mm512_set1_ps(sees_any ? now : 0.0f);
     __m512 total = _mm512_setzero_ps();
-    for (int g = 0; g < num_groups; ++g) {
-      const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(&tile.scores[m][g * kLanes]), shift));
+    for (int g = 0; g < groups.count; ++g) {
+      const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(&state.scores[m][g * kLanes]), shift));
       total = _mm512_add_ps(total, weight);
-      E::store(&tile.weights[m][g * kLanes], weight);
+      E::store(&state.weights[m][g * kLanes], weight);
     }
     const float fade = before == now || !sees_any ? 1.0f : std::exp(before - now);
-    tile.largest[m] = now;
-    tile.total[m] = tile.total[m] * fade + _mm512_reduce_add_ps(total);
+    state.largest[m] = now;
+    state.total[m] = state.total[m] * fade + _mm512_reduce_add_ps(total);
     if (fade != 1.0f) {
       const __m512 factor = _mm512_set1_ps(fade);
       for (int d = 0; d < shape.head_dim; d += kLanes)
-        _mm512_store_ps(&tile.sums[m][d], _mm512_mul_ps(_mm512_load_ps(&tile.sums[m][d]), factor));
+        _mm512_store_ps(&state.sums[m][d], _mm512_mul_ps(_mm512_load_ps(&state.sums[m][d]), factor));
     }
   }
 }
 
-// Rows begin .. end - 1 of a span, for one key head.
+// Reads what `reader` gives, and meanwhile asks memory for what `next`, where there is one, will give first.
 //
 //   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
-//   keys, values   of the layer
 template <class E>
-void attend_tile(TileState<E>& tile, const AttentionShape& shape, const Span& span, int64_t begin, int64_t end,
-                 int kv_head, const typename E::Stored* queries, int64_t query_stride,
-                 const typename E::Stored* keys, const typename E::Stored* values, const int64_t* block_table,
+void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& tile, CacheReader<E>& reader,
+                 CacheReader<E>* next, const typename E::Stored* queries, int64_t query_stride,
                  typename E::Stored* out, int64_t out_stride) {
   using Stored = typename E::Stored;
-  const int group = shape.group(), head_dim = shape.head_dim, size = shape.tokens_per_block;
-  const int num_vectors = static_cast<int>(end - begin) * group;
+  const int group = shape.group(), head_dim = shape.head_dim;
+  const int num_vectors = static_cast<int>(tile.end - tile.begin) * group;
   const int padded = (head_dim + kLanes - 1) / kLanes * kLanes;
   for (int m = 0; m < num_vectors; ++m) {
-    const int64_t row = begin + m / group;
-    const int head = kv_head * group + m % group;
-    std::memcpy(tile.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim,
+    const int64_t row = tile.begin + m / group;
+    const int head = tile.kv_head * group + m % group;
+    std::memcpy(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim,
                 head_dim * sizeof(Stored));
-    tile.position[m] = span.start + (row - span.begin);
-    tile.largest[m] = -std::numeric_limits<float>::infinity();
-    tile.total[m] = 0.0f;
-    std::memset(tile.sums[m], 0, padded * sizeof(float));
+    state.position[m] = tile.span.start + (row - tile.span.begin);
+    state.largest[m] = -std::numeric_limits<float>::infinity();
+    state.total[m] = 0.0f;
+    std::memset(state.sums[m], 0, padded * sizeof(float));
   }
-  const int64_t first_position = span.start + (begin - span.begin), last_position = span.start + (end - 1 - span.begin);
-  const int64_t head_elements = shape.head_elements();
-  const int64_t block_elements = shape.block_elements();
-  const int64_t pair_stride = static_cast<int64_t>(size) * E::kPair;
+  const int64_t pair_stride = static_cast<int64_t>(shape.tokens_per_block) * E::kPair;
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  const int64_t last_block = last_position / size;
-  const int64_t oldest = shape.recent ? std::max<int64_t>(0, first_position - shape.recent + 1) : 0;
-  const int64_t sink_blocks = shape.recent ? (shape.sinks + size - 1) / size : 0;
-
-  const Stored *key_groups[kGroupsAtOnce], *value_groups[kGroupsAtOnce];
-  int64_t first_keys[kGroupsAtOnce];
-  int num_keys[kGroupsAtOnce], num_pairs[kGroupsAtOnce];
-  int num_groups = 0;
-  int64_t part = 0;  // of the sequence, 16 groups: what is summed up together is the same for every row and batch
-  const auto flush = [&] {
-    if (num_groups == 0) return;
+  KeyGroups<E> two[2];
+  KeyGroups<E>*groups = &two[0], *ahead = &two[1];
+  for (bool is_more = reader.next(*groups); is_more; std::swap(groups, ahead)) {
+    is_more = reader.next(*ahead);
+    if (!is_more && next) next->next(*ahead);
     in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
-      score_rows<E, decltype(rows)::value>(tile, row, key_groups, value_groups, num_groups, head_dim, pair_stride,
-                                           scale);
+      score_rows<E, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, scale);
     });
-    soften(tile, num_vectors, num_groups, first_keys, num_keys, shape);
+    soften(state, num_vectors, *groups, shape);
     in_blocks<6>(num_vectors, [&](auto rows, int row) {
-      add_values_of_rows<E, decltype(rows)::value>(tile, row, value_groups, num_pairs, num_groups, head_dim);
+      add_values_of_rows<E, decltype(rows)::value>(state, row, *groups, *ahead, head_dim, pair_stride);
     });
-    num_groups = 0;
-  };
-  for (int64_t block = 0; block <= last_block; ++block) {
-    if (block >= sink_blocks && (block + 1) * size <= oldest) {
-      block = std::max(block, oldest / size - 1);
-      continue;
-    }
-    const int64_t at = block_table[block] * block_elements + kv_head * head_elements;
-    for (int offset = 0; offset < size; offset += kLanes) {
-      const int64_t first_key = block * size + offset;
-      if (first_key > last_position) break;
-      if (shape.recent && first_key + kLanes <= oldest && first_key >= shape.sinks) continue;
-      const int64_t own_part = (block * shape.groups_per_block() + offset / kLanes) / kGroupsAtOnce;
-      if (own_part != part) flush();
-      part = own_part;
-      key_groups[num_groups] = keys + at + static_cast<int64_t>(offset) * E::kPair;
-      value_groups[num_groups] = values + at + static_cast<int64_t>(offset) * head_dim;
-      first_keys[num_groups] = first_key;
-      num_keys[num_groups] = std::min(kLanes, size - offset);
-      const int used = static_cast<int>(std::min<int64_t>(num_keys[num_groups], last_position - first_key + 1));
-      num_pairs[num_groups] = (used + E::kPair - 1) / E::kPair;
-      ++num_groups;
-    }
   }
-  flush();
   for (int m = 0; m < num_vectors; ++m) {
-    const int64_t row = begin + m / group;
-    const int head = kv_head * group + m % group;
+    const int64_t row = tile.begin + m / group;
+    const int head = tile.kv_head * group + m % group;
     Stored* target = out + row * out_stride + static_cast<int64_t>(head) * head_dim;
-    const __m512 factor = _mm512_set1_ps(1.0f / tile.total[m]);
+    const __m512 factor = _mm512_set1_ps(1.0f / state.total[m]);
     for (int d = 0; d < head_dim; d += kLanes)
-      E::store(target + d, _mm512_mul_ps(_mm512_load_ps(&tile.sums[m][d]), factor), first_lanes(head_dim - d));
+      E::store(target + d, _mm512_mul_ps(_mm512_load_ps(&state.sums[m][d]), factor), first_lanes(head_dim - d));
   }
 }
 

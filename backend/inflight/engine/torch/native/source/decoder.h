@@ -44,9 +44,12 @@ class Decoder {
   bool plan(const Batch& batch) try {
     tiles_.clear();
     const int tile_rows = attention_.rows_per_tile();
-    for (int64_t index = 0; index < batch.num_spans; ++index)
-      for (int64_t begin = batch.spans[index].begin; begin < batch.spans[index].end; begin += tile_rows)
-        for (int head = 0; head < shape_.kv_heads; ++head) tiles_.push_back({index, begin, head});
+    for (int64_t index = 0; index < batch.num_spans; ++index) {
+      const Span& span = batch.spans[index];
+      for (int64_t begin = span.begin; begin < span.end; begin += tile_rows)
+        for (int head = 0; head < shape_.kv_heads; ++head)
+          tiles_.push_back({span, begin, std::min(begin + tile_rows, span.end), head});
+    }
     return true;
   } catch (const std::bad_alloc&) {
     return false;
@@ -246,7 +249,8 @@ class Decoder {
     const int64_t rows = batch.num_rows;
     const int width = qkv_width();
     Stored *qkv = qkv_.get(), *read = read_.get();
-    load_normalized(layer.qkv, layer.attention_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
+    load_normalized(layer.qkv, layer.attention_norm, rows, thread,
+                    [&](int64_t row) { return x + row * shape_.hidden; });
     multiply_by(layer.qkv, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
       store_panel(qkv + static_cast<int64_t>(row) * width, panel, width, low, high);
     });
@@ -310,13 +314,17 @@ class Decoder {
 
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
                   int thread) {
-    const int64_t tile_rows = shape.rows_per_tile();
+    const auto reader_of = [&](const Tile& tile) {
+      return CacheReader<E>(shape, tile, static_cast<const Stored*>(layer.keys),
+                            static_cast<const Stored*>(layer.values),
+                            batch.block_tables + tile.span.slot * batch.table_width);
+    };
+    const auto num_tiles = static_cast<int64_t>(tiles_.size());
     team_.share(thread, [&](int64_t index) {
-      const Tile& tile = tiles_[index];
-      const Span& span = batch.spans[tile.span];
-      attend_tile<E>(*states_[thread], shape, span, tile.begin, std::min(tile.begin + tile_rows, span.end), tile.kv_head, qkv,
-                     qkv_width(), static_cast<const Stored*>(layer.keys), static_cast<const Stored*>(layer.values),
-                     batch.block_tables + span.slot * batch.table_width, read, read_width());
+      const int64_t following = std::min(index + 1, num_tiles - 1);
+      CacheReader<E> reader = reader_of(tiles_[index]), next = reader_of(tiles_[following]);
+      attend_tile<E>(*states_[thread], shape, tiles_[index], reader, following == index ? nullptr : &next, qkv,
+                     qkv_width(), read, read_width());
     });
   }
 
@@ -340,10 +348,6 @@ class Decoder {
     contribute(layer.down, activated, inner, rows, x, partial, thread);
   }
 
-  struct Tile {  // some rows of a span, for one key head
-    int64_t span, begin;
-    int kv_head;
-  };
   Shape shape_;
   const Layer* layers_;
   AttentionShape attention_{};
