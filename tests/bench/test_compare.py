@@ -235,7 +235,7 @@ class TestRounds:
         monkeypatch.setattr(program, "read_gb_per_s", lambda threads: 1.0)
         monkeypatch.setattr(program.signal, "signal", lambda *_: None)
         monkeypatch.setattr(sys, "argv", ["compare", "--model", str(model), *arguments])
-        program.main()
+        self.status = program.main()
         return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
     def test_sides_take_turns_and_a_peer_that_fails_does_not_stop_the_others(
@@ -253,6 +253,7 @@ class TestRounds:
         assert "no such kernel" in runs[1]["failed"] and "failed" not in runs[2]
         assert last["results"]["w"]["transformers"]["ratios"] == {"output_tokens_per_s": 1.5}
         assert last["results"]["w"]["vllm"]["ratios"] == {}
+        assert (self.status, last["failed_runs"]) == (1, {"vllm": 2})
         assert last["setup"]["versions"]["ours"] == {"inflight": "1"}
 
     def test_memory_is_read_here_for_all_sides_alike(self, monkeypatch, capsys, tmp_path, interpreter):

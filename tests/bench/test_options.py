@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from inflight.bench.measuring.options import Options, add_options, engine_settings, kv_cache_tokens
 from inflight.bench.measuring.setup import ModelShape
 from inflight.bench.measuring.workload import BenchRequest, draw
@@ -23,6 +25,12 @@ def test_without_a_concurrency_all_requests_are_in_flight_at_once():
     assert options("--requests", "7").concurrency == 7
     assert options("--requests", "40", "--concurrency", "16").concurrency == 16
     assert options("--requests", "40", concurrency=16).concurrency == 16
+
+
+def test_a_negative_concurrency_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        options("--concurrency", "-1")
+    assert "--concurrency: got -1, expected at least 0" in capsys.readouterr().err
 
 
 def test_lone_requests_are_one_at_a_time_whatever_the_concurrency():

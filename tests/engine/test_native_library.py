@@ -30,7 +30,7 @@ FAILURES = {
         "printf '\\377\\376 error' >&2; exit 1",
         "failed with status 1: \ufffd\ufffd error",
     ),
-    "silence": ("exit 3", "failed with status 3"),
+    "silence": ("exit 3", "failed with status 3: no word"),
     "a signal": ("kill -9 $$", "failed with status -9"),
     "nothing to show for it": ("exit 0", "failed with status 0"),
     "something that cannot be loaded": ('echo junk > "$target"', "cannot be kept or loaded"),
@@ -372,15 +372,17 @@ def test_a_compiler_that_cannot_be_run_or_does_not_end(
 
 
 def test_the_compiler_that_the_environment_names_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("mine", "c++", "clang++"):
         (tmp_path / name).touch(mode=0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "mine")
     assert library._find_compiler() == str(tmp_path / "mine")
+    assert not caplog.messages
     monkeypatch.setenv("CXX", "not-there")
     assert library._find_compiler() == str(tmp_path / "c++")
+    assert "CXX is not-there, which is no program" in caplog.text
     (tmp_path / "c++").unlink()
     monkeypatch.delenv("CXX")
     assert library._find_compiler() == str(tmp_path / "clang++")

@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -44,7 +45,8 @@ _TIMEOUT_S = 3600
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
-def main() -> None:
+def main() -> int:
+    """Status 1 if any run failed: its figures are missing in the medians."""
     options = _parse(sys.argv[1:])
     peers = peers_of(options.peer_options)
     for peer in peers:
@@ -57,7 +59,11 @@ def main() -> None:
         runs = list(_rounds([ours(), *peers], work, options.shape, options.rounds))
     print_tables(runs)
     setup = _setup(options, work, runs)
-    print(json.dumps({"bench": "compare", "setup": setup, "results": to_values(runs)}))
+    failed = Counter(run.side for run in runs if not run.values)
+    print(json.dumps({"bench": "compare", "setup": setup, "failed_runs": failed, "results": to_values(runs)}))
+    for side, count in failed.items():
+        print(f"{count} of {side}'s runs failed", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _setup(options: argparse.Namespace, work: Work, runs: Sequence[Run]) -> dict:
@@ -263,4 +269,4 @@ def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

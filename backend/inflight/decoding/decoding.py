@@ -32,7 +32,7 @@ from inflight.decoding.rows import RawLogits, Rows, take_rows
 from inflight.decoding.sampler import choose, choose_on_device
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 from inflight.decoding.transfer import Arriving, to_host
-from inflight.decoding.usable import Peaks, find_peaks, highest_logits, refuse_unusable
+from inflight.decoding.usable import Peaks, find_peaks, refuse_unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Decoding:
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
-        `find_peaks` is for batches that are greedy and nothing else; an engine may have a faster one.
+        `find_peaks` is given logits as the model made them; an engine may have a faster one.
         """
         self._vocab_size = vocab_size
         self._find_peaks = find_peaks
@@ -140,11 +140,12 @@ class Decoding:
         self._check(num_rows, logits, positions)
         if num_rows == 0:
             return ModelOutput(batch.iteration)
+        peaks = self._find_peaks(logits)
         if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
-            peaks = self._find_peaks(logits)
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         layout = _Layout.of(batch, slots)
-        return self._decode(batch, layout, self._rows(layout, logits.contiguous(), positions))
+        rows = self._rows(layout, logits.contiguous(), positions)
+        return self._decode(batch, layout, rows, peaks.highest)
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
@@ -159,11 +160,9 @@ class Decoding:
         self._check(len(slots), logits, positions)
         if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
             raise ValueError(f"iteration {batch.iteration} is to feed itself, with rows that need the host")
-        if self._slots.demanding.isdisjoint(slots):
-            highest, tokens = self._find_peaks(logits)
-        else:
+        highest, tokens = self._find_peaks(logits)
+        if not self._slots.demanding.isdisjoint(slots):
             rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
-            highest = highest_logits(rows.logits)
             process(rows, self._slots, self._history)
             tokens = choose_on_device(rows)
         return Choice(tokens, Arriving.of(tokens, highest))
@@ -183,8 +182,8 @@ class Decoding:
                 f"vocabulary of {self._vocab_size}"
             )
 
-    def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows) -> ModelOutput:
-        raw, peaks = RawLogits(rows), highest_logits(rows.logits)
+    def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
+        raw = RawLogits(rows)
         process(rows, self._slots, self._history)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked

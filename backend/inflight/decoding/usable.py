@@ -24,16 +24,11 @@ class Peaks(NamedTuple):
 
 
 def find_peaks(logits: Tensor) -> Peaks:
-    """Of [rows, vocab_size]; of equal logits, any."""
-    return Peaks(highest_logits(logits), logits.argmax(dim=-1))
-
-
-def highest_logits(logits: Tensor) -> Tensor:
-    """[rows] of [rows, vocab_size], nan where any of a row is; of the logits as the model made them.
+    """Of [rows, vocab_size], as the model made them; of equal logits, any token.
 
     Asked for before the rows are worked on, and read back with their tokens, so that nobody waits for it.
     """
-    return logits.amax(dim=-1)
+    return Peaks(logits.amax(dim=-1), logits.argmax(dim=-1))
 
 
 def refuse_unusable(
@@ -42,7 +37,7 @@ def refuse_unusable(
     """Raise for rows from which no token can be chosen.
 
     Args:
-        highest: [rows] on the host, what `highest_logits` returned, of rows whose tokens are used.
+        highest: [rows] on the host, what `find_peaks` returned, of rows whose tokens are used.
         slots: [rows].
         positions: [rows] absolute position of the token to be chosen.
 

@@ -72,6 +72,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """For argparse: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 0")
+    return value
+
+
 def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     """What `Options.of` reads; `concurrency` is the default."""
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
@@ -83,7 +91,10 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     )
     parser.add_argument("--requests", type=positive, help="64, or 4 of lone, without it")
     parser.add_argument(
-        "--concurrency", type=int, default=concurrency, help="most in flight, 0: all at once; lone: 1"
+        "--concurrency",
+        type=not_negative,
+        default=concurrency,
+        help="most in flight, 0: all at once; lone: 1",
     )
     parser.add_argument("--dtype", help="the checkpoint's without it")
     parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")

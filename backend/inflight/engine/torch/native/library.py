@@ -178,7 +178,7 @@ def _compile(compiler: list[str], target: Path) -> None:
     if done.returncode != 0 or not target.exists():
         said = done.stderr.decode(errors="replace").strip()
         first = next((line for line in said.splitlines() if "error" in line), said[:200])
-        raise CannotBuild(f"{compiler[0]} failed with status {done.returncode}: {first.strip()}")
+        raise CannotBuild(f"{compiler[0]} failed with status {done.returncode}: {first.strip() or 'no word'}")
 
 
 def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
@@ -216,8 +216,11 @@ def _compiler_command(dtype: str, int8: bool, target: tuple[str, ...] = _THIS_PR
 
 
 def _find_compiler() -> str:
-    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+    wanted = os.environ.get("CXX")
+    for name in (wanted, "c++", "g++", "clang++"):
         if name and (found := shutil.which(name)):
+            if wanted and name != wanted:
+                _log.warning("CXX is %s, which is no program: compiling with %s", wanted, found)
             return found
     raise CannotBuild("there is no C++ compiler (CXX, c++, g++ or clang++)")
 
