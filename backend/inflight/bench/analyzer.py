@@ -6,7 +6,6 @@ own, so that what a client costs is no part of this process.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import tempfile
@@ -26,12 +25,6 @@ TIMEOUT_S = 3600.0
 
 _MODEL = "tensorrt_llm"
 _ENGINE_STUB = b"/tensorrt_llm/1/model.py"
-_ERROR_LINES = 4  # its usage follows
-_ATTEMPTS = 3
-
-
-class CutShort(ServeError):
-    """perf_analyzer has not written all that it was to export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +51,19 @@ class Answer:
 
 
 def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency: int) -> list[Answer]:
-    """Send every request once, so many at a time. Raises ServeError with what went wrong.
-
-    perf_analyzer ends now and then, with status 0, before all that it exports is written; then all are sent again.
-    """
-    for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(CutShort):
-            return _analyze(server, requests, concurrency)
-    return _analyze(server, requests, concurrency)
-
-
-def _analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency: int) -> list[Answer]:
+    """Send every request once, so many at a time. Raises ServeError with what went wrong."""
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
-        data, profile = Path(folder) / "requests.json", Path(folder) / "profile.json"
+        data = Path(folder) / "requests.json"
         write_input(data, requests)
         # One thread sends the requests in their order, the next one when any has ended; several would share them
         # out in advance.
-        done = perf_analyzer.run(
+        experiments = perf_analyzer.export(
             ["-m", _MODEL, "-i", "grpc", "-u", server.grpc, "--streaming", "--async", "--max-threads", "1"]
             + ["--input-data", str(data), "--concurrency-range", str(min(concurrency, len(requests)))]
-            + ["--request-count", str(len(requests)), "--profile-export-file", str(profile)],
+            + ["--request-count", str(len(requests))],
             timeout=TIMEOUT_S,
         )
-        if done.returncode:
-            said = (done.stderr or done.stdout).splitlines()[:_ERROR_LINES]
-            raise ServeError("\n".join([f"perf_analyzer ended with {done.returncode}:", *said]))
-        return read_profile(profile.read_text("utf-8", "replace"), requests)
+    return read_experiments(experiments, requests)
 
 
 def write_input(path: Path, requests: Sequence[BenchRequest]) -> None:
@@ -100,13 +80,10 @@ def write_input(path: Path, requests: Sequence[BenchRequest]) -> None:
     path.write_text(json.dumps({"data": entries}))
 
 
-def read_profile(text: str, requests: Sequence[BenchRequest]) -> list[Answer]:
+def read_experiments(
+    experiments: Sequence[Mapping[str, Any]], requests: Sequence[BenchRequest]
+) -> list[Answer]:
     """Every request's answer, from what perf_analyzer exports; ServeError unless each went once and ended."""
-    # It writes text as it came, which need not be text when a response ends within a character.
-    try:
-        experiments = json.loads(text, strict=False)["experiments"]
-    except json.JSONDecodeError as error:
-        raise CutShort(f"what perf_analyzer exported is no JSON: {error}") from error
     records = [record for experiment in experiments for record in experiment["requests"]]
     sent = Counter(map(_request_of, records))
     if sent != Counter(requests):

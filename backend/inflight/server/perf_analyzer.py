@@ -2,21 +2,30 @@
 
 Its wheel brings the program without two libraries it is linked with. The server's wheel has both under other
 file names, so they are linked under the names asked for in a folder that lives as long as the run.
+
+What it exports of requests (`--profile-export-file`) is cut now and then, with status 0. It notes a number for
+every output of the model, also for those that a response does not have: then the four bytes that happen to be in
+memory. When these are no finite float32, which JSON cannot say, it stops writing.
 """
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from inflight.server.errors import ServeError
 from inflight.server.installation import wheel_libraries
 
 # What the program asks for, and how the server's wheel calls it.
 _LIBRARIES = (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12.*"))
+
+_ERROR_LINES = 4  # its usage follows
+_ATTEMPTS = 3
 
 
 def find() -> Path:
@@ -43,6 +52,33 @@ def run(arguments: Sequence[str], timeout: float | None = None) -> "subprocess.C
         return subprocess.run(
             command, env=variables, timeout=timeout, text=True, capture_output=True, check=False
         )
+
+
+def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[str, Any]]:
+    """Run it with these arguments and return the experiments that it exports, one for each level of load.
+
+    An export that is cut makes it run again, twice at most.
+
+    Raises:
+        ServeError: What it said when it failed, or that all its exports were cut.
+        subprocess.TimeoutExpired: A run took longer than `timeout` seconds.
+    """
+    for _ in range(_ATTEMPTS):
+        text = _export(arguments, timeout)
+        # It writes text as it came, which need not be text when a response ends within a character.
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(text, strict=False)["experiments"]
+    raise ServeError(f"what perf_analyzer exported is no JSON, {_ATTEMPTS} times: {text[-100:]!r} is its end")
+
+
+def _export(arguments: Sequence[str], timeout: float | None) -> str:
+    with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
+        path = Path(folder) / "profile.json"
+        done = run([*arguments, "--profile-export-file", str(path)], timeout)
+        if done.returncode:
+            said = (done.stderr or done.stdout).splitlines()[:_ERROR_LINES]
+            raise ServeError("\n".join([f"perf_analyzer ended with {done.returncode}:", *said]))
+        return path.read_text("utf-8", "replace")
 
 
 def _link(link: Path, pattern: str) -> None:
