@@ -22,8 +22,10 @@ from inflight.core.request import ExternalDraft, Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.tensor import FloatTensor
 from inflight.decoding import Decoding
+from inflight.decoding.row_kernels import RowKernels
 
 CPU = torch.device("cpu")
+ROW_KERNELS: list[RowKernels] = [RowKernels()]  # the last one is used
 MAX_LENGTH = 1024
 
 
@@ -76,7 +78,7 @@ class Row:
 
 
 def make_decoding(num_slots: int, vocab_size: int, device: torch.device = CPU) -> Decoding:
-    return Decoding(num_slots, MAX_LENGTH, vocab_size, device)
+    return Decoding(num_slots, MAX_LENGTH, vocab_size, device, ROW_KERNELS[-1])
 
 
 def start_batch(rows: Sequence[Row], slots: Sequence[int] | None = None) -> tuple[ScheduledBatch, np.ndarray]:

@@ -12,6 +12,8 @@ from inflight.core.batch import ScheduledBatch
 from inflight.core.output_config import OutputConfig
 from tests.decoding.factories import Row, choose_tokens, decode_rows, make_decoding, make_request
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+
 _EVERY_KIND = [
     {},
     {"temperature": 0.0, "presence_penalty": 1.0},

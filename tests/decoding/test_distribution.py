@@ -18,6 +18,8 @@ from inflight.decoding.rows import Rows
 from inflight.decoding.slot_parameters import SlotParameters
 from tests.decoding.factories import Row, make_decoding, make_request, start_batch
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+
 VOCAB_SIZE = 12
 DRAWS = 100_000
 SLOTS = 1000

@@ -19,6 +19,8 @@ from tests.decoding.factories import Row, choose_tokens, make_decoding, make_req
 from tests.decoding.margins import is_decided
 from tests.decoding.strategies import logits_rows, requests
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+
 exhaustive = settings(
     max_examples=250,
     deadline=None,

@@ -12,11 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inflight.decoding import reference
 from tests.decoding.factories import Row, choose_tokens, make_decoding, make_request, start_batch
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+only_torch = pytest.mark.parametrize("row_kernels", ["torch"], indirect=True)
+
 
 def _rows(*samplings: dict[str, float], position: int = 1) -> list[Row]:
     return [Row(make_request([0] * position, **sampling)) for sampling in samplings]
 
 
+@only_torch
 def test_a_greedy_batch_costs_an_argmax_and_a_look_at_the_maxima() -> None:
     calls = []
 
@@ -37,6 +41,7 @@ def test_a_greedy_batch_costs_an_argmax_and_a_look_at_the_maxima() -> None:
     assert output.token_ids == [(token,) for token in logits.argmax(-1).tolist()]
 
 
+@only_torch
 @pytest.mark.parametrize(
     "sampling", [{"top_k": 7, "top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}]
 )

@@ -11,6 +11,8 @@ from inflight.core.batch import BeamGroup, ScheduledBatch
 from inflight.core.output_config import OutputConfig
 from tests.decoding.factories import Row, decode_rows, make_decoding, make_request, start_batch
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+
 NAN, INF = float("nan"), float("inf")
 PROMPT = (3, 1, 3, 2)
 KINDS = {

@@ -1,6 +1,6 @@
-"""How much of an iteration goes into choosing tokens, on a checkpoint, with everything usual switched on.
+"""How much of an iteration goes into choosing tokens, on a checkpoint.
 
-All rows sample with a temperature, top_k 50, top_p 0.9 and a repetition penalty; then the same rows greedily.
+All rows choose greedily, then with a temperature, with a top_p too, and with everything usual switched on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from inflight.core.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 
-_USUAL = SamplingConfig(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1)
+_SAMPLINGS = {
+    "greedy": SamplingConfig(),
+    "temperature": SamplingConfig(temperature=0.8, top_p=1.0),
+    "top_p": SamplingConfig(temperature=0.8, top_p=0.9),
+    "usual": SamplingConfig(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1),
+}
 
 
 def measure(
@@ -65,11 +70,11 @@ def main() -> None:
     )
     figures = {
         name: measure(engine, sampling, options.prompt, options.iterations)
-        for name, sampling in (("greedy", SamplingConfig()), ("sampled", _USUAL))
+        for name, sampling in _SAMPLINGS.items()
     }
     for name, each in figures.items():
         print(
-            f"{name:8} forward {each['forward_ms']:7.2f} ms  decode {each['decode_ms']:6.2f} ms  "
+            f"{name:12} forward {each['forward_ms']:7.2f} ms  decode {each['decode_ms']:6.2f} ms  "
             f"{100 * each['share']:4.1f} % of both"
         )
     setup = {

@@ -6,7 +6,7 @@ blocks nor the forward pass. Called on the loop thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -28,11 +28,12 @@ from inflight.decoding.details import join_details, token_details
 from inflight.decoding.drafts import accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.history import History
 from inflight.decoding.pipeline import process
+from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import RawLogits, Rows, take_rows
 from inflight.decoding.sampler import choose, choose_on_device
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 from inflight.decoding.transfer import Arriving, to_host
-from inflight.decoding.usable import Peaks, find_peaks, refuse_unusable
+from inflight.decoding.usable import refuse_unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,14 @@ class Decoding:
         max_sequence_length: int,
         vocab_size: int,
         device: torch.device,
-        find_peaks: Callable[[Tensor], Peaks] = find_peaks,
+        kernels: RowKernels | None = None,
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
-        `find_peaks` is given logits as the model made them; an engine may have a faster one.
+        Without `kernels`, those of torch.
         """
         self._vocab_size = vocab_size
-        self._find_peaks = find_peaks
+        self._kernels = kernels or RowKernels()
         self._slots = SlotParameters(num_slots, device)
         self._history = History(num_slots, max_sequence_length, device)
 
@@ -140,7 +141,7 @@ class Decoding:
         self._check(num_rows, logits, positions)
         if num_rows == 0:
             return ModelOutput(batch.iteration)
-        peaks = self._find_peaks(logits)
+        peaks = self._kernels.find_peaks(logits)
         if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         layout = _Layout.of(batch, slots)
@@ -160,11 +161,11 @@ class Decoding:
         self._check(len(slots), logits, positions)
         if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
             raise ValueError(f"iteration {batch.iteration} is to feed itself, with rows that need the host")
-        highest, tokens = self._find_peaks(logits)
+        highest, tokens = self._kernels.find_peaks(logits)
         if not self._slots.demanding.isdisjoint(slots):
             rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
-            process(rows, self._slots, self._history)
-            tokens = choose_on_device(rows)
+            process(rows, self._slots, self._history, self._kernels.penalize)
+            tokens = choose_on_device(rows, self._kernels)
         return Choice(tokens, Arriving.of(tokens, highest))
 
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
@@ -184,10 +185,10 @@ class Decoding:
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
         raw = RawLogits(rows)
-        process(rows, self._slots, self._history)
+        process(rows, self._slots, self._history, self._kernels.penalize)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
-        chosen, highest = choose(rows, np.flatnonzero(emitted), peaks)
+        chosen, highest = choose(rows, np.flatnonzero(emitted), peaks, self._kernels)
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from inflight.core.batch import ContextChunk
 from inflight.core.request import ExternalDraft, Request
+from inflight.decoding.draws import inverse_cdf, random_numbers
 from inflight.decoding.rng import Purpose
 from inflight.decoding.rows import Rows, take_rows
-from inflight.decoding.sampler import distribution, inverse_cdf, random_numbers
+from inflight.decoding.sampler import distribution
 from inflight.decoding.slot_parameters import float_tensor
 
 

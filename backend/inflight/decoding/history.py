@@ -77,5 +77,10 @@ class History:
         """Token ids [n] int64 at the positions `columns` [n] of `slots` [n]."""
         return self._tokens.view(-1).take(slots * self._tokens.shape[1] + columns).long()
 
+    @property
+    def table(self) -> Tensor:
+        """[slots, max_sequence_length] int32 on the device; what was never written may be anything."""
+        return self._tokens
+
     def _upload(self, values: Sequence | NDArray) -> Tensor:
         return upload(np.asarray(values, dtype=np.int64), self._tokens.device)

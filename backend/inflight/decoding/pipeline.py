@@ -23,12 +23,12 @@ A batch pays for what its rows use: each step runs on the rows that ask for it, 
 banned and not the vocabulary. To that end step 2 comes last: what is taken in steps 4 and 5 is multiplied by the
 temperature instead, which the few tokens that are left in step 9 are divided by. That changes no probability.
 
-This module is steps 1 to 8; `sampler.py` is step 9.
+This module is steps 1 to 8, `penalties.py` the third to the fifth; `sampler.py` is step 9.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from inflight.decoding.history import History
 from inflight.decoding.ngrams import repeated
+from inflight.decoding.penalties import penalize
 from inflight.decoding.rows import Rows
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 
@@ -44,44 +45,20 @@ LARGEST_LOGIT = 1e30
 """A biased logit is no larger, so that an infinite bias is a certainty and not the end of arithmetic."""
 
 
-def process(rows: Rows, slots: SlotParameters, history: History) -> None:
-    """Steps 1 to 8 on the logits, in place, but for the division by the temperature."""
+def process(
+    rows: Rows, slots: SlotParameters, history: History, penalize: Callable[..., None] = penalize
+) -> None:
+    """Steps 1 to 8 on the logits, in place, but for the division by the temperature; `penalize` does 3 to 5."""
     for index in rows.needing(Needs.BIAS):
         bias = slots.of(rows.slots[index]).bias
         rows.logits[index].add_(bias).clamp_(max=LARGEST_LOGIT)
     penalized = rows.needing(Needs.PENALTIES)
     if len(penalized):
-        _penalize(rows, penalized, history)
+        penalize(rows, penalized, history)
     banned = [*_early_ends(rows, slots), *_bad_tokens(rows, slots), *_repeats(rows, history)]
     if banned:
         rows.logits.view(-1).index_fill_(0, torch.cat(banned), -torch.inf)
     _ban_ends_of_words(rows, slots, history)
-
-
-def _penalize(rows: Rows, indices: NDArray[np.int64], history: History) -> None:
-    numbers = rows.numbers[indices]
-    seen = history.before(rows.slots[indices], rows.positions[indices])
-    where = rows.upload(indices)[seen.rows] * rows.vocab_size + seen.token_ids
-    logits = rows.logits.view(-1)
-    values = logits.take(where)
-
-    def per_token(parameter: NDArray[np.float64]) -> Tensor:
-        return rows.upload(parameter.astype(np.float32))[seen.rows]
-
-    repetition = numbers["repetition_penalty"]
-    if (repetition != 1.0).any():
-        factor = per_token(repetition)
-        values = torch.where(values < 0, values * factor, values / factor)
-    frequency = numbers["frequency_penalty"] * numbers["temperature"]
-    if frequency.any():
-        # The logits themselves are the table that the tokens are counted in. All values come back below.
-        logits[where] = 0.0
-        logits.scatter_add_(0, where, torch.ones_like(values))
-        values -= per_token(frequency) * logits.take(where)
-    presence = numbers["presence_penalty"] * numbers["temperature"]
-    if presence.any():
-        values -= per_token(presence)
-    logits[where] = values  # a token that was seen twice is written twice, the same value
 
 
 def _early_ends(rows: Rows, slots: SlotParameters) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.decoding.usable import find_peaks
+from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
@@ -51,11 +51,11 @@ class Decoder:
         config: Of the whole model.
         has_fixed_shapes: As of its attention.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
-        find_peaks: How the likeliest tokens are found.
+        row_kernels: How tokens are chosen from its logits.
     """
 
     needs_cleared_blocks = True
-    find_peaks = staticmethod(find_peaks)
+    row_kernels = RowKernels()
 
     def __init__(
         self,

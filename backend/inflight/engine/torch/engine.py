@@ -117,7 +117,7 @@ class TorchEngine:
                 limits.max_sequence_length,
                 limits.vocab_size,
                 cache.device,
-                decoder.find_peaks,
+                decoder.row_kernels,
             )
 
     @classmethod

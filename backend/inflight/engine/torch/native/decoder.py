@@ -7,7 +7,6 @@ added up over the ranks between. Keys and values lie in the cache's blocks in an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import ref
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.native.packing import PackedLayer, Packer
+from inflight.engine.torch.native.row_kernels import NativeRowKernels
 from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, ShapeStruct
 from inflight.engine.torch.packing import PackedBatch
 from inflight.engine.torch.vocabulary import embed, join_logits
@@ -53,6 +53,7 @@ class NativeDecoder:
         dtype: Of activations and KV cache.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
+        row_kernels: As for `Decoder`; not to be used without it.
     """
 
     has_fixed_shapes = False
@@ -90,7 +91,6 @@ class NativeDecoder:
         if config.rope is not None:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
         self._logits_memory = Recycled()
-        self._found: tuple[ref[Tensor], Peaks] | None = None  # of the last batch's logits
         self._cache: KvCache | None = None
         self._shape = self._describe(part.of_model(config), tokens_per_block)
         self._handle: int | None = self._library.create(self._shape, self._layers)
@@ -99,6 +99,7 @@ class NativeDecoder:
                 f"{self._num_threads} threads for the forward pass cannot be started, or have no memory: "
                 "lower engine_threads, or raise this process's limits"
             )
+        self.row_kernels = NativeRowKernels(self._library, self._handle)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
@@ -126,7 +127,7 @@ class NativeDecoder:
     ) -> Tensor:
         """As `Decoder.forward_to_logits`, in one call: after each, Python has to come back into the caches.
 
-        Peaks are found with it, for `find_peaks`.
+        Peaks are found with it, for `row_kernels`.
         """
         if self._collectives.size > 1:
             return self.logits(self.forward(packed, block_tables, cache, hidden), packed.sampled_rows)
@@ -148,7 +149,7 @@ class NativeDecoder:
             peaks.tokens.data_ptr(),
         )
         _check(is_done)
-        self._found = (ref(logits), peaks)
+        self.row_kernels.found(logits, peaks)
         return logits
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -161,18 +162,6 @@ class NativeDecoder:
         )
         _check(is_done)
         return join_logits(logits, self.config.vocab_size, self._collectives)
-
-    def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `inflight.decoding.usable.find_peaks`; of equal logits, the first. Nobody has changed them."""
-        if self._found is not None and self._found[0]() is logits:
-            return self._found[1]
-        rows, columns = logits.shape
-        logits = logits.contiguous()
-        peaks = Peaks(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
-        self._library.find_peaks(
-            self._handle, logits.data_ptr(), rows, columns, peaks.highest.data_ptr(), peaks.tokens.data_ptr()
-        )
-        return peaks
 
     def _begin(
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None

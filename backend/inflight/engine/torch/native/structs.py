@@ -78,6 +78,20 @@ class BatchStruct(Structure):
     )
 
 
+class PenalizedRowsStruct(Structure):
+    """Rows of logits that penalties are taken from."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("rows", c_void_p),
+        ("penalties", c_void_p),
+        ("history", c_void_p),
+        ("history_width", c_int64),
+        ("slots", c_void_p),
+        ("lengths", c_void_p),
+    )
+
+
 _SIGNATURES = {
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
@@ -104,6 +118,8 @@ _SIGNATURES = {
         (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_void_p, c_int64, c_void_p),
     ),
     "find_peaks": (None, (c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
+    "penalize": (c_bool, (c_void_p, c_void_p, c_int32, POINTER(PenalizedRowsStruct))),
+    "draw": (c_bool, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
     "unpack_rows": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
     "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "pack_int8": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),

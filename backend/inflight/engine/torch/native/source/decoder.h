@@ -10,10 +10,12 @@
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "gemm.h"
 #include "int8.h"
 #include "layer.h"
 #include "peaks.h"
+#include "penalties.h"
 #include "team.h"
 #include "vector_math.h"
 #include "weights.h"
@@ -38,6 +40,8 @@ class Decoder {
     attention_.tokens_per_block = shape.tokens_per_block;
     states_.resize(shape.num_threads);
     for (auto& state : states_) state.reset(new (std::align_val_t(64)) TileState<E>);
+    penalizers_.resize(shape.num_threads);
+    drawers_.resize(shape.num_threads);
   }
 
   // Cuts the spans into tiles; before `run`, for all layers of a batch.
@@ -92,34 +96,63 @@ class Decoder {
 
   // logits [rows, columns] -> [rows] each.
   void find_peaks(const float* logits, int64_t rows, int columns, float* highest, int64_t* tokens) {
-    each(rows, rows > 2, [&](int64_t row) {
+    each(rows, rows > 2, [&](int64_t row, int) {
       const Peak peak = find_peak(logits + row * columns, columns);
       highest[row] = peak.highest;
       tokens[row] = peak.token;
     });
   }
 
+  // logits [any, columns], in place.
+  bool penalize(float* logits, int columns, const PenalizedRows& of) {
+    if (!reserve_for_choice(columns)) return false;
+    each(of.count, of.count > 2, [&](int64_t i, int thread) {
+      const int32_t* tokens = of.history + of.slots[i] * of.history_width;
+      penalizers_[thread].penalize(logits + of.rows[i] * columns, tokens, of.lengths[i], of.penalties[i]);
+    });
+    return true;
+  }
+
+  // tokens [count] for the rows `rows` [count] of logits [any, columns].
+  bool draw(const float* logits, int columns, int64_t count, const int64_t* rows, const Chance* chances,
+            int64_t* tokens) {
+    if (!reserve_for_choice(columns)) return false;
+    each(count, count > 2, [&](int64_t i, int thread) {
+      tokens[i] = drawers_[thread].draw(logits + rows[i] * columns, columns, chances[i]);
+    });
+    return true;
+  }
+
   // Rows of what was packed: out[i] = column ids[i]. A few take less time than it takes to wake the others.
   void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
     const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
     const int width = shape_.hidden;
-    each(count, count > 128, [&](int64_t i) {
+    each(count, count > 128, [&](int64_t i, int) {
       const auto* panel = packed.panel(static_cast<int>(ids[i] / kPanel)) + ids[i] % kPanel * E::kPair;
       for (int k = 0; k < width; ++k) out[i * width + k] = panel[k / E::kPair * kPanel * E::kPair + k % E::kPair];
     });
   }
 
  private:
+  // f(i, thread) for all i below `count`.
   template <class F>
   void each(int64_t count, bool in_parallel, const F& f) {
     if (!in_parallel) {
-      for (int64_t i = 0; i < count; ++i) f(i);
+      for (int64_t i = 0; i < count; ++i) f(i, 0);
       return;
     }
     team_.run([&](int thread) {
       const Share share(count, thread, team_.size());
-      for (int64_t i = share.begin; i < share.end; ++i) f(i);
+      for (int64_t i = share.begin; i < share.end; ++i) f(i, thread);
     });
+  }
+
+  bool reserve_for_choice(int columns) try {
+    for (Penalizer& penalizer : penalizers_) penalizer.reserve(columns);
+    for (Drawer& drawer : drawers_) drawer.reserve(columns);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
 
   struct FreeState {
@@ -354,6 +387,8 @@ class Decoder {
   Team team_;
   std::vector<Tile> tiles_;
   std::vector<std::unique_ptr<TileState<E>, FreeState>> states_;  // of every thread
+  std::vector<Penalizer> penalizers_;  // of every thread
+  std::vector<Drawer> drawers_;  // of every thread
   Buffer<Stored> qkv_, read_, inner_;
   Buffer<uint32_t> operand_;  // packed rows, a pair each
   Buffer<uint32_t> scratch_;  // of every thread, a row and a quantized one

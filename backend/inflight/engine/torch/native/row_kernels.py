@@ -1,0 +1,106 @@
+"""RowKernels compiled (source/peaks.h, source/penalties.h, source/draw.h), on a CPU. Loop thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from weakref import ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.decoding.draws import Drawn, random_numbers
+from inflight.decoding.history import History
+from inflight.decoding.kept import effective_top_p
+from inflight.decoding.rng import Purpose
+from inflight.decoding.row_kernels import RowKernels
+from inflight.decoding.rows import Rows
+from inflight.decoding.usable import Peaks
+from inflight.engine.torch.native.structs import PenalizedRowsStruct
+
+
+class NativeRowKernels(RowKernels):
+    """By a decoder's threads.
+
+    Args:
+        library: What has been compiled.
+        handle: The decoder, which is to live as long.
+    """
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        self._library = library
+        self._handle = handle
+        self._found: tuple[ref[Tensor], Peaks] | None = None
+
+    def found(self, logits: Tensor, peaks: Peaks) -> None:
+        """Have `find_peaks` return these for these logits, of the last batch, which nobody has changed."""
+        self._found = (ref(logits), peaks)
+
+    def find_peaks(self, logits: Tensor) -> Peaks:
+        """As `RowKernels.find_peaks`; of equal logits, the first."""
+        if self._found is not None and self._found[0]() is logits:
+            return self._found[1]
+        rows, columns = logits.shape
+        logits = logits.contiguous()
+        peaks = Peaks(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
+        self._library.find_peaks(
+            self._handle, logits.data_ptr(), rows, columns, peaks.highest.data_ptr(), peaks.tokens.data_ptr()
+        )
+        return peaks
+
+    def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
+        """As `RowKernels.penalize`."""
+        numbers, table = rows.numbers[indices], history.table
+        penalties = np.column_stack(
+            [
+                numbers["repetition_penalty"],
+                numbers["presence_penalty"] * numbers["temperature"],
+                numbers["frequency_penalty"] * numbers["temperature"],
+            ]
+        )
+        slots, lengths = rows.slots[indices], rows.positions[indices]
+        penalized = PenalizedRowsStruct(
+            len(indices),
+            indices.ctypes.data,
+            penalties.ctypes.data,
+            table.data_ptr(),
+            table.shape[1],
+            slots.ctypes.data,
+            lengths.ctypes.data,
+        )
+        _check(self._library.penalize(self._handle, rows.logits.data_ptr(), rows.vocab_size, penalized))
+
+    def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
+        """As `RowKernels.draw`."""
+        if not len(sampled):
+            return
+        numbers = rows.numbers[sampled]
+        top_k = np.where(numbers["top_k"] < rows.vocab_size, numbers["top_k"], 0)
+        chances = np.column_stack(
+            [
+                numbers["temperature"],
+                top_k,
+                effective_top_p(rows)[sampled],
+                numbers["min_p"],
+                random_numbers(rows, Purpose.SAMPLE)[sampled],
+            ]
+        )
+        tokens = np.empty(len(sampled), dtype=np.int64)
+        is_done = self._library.draw(
+            self._handle,
+            rows.logits.data_ptr(),
+            rows.vocab_size,
+            len(sampled),
+            sampled.ctypes.data,
+            chances.ctypes.data,
+            tokens.ctypes.data,
+        )
+        _check(is_done)
+        yield Drawn(sampled, torch.from_numpy(tokens))
+
+
+def _check(is_done: bool) -> None:
+    if not is_done:
+        raise MemoryError("no memory for choosing tokens")

@@ -1,0 +1,53 @@
+// What the tokens before a row of logits take from it; inflight/decoding/pipeline.py says what, steps 3 to 5.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace inflight {
+
+struct Penalties {
+  double repetition, presence, frequency;  // the latter two times the temperature
+};
+
+struct PenalizedRows {
+  int64_t count;
+  const int64_t* rows;         // [count]
+  const Penalties* penalties;  // [count]
+  const int32_t* history;      // [slots, history_width]: each slot's tokens, of which
+  int64_t history_width;
+  const int64_t *slots, *lengths;  // [count] are before the row
+};
+
+// One thread's, with memory for rows of so many columns as were reserved.
+class Penalizer {
+ public:
+  void reserve(int columns) {
+    counts_.resize(std::max<size_t>(counts_.size(), columns));
+    distinct_.reserve(columns);
+  }
+
+  // In place.
+  void penalize(float* logits, const int32_t* tokens, int64_t num_tokens, const Penalties& penalties) {
+    distinct_.clear();
+    for (int64_t i = 0; i < num_tokens; ++i)
+      if (counts_[tokens[i]]++ == 0) distinct_.push_back(tokens[i]);
+    const auto repetition = static_cast<float>(penalties.repetition);
+    const auto presence = static_cast<float>(penalties.presence);
+    const auto frequency = static_cast<float>(penalties.frequency);
+    for (const int32_t token : distinct_) {
+      float value = logits[token];
+      value = value < 0 ? value * repetition : value / repetition;
+      value -= frequency * static_cast<float>(counts_[token]);
+      logits[token] = value - presence;
+      counts_[token] = 0;
+    }
+  }
+
+ private:
+  std::vector<int32_t> counts_;  // of each token, zeros between rows
+  std::vector<int32_t> distinct_;
+};
+
+}  // namespace inflight
