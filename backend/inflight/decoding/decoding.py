@@ -32,6 +32,7 @@ from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import RawLogits, Rows, take_rows
 from inflight.decoding.sampler import choose, choose_on_device
 from inflight.decoding.slot_parameters import Needs, SlotParameters
+from inflight.decoding.threads import threads_for
 from inflight.decoding.transfer import Arriving, to_host
 from inflight.decoding.usable import refuse_unusable
 
@@ -144,9 +145,10 @@ class Decoding:
         peaks = self._kernels.find_peaks(logits)
         if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
-        layout = _Layout.of(batch, slots)
-        rows = self._rows(layout, logits.contiguous(), positions)
-        return self._decode(batch, layout, rows, peaks.highest)
+        with threads_for(logits):
+            layout = _Layout.of(batch, slots)
+            rows = self._rows(layout, logits.contiguous(), positions)
+            return self._decode(batch, layout, rows, peaks.highest)
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:

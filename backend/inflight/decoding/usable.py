@@ -8,6 +8,7 @@ number is fine: that token is impossible.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,9 +45,8 @@ def refuse_unusable(
     Raises:
         FloatingPointError: Names slot, position and value of each such row.
     """
-    is_usable = np.isfinite(highest)
-    if not is_usable.all():
-        rows = np.flatnonzero(~is_usable)
+    if not all(map(math.isfinite, highest.tolist())):  # of few rows quicker than numpy
+        rows = np.flatnonzero(~np.isfinite(highest))
         found = ", ".join(
             f"{highest[row]} for position {positions[row]} of slot {slots[row]}" for row in rows
         )

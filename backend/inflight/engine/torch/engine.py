@@ -38,7 +38,6 @@ from inflight.engine.torch.memory_probe import free_memory
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.packing import generation_rows, pack
 from inflight.engine.torch.slot_table import SlotTable
-from inflight.engine.torch.threads import threads_for
 from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
 from inflight.errors import ConfigError
@@ -273,8 +272,7 @@ class TorchEngine:
         if isinstance(pending.result, Choice):
             output = self._decoding.finish(batch, pending.result, pending.positions)
         else:
-            with threads_for(pending.result):
-                output = self._decoding.decode(batch, pending.result, pending.positions)
+            output = self._decoding.decode(batch, pending.result, pending.positions)
         return replace(output, context=pending.context) if pending.context else output
 
     @torch.inference_mode()

@@ -80,14 +80,17 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     num_rows = len(slots)
     begins = [chunk.begin for chunk in chunks]
     begins += range(generation_begin, num_rows + 1)  # each generation row ends where the next one begins
-    on_host = np.array(slots + positions + sampled + begins + context_ids, dtype=np.int64)
+    known_ids = context_ids + table.last_on_host(slots[generation_begin:])
+    on_host = np.array(slots + positions + sampled + begins + known_ids, dtype=np.int64)
     parts = upload(on_host, table.last_tokens.device).split(
-        [num_rows, num_rows, len(sampled), len(begins), generation_begin]
+        [num_rows, num_rows, len(sampled), len(begins), len(known_ids)]
     )
-    slot_rows, position_rows, sampled_rows, bounds, context_rows = parts
-    fed_back = table.last_tokens.index_select(0, slot_rows[generation_begin:])
+    slot_rows, position_rows, sampled_rows, bounds, token_ids = parts
+    if len(known_ids) < num_rows:
+        fed_back = table.last_tokens.index_select(0, slot_rows[generation_begin:])
+        token_ids = torch.cat([token_ids, fed_back]) if generation_begin else fed_back
     return PackedBatch(
-        token_ids=torch.cat([context_rows, fed_back]) if generation_begin else fed_back,
+        token_ids=token_ids,
         positions=position_rows,
         slots=slot_rows,
         sampled_rows=sampled_rows,

@@ -98,6 +98,10 @@ class SlotTable:
             rows, tokens = self._upload([slots, last])
             self.last_tokens.index_copy_(0, rows, tokens)
 
+    def last_on_host(self, slots: list[int]) -> list[int]:
+        """What generation rows of these slots are fed; nothing where the device alone knows."""
+        return self.last_tokens.numpy()[slots].tolist() if self.last_tokens.is_cpu else []
+
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
         """What `remember` does for a batch that feeds itself: [sampled slots] int64 on the device."""
         self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
