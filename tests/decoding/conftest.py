@@ -9,7 +9,7 @@ import pytest
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
-from inflight.engine.torch.native.structs import LayerStruct, ShapeStruct
+from inflight.engine.torch.native.structs import Handle, LayerStruct, ShapeStruct
 from tests.decoding import factories
 from tests.engine.kernels import needs_native
 
@@ -21,8 +21,8 @@ def row_kernels(request: pytest.FixtureRequest) -> Iterator[RowKernels]:
         yield factories.ROW_KERNELS[-1]
         return
     library = load_library("float32")
-    handle = library.create(ShapeStruct(num_threads=2), (LayerStruct * 0)())  # a decoder without layers
+    handle = Handle(library, ShapeStruct(num_threads=2), (LayerStruct * 0)())  # a decoder without layers
+    assert handle.exists
     factories.ROW_KERNELS.append(NativeRowKernels(library, handle))
     yield factories.ROW_KERNELS[-1]
     factories.ROW_KERNELS.pop()
-    library.destroy(handle)

@@ -18,6 +18,8 @@ from tests.decoding.factories import Row, beams_of, make_decoding, make_request,
 from tests.decoding.margins import is_apart
 from tests.decoding.strategies import logits_rows, requests
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+
 
 @given(st.data())
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -19,6 +19,8 @@ from tests.decoding.factories import Row, decode_rows, make_decoding, make_reque
 from tests.decoding.margins import MARGIN, draw_is_clear, is_decided
 from tests.decoding.strategies import logits_rows, requests
 
+pytestmark = pytest.mark.usefixtures("row_kernels")
+
 seeded = settings(max_examples=200, deadline=None, derandomize=True)
 
 

@@ -46,3 +46,14 @@ def test_the_same_tokens(
     compiled = choose_tokens(logits.clone(), rows)
     monkeypatch.setattr(factories, "ROW_KERNELS", [RowKernels()])
     assert choose_tokens(logits, rows) == compiled
+
+
+@NATIVE
+@pytest.mark.parametrize("token", [-1, 100, 2**31 - 1])
+def test_a_history_with_other_ids_is_an_error_and_changes_no_row(row_kernels: RowKernels, token: int) -> None:
+    """It would be written beyond the memory that there is."""
+    row = Row(make_request([5, token, 8], repetition_penalty=1.2))
+    logits = torch.randn(1, 100)
+    with pytest.raises(IndexError, match=r"slots \[0\] look back at, \[3\] tokens"):
+        choose_tokens(logits, [row])
+    choose_tokens(logits, [Row(make_request([5, 6, 8], repetition_penalty=1.2))])

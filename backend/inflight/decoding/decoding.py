@@ -166,7 +166,7 @@ class Decoding:
         highest, tokens = self._kernels.find_peaks(logits)
         if not self._slots.demanding.isdisjoint(slots):
             rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
-            process(rows, self._slots, self._history, self._kernels.penalize)
+            process(rows, self._slots, self._history, self._kernels)
             tokens = choose_on_device(rows, self._kernels)
         return Choice(tokens, Arriving.of(tokens, highest))
 
@@ -187,7 +187,7 @@ class Decoding:
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
         raw = RawLogits(rows)
-        process(rows, self._slots, self._history, self._kernels.penalize)
+        process(rows, self._slots, self._history, self._kernels)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
         chosen, highest = choose(rows, np.flatnonzero(emitted), peaks, self._kernels)

@@ -28,7 +28,7 @@ This module is steps 1 to 8, `penalties.py` the third to the fifth; `sampler.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from inflight.decoding.history import History
 from inflight.decoding.ngrams import repeated
-from inflight.decoding.penalties import penalize
+from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 
@@ -45,16 +45,14 @@ LARGEST_LOGIT = 1e30
 """A biased logit is no larger, so that an infinite bias is a certainty and not the end of arithmetic."""
 
 
-def process(
-    rows: Rows, slots: SlotParameters, history: History, penalize: Callable[..., None] = penalize
-) -> None:
-    """Steps 1 to 8 on the logits, in place, but for the division by the temperature; `penalize` does 3 to 5."""
+def process(rows: Rows, slots: SlotParameters, history: History, kernels: RowKernels) -> None:
+    """Steps 1 to 8 on the logits, in place, but for the division by the temperature."""
     for index in rows.needing(Needs.BIAS):
         bias = slots.of(rows.slots[index]).bias
         rows.logits[index].add_(bias).clamp_(max=LARGEST_LOGIT)
     penalized = rows.needing(Needs.PENALTIES)
     if len(penalized):
-        penalize(rows, penalized, history)
+        kernels.penalize(rows, penalized, history)
     banned = [*_early_ends(rows, slots), *_bad_tokens(rows, slots), *_repeats(rows, history)]
     if banned:
         rows.logits.view(-1).index_fill_(0, torch.cat(banned), -torch.inf)

@@ -19,7 +19,7 @@ from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.native.packing import PackedLayer, Packer
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
-from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, ShapeStruct
+from inflight.engine.torch.native.structs import BatchStruct, Handle, LayerStruct, ShapeStruct
 from inflight.engine.torch.packing import PackedBatch
 from inflight.engine.torch.vocabulary import embed, join_logits
 from inflight.engine.torch.windows import AttentionWindow
@@ -53,7 +53,7 @@ class NativeDecoder:
         dtype: Of activations and KV cache.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
-        row_kernels: As for `Decoder`; not to be used without it.
+        row_kernels: As for `Decoder`.
     """
 
     has_fixed_shapes = False
@@ -93,17 +93,13 @@ class NativeDecoder:
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
         self._shape = self._describe(part.of_model(config), tokens_per_block)
-        self._handle: int | None = self._library.create(self._shape, self._layers)
-        if self._handle is None:
+        self._handle = Handle(self._library, self._shape, self._layers)
+        if not self._handle.exists:
             raise ConfigError(
                 f"{self._num_threads} threads for the forward pass cannot be started, or have no memory: "
                 "lower engine_threads, or raise this process's limits"
             )
         self.row_kernels = NativeRowKernels(self._library, self._handle)
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self._library.destroy(self._handle)
 
     def forward(
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None

@@ -18,7 +18,9 @@ from inflight.decoding.rng import Purpose
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
 from inflight.decoding.usable import Peaks
-from inflight.engine.torch.native.structs import PenalizedRowsStruct
+from inflight.engine.torch.native.structs import CHANCE, PENALTIES, Handle, PenalizedRowsStruct
+
+_DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 
 
 class NativeRowKernels(RowKernels):
@@ -26,10 +28,10 @@ class NativeRowKernels(RowKernels):
 
     Args:
         library: What has been compiled.
-        handle: The decoder, which is to live as long.
+        handle: The decoder.
     """
 
-    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+    def __init__(self, library: ctypes.CDLL, handle: Handle) -> None:
         self._library = library
         self._handle = handle
         self._found: tuple[ref[Tensor], Peaks] | None = None
@@ -53,13 +55,10 @@ class NativeRowKernels(RowKernels):
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
         """As `RowKernels.penalize`."""
         numbers, table = rows.numbers[indices], history.table
-        penalties = np.column_stack(
-            [
-                numbers["repetition_penalty"],
-                numbers["presence_penalty"] * numbers["temperature"],
-                numbers["frequency_penalty"] * numbers["temperature"],
-            ]
-        )
+        penalties = np.empty(len(indices), PENALTIES)
+        penalties["repetition"] = numbers["repetition_penalty"]
+        penalties["presence"] = numbers["presence_penalty"] * numbers["temperature"]
+        penalties["frequency"] = numbers["frequency_penalty"] * numbers["temperature"]
         slots, lengths = rows.slots[indices], rows.positions[indices]
         penalized = PenalizedRowsStruct(
             len(indices),
@@ -70,23 +69,25 @@ class NativeRowKernels(RowKernels):
             slots.ctypes.data,
             lengths.ctypes.data,
         )
-        _check(self._library.penalize(self._handle, rows.logits.data_ptr(), rows.vocab_size, penalized))
+        status = self._library.penalize(self._handle, rows.logits.data_ptr(), rows.vocab_size, penalized)
+        if status == _WRONG_TOKENS:
+            raise IndexError(
+                f"what slots {slots.tolist()} look back at, {lengths.tolist()} tokens, is longer than "
+                f"{table.shape[1]} or holds ids that are none of {rows.vocab_size}"
+            )
+        _check(status == _DONE)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
         """As `RowKernels.draw`."""
         if not len(sampled):
             return
         numbers = rows.numbers[sampled]
-        top_k = np.where(numbers["top_k"] < rows.vocab_size, numbers["top_k"], 0)
-        chances = np.column_stack(
-            [
-                numbers["temperature"],
-                top_k,
-                effective_top_p(rows)[sampled],
-                numbers["min_p"],
-                random_numbers(rows, Purpose.SAMPLE)[sampled],
-            ]
-        )
+        chances = np.empty(len(sampled), CHANCE)
+        chances["temperature"] = numbers["temperature"]
+        chances["top_k"] = np.where(numbers["top_k"] < rows.vocab_size, numbers["top_k"], 0)
+        chances["top_p"] = effective_top_p(rows)[sampled]
+        chances["min_p"] = numbers["min_p"]
+        chances["uniform"] = random_numbers(rows, Purpose.SAMPLE)[sampled]
         tokens = np.empty(len(sampled), dtype=np.int64)
         is_done = self._library.draw(
             self._handle,

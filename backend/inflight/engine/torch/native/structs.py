@@ -1,9 +1,11 @@
-"""What crosses into the compiled code: the structs of source/layer.h, field for field."""
+"""What crosses into the compiled code: the structs of source/layer.h, penalties.h and draw.h, field for field."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_void_p
+
+import numpy as np
 
 
 class LinearStruct(Structure):
@@ -78,6 +80,13 @@ class BatchStruct(Structure):
     )
 
 
+PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
+"""Of a row of logits; presence and frequency times the temperature."""
+
+CHANCE = np.dtype([(name, np.float64) for name in ("temperature", "top_k", "top_p", "min_p", "uniform")])
+"""How a row's token is drawn: top_k 0 and top_p 1 are no limits, uniform is the random number."""
+
+
 class PenalizedRowsStruct(Structure):
     """Rows of logits that penalties are taken from."""
 
@@ -118,13 +127,31 @@ _SIGNATURES = {
         (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_void_p, c_int64, c_void_p),
     ),
     "find_peaks": (None, (c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
-    "penalize": (c_bool, (c_void_p, c_void_p, c_int32, POINTER(PenalizedRowsStruct))),
+    "penalize": (c_int32, (c_void_p, c_void_p, c_int32, POINTER(PenalizedRowsStruct))),
     "draw": (c_bool, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
     "unpack_rows": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
     "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "pack_int8": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "quantize": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32)),
 }
+
+
+class Handle:
+    """A decoder of the compiled code. It ends with the last who holds this.
+
+    Attributes:
+        exists: Whether its threads could be started.
+    """
+
+    def __init__(self, library: ctypes.CDLL, shape: ShapeStruct, layers: ctypes.Array[LayerStruct]) -> None:
+        self._library = library
+        self._layers = layers  # which it points to
+        self._as_parameter_ = library.create(shape, layers)
+        self.exists = self._as_parameter_ is not None
+
+    def __del__(self) -> None:
+        if getattr(self, "_as_parameter_", None) is not None:
+            self._library.destroy(self._as_parameter_)
 
 
 def declare(library: ctypes.CDLL) -> None:

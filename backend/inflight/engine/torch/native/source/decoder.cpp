@@ -43,7 +43,7 @@ bool logits(void* decoder, const Norm* norm, const Linear* head, const Stored* x
 void find_peaks(void* decoder, const float* logits, int64_t rows, int columns, float* highest, int64_t* tokens) {
   static_cast<Decoder<Element>*>(decoder)->find_peaks(logits, rows, columns, highest, tokens);
 }
-bool penalize(void* decoder, float* logits, int columns, const PenalizedRows* rows) {
+int penalize(void* decoder, float* logits, int columns, const PenalizedRows* rows) {
   return static_cast<Decoder<Element>*>(decoder)->penalize(logits, columns, *rows);
 }
 bool draw(void* decoder, const float* logits, int columns, int64_t count, const int64_t* rows, const Chance* chances,

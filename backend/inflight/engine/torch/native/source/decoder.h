@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -103,14 +104,18 @@ class Decoder {
     });
   }
 
-  // logits [any, columns], in place.
-  bool penalize(float* logits, int columns, const PenalizedRows& of) {
-    if (!reserve_for_choice(columns)) return false;
+  // logits [any, columns], in place. 0: done; 1: no memory; 2: not all of a row's tokens are there, or are columns.
+  int penalize(float* logits, int columns, const PenalizedRows& of) {
+    if (!reserve_for_choice(columns)) return 1;
+    std::atomic<bool> is_wrong{false};
     each(of.count, of.count > 2, [&](int64_t i, int thread) {
       const int32_t* tokens = of.history + of.slots[i] * of.history_width;
-      penalizers_[thread].penalize(logits + of.rows[i] * columns, tokens, of.lengths[i], of.penalties[i]);
+      float* row = logits + of.rows[i] * columns;
+      if (of.lengths[i] > of.history_width ||
+          !penalizers_[thread].penalize(row, columns, tokens, of.lengths[i], of.penalties[i]))
+        is_wrong = true;
     });
-    return true;
+    return is_wrong ? 2 : 0;
   }
 
   // tokens [count] for the rows `rows` [count] of logits [any, columns].
@@ -142,8 +147,9 @@ class Decoder {
       return;
     }
     team_.run([&](int thread) {
-      const Share share(count, thread, team_.size());
-      for (int64_t i = share.begin; i < share.end; ++i) f(i, thread);
+      team_.deal(count, thread);
+      team_.barrier();
+      team_.share(thread, [&](int64_t i) { f(i, thread); });
     });
   }
 

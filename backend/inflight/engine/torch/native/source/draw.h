@@ -2,7 +2,8 @@
 // leaves, by inverse CDF in the order of tokens. inflight/decoding/pipeline.py says it all, step 9.
 //
 // Sums are taken in an order that depends on the row alone. The weights of a few candidates are float64; those of a
-// whole vocabulary are float32, added up in float32 inside blocks and in float64 beyond.
+// whole vocabulary are float32, and what is drawn from all of them is added up in float32 inside blocks and in float64
+// beyond.
 #pragma once
 
 #include <immintrin.h>
@@ -63,10 +64,12 @@ class Drawer {
     cut_nucleus(chance.top_p * total);
     for (Candidate& each : candidates_)
       if (each.weight < chance.min_p) each.weight = 0;
-    return first_beyond(chance.uniform * weight_of_candidates());
+    const double kept = weight_of_candidates();
+    return first_beyond(chance.uniform * kept, kept);
   }
 
  private:
+  // The same as in inflight/decoding/kept.py, so that a row draws the same token there.
   static constexpr int kFew = 128;  // so many are tried before a top_p is looked for in the whole vocabulary
   static constexpr int kBlock = 64;
   static constexpr int kDigits = 1 << 12;
@@ -106,9 +109,8 @@ class Drawer {
     return total;
   }
 
-  // The first candidate up to which weights add up to more than `target`; 0 if none has any.
-  int64_t first_beyond(double target) const {
-    const double total = weight_of_candidates();
+  // The first candidate up to which weights add up to more than `target`, of `total`; 0 if none has any.
+  int64_t first_beyond(double target, double total) const {
     if (!(total > 0)) return 0;
     target = within(target, total);
     double sum = 0;
@@ -118,7 +120,9 @@ class Drawer {
   }
 
   // Rounding may not lead to a token that adds nothing.
-  static double within(double target, double total) { return std::max(0.0, std::min(target, std::nextafter(total, 0))); }
+  static double within(double target, double total) {
+    return std::max(0.0, std::min(target, std::nextafter(total, 0)));
+  }
 
   // The keys of the `count` highest in descending order. Of so many blocks with the highest maxima, every maximum beats
   // all of the other blocks, so no token below the least of these maxima is among them.
@@ -138,7 +142,8 @@ class Drawer {
       if (maxima_[block] >= least) collect(logits, begin, std::min(columns, begin + kBlock), least);
     }
     const auto size = std::min<size_t>(count, keys_.size());
-    if (size < keys_.size()) std::nth_element(keys_.begin(), keys_.begin() + size, keys_.end(), std::greater<int64_t>());
+    const auto end = keys_.begin() + size;
+    if (end != keys_.end()) std::nth_element(keys_.begin(), end, keys_.end(), std::greater<int64_t>());
     keys_.resize(size);
     std::sort(keys_.begin(), keys_.end(), std::greater<int64_t>());
   }
@@ -215,11 +220,11 @@ class Drawer {
     const int begin = static_cast<int>(block) * kBlock;
     for (int token = begin; token < std::min(columns, begin + kBlock); ++token)
       candidates_.push_back({token, weights_[token] >= least ? weights_[token] : 0.0});
-    return first_beyond(target - before);
+    return first_beyond(target - before, weight_of_candidates());
   }
 
-  // The least weight that is needed to reach `needed`, found digit by digit, since the bits of floats from 0 to 1 are in
-  // the order of the floats. Of the tokens with this very weight those that are not needed, the last ones, lose it.
+  // The least weight that is needed to reach `needed`, found digit by digit, since the bits of floats from 0 to 1 are
+  // in the order of the floats. Of the tokens with this very weight those that are not needed, the last ones, lose it.
   float cut_large_nucleus(int columns, double needed) {
     tokens_.resize(columns);
     for (int token = 0; token < columns; ++token) tokens_[token] = token;

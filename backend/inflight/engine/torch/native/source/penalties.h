@@ -28,8 +28,10 @@ class Penalizer {
     distinct_.reserve(columns);
   }
 
-  // In place.
-  void penalize(float* logits, const int32_t* tokens, int64_t num_tokens, const Penalties& penalties) {
+  // In place; false, and nothing is done, if a token is none of the columns.
+  bool penalize(float* logits, int columns, const int32_t* tokens, int64_t num_tokens, const Penalties& penalties) {
+    const auto is_column = [=](int32_t token) { return 0 <= token && token < columns; };
+    if (!std::all_of(tokens, tokens + num_tokens, is_column)) return false;
     distinct_.clear();
     for (int64_t i = 0; i < num_tokens; ++i)
       if (counts_[tokens[i]]++ == 0) distinct_.push_back(tokens[i]);
@@ -39,10 +41,11 @@ class Penalizer {
     for (const int32_t token : distinct_) {
       float value = logits[token];
       value = value < 0 ? value * repetition : value / repetition;
-      value -= frequency * static_cast<float>(counts_[token]);
-      logits[token] = value - presence;
+      value -= presence;
+      logits[token] = value - frequency * static_cast<float>(counts_[token]);
       counts_[token] = 0;
     }
+    return true;
   }
 
  private:
