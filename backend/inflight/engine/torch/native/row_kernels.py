@@ -18,7 +18,8 @@ from inflight.decoding.rng import Purpose
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
 from inflight.decoding.usable import Peaks
-from inflight.engine.torch.native.structs import CHANCE, PENALTIES, Handle, PenalizedRowsStruct
+from inflight.engine.torch.native.handle import Handle
+from inflight.engine.torch.native.structs import CHANCE, PENALTIES, PenalizedRowsStruct
 
 _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 

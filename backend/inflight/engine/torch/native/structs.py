@@ -136,24 +136,6 @@ _SIGNATURES = {
 }
 
 
-class Handle:
-    """A decoder of the compiled code. It ends with the last who holds this.
-
-    Attributes:
-        exists: Whether its threads could be started.
-    """
-
-    def __init__(self, library: ctypes.CDLL, shape: ShapeStruct, layers: ctypes.Array[LayerStruct]) -> None:
-        self._library = library
-        self._layers = layers  # which it points to
-        self._as_parameter_ = library.create(shape, layers)
-        self.exists = self._as_parameter_ is not None
-
-    def __del__(self) -> None:
-        if getattr(self, "_as_parameter_", None) is not None:
-            self._library.destroy(self._as_parameter_)
-
-
 def declare(library: ctypes.CDLL) -> None:
     """Give every function of the library its signature; what they do, source/decoder.cpp says."""
     for name, (result, arguments) in _SIGNATURES.items():
