@@ -6,6 +6,8 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 PYTHON=""
+# Python cannot find what is installed in a folder whose name has letters that the locale cannot spell.
+[ "$(locale charmap 2>/dev/null)" = UTF-8 ] || export LC_ALL=C.UTF-8
 # Works for the interpreters that the embedded server brings a backend for and torch has wheels for.
 IN_RANGE='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 

@@ -72,9 +72,30 @@ def test_block_bytes_are_what_a_block_takes(zoo: Zoo, case: str) -> None:
 def test_limits_of_an_engine(zoo: Zoo) -> None:
     limits = load_engine(zoo["llama"].folder, max_tokens_in_paged_kv_cache=100, max_sequence_length=90).limits
     assert (limits.num_blocks, limits.max_sequence_length, limits.vocab_size) == (12, 90, 211)
-    limits = load_engine(zoo["llama"].folder, max_sequence_length=100_000).limits
+    limits = load_engine(zoo["llama"].folder).limits
     assert limits.max_sequence_length == 256, "the model has no more positions"
     assert limits.num_blocks == 2 * 6 * 256 // 8
+
+
+@pytest.mark.parametrize(
+    ("case", "longest", "reason"),
+    [
+        ("llama", 256, ""),
+        ("gpt2", 256, ""),
+        ("llama-rope-yarn", 256, ""),  # already scaled
+        ("llama-rope-linear", 4 * 256, ""),
+        ("llama-rope-dynamic", 256, "of type dynamic"),
+    ],
+)
+def test_a_length_that_the_positions_do_not_reach_fails_the_load(
+    zoo: Zoo, case: str, longest: int, reason: str
+) -> None:
+    limits = load_engine(zoo[case].folder, max_sequence_length=longest).limits
+    assert limits.max_sequence_length == longest
+    with pytest.raises(ConfigError) as error:
+        load_engine(zoo[case].folder, max_sequence_length=longest + 1)
+    says = f"max_sequence_length is {longest + 1}, expected at most {longest}"
+    assert str(error.value).startswith(says) and reason in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -162,19 +162,21 @@ def test_what_does_not_fit_is_named(
 
 def test_files_that_are_missing_or_damaged(edited: Callable[..., Path]) -> None:
     folder = edited("llama", lambda tensors: tensors)
-    file = folder / "model.safetensors"
+    file = folder / "model-1.safetensors"
+    (folder / "model.safetensors").rename(file)
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(ConfigError, match="has no tensor 'a'"):
         _load(folder)
     index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     with pytest.raises(ConfigError, match=r"model-2\.safetensors does not exist"):
         _load(folder)
-    for file_name in (3, None, "../model.safetensors"):
+    for file_name in (3, None, "../model-1.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": file_name}}))
         with pytest.raises(ConfigError, match="expected the name of a file in the same folder"):
             _load(folder)
     index.unlink()
+    file = file.rename(folder / "model.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
         _load(folder)

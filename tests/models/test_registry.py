@@ -34,7 +34,8 @@ GPT2 = {
 
 
 def _as(architecture: str, **values: Any) -> dict[str, Any]:
-    return {**LLAMA, "architectures": [architecture], **values}
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    return {**LLAMA, "architectures": [architecture], "model_type": model_type, **values}
 
 
 def _read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> DecoderConfig:
@@ -77,6 +78,12 @@ def test_model_type_decides_without_architectures(tmp_path: Path) -> None:
         ("MistralForCausalLM", {}, (4096,) * 4),
         ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
         ("MistralForCausalLM", {"sliding_window": 7}, (7,) * 4),
+        (
+            "MistralForCausalLM",
+            {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            (7, None, 7, None),
+        ),
+        ("MinistralForCausalLM", {"sliding_window": 7}, (7,) * 4),
         ("Qwen2ForCausalLM", {"sliding_window": 7}, (None,) * 4),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7}, (None,) * 4),
         (
@@ -110,6 +117,117 @@ def test_sliding_windows(
     tmp_path: Path, architecture: str, values: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
     assert _read(tmp_path, _as(architecture, **values)).sliding_windows == expected
+
+
+# config.json files as they lie beside published weights, with all that they say besides.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        **LLAMA,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "hidden_act": "silu",
+        "initializer_range": 0.041666666666666664,
+        "is_llama_config": True,
+        "pad_token_id": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+    },
+    "the first llama": {
+        **{key: value for key, value in LLAMA.items() if key != "max_position_embeddings"},
+        "max_sequence_length": 2048,
+        "pad_token_id": -1,
+        "torch_dtype": "float16",
+    },
+    "qwen2.5": {
+        **LLAMA,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "max_window_layers": 28,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    },
+    "qwen2.5 with yarn": {
+        **LLAMA,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 128, "type": "yarn"},
+    },
+    "qwen as a llama": {
+        **LLAMA,
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+    },
+    "a fine-tune": {
+        **LLAMA,
+        "_name_or_path": "somewhere/llama",
+        "_commit_hash": None,
+        "_attn_implementation_autoset": True,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "unsloth_version": "2024.9",
+        "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+        "num_labels": 1,
+    },
+    "yarn's authors' llama": {
+        **LLAMA,
+        "rope_scaling": {
+            "factor": 32.0,
+            "original_max_position_embeddings": 128,
+            "type": "yarn",
+            "finetuned": True,
+        },
+    },
+    "gpt2-xl": {
+        **GPT2,
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_special": 0,
+        "output_past": True,
+        "predict_special_tokens": True,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_checkpoints_say_besides_is_no_obstacle(tmp_path: Path, name: str) -> None:
+    assert _read(tmp_path, PUBLISHED[name]).hidden_size == 32
+
+
+def test_code_of_the_checkpoints_own_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _read(tmp_path, PUBLISHED["a fine-tune"])
+    assert "auto_map names code of the checkpoint's own for AutoModelForCausalLM" in caplog.text
+    assert "what is computed is LlamaForCausalLM" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -159,13 +277,30 @@ def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> 
         ({**LLAMA, "attention_bias": 1}, "key 'attention_bias' is 1, expected true or false"),
         (
             _as("Qwen2ForCausalLM", layer_types=["full_attention"]),
-            "expected 4 times full_attention or sliding",
+            "expected full_attention or sliding_attention for each of num_hidden_layers, 4",
         ),
         (
             _as("Qwen2ForCausalLM", layer_types=["sliding_attention"] * 4),
             "key 'use_sliding_window' is missing, expected true",
         ),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "is True, expected false"),
+        (
+            {**LLAMA, "model_type": "mistral"},
+            "key 'model_type' is 'mistral', expected 'llama', as architectures has",
+        ),
+        ({**LLAMA, "logit_scale": 0.5}, "key 'logit_scale' is 0.5, expected no such key"),
+        ({**LLAMA, "is_causal": False}, "key 'is_causal' is False, expected no such key"),
+        ({**LLAMA, "sliding_window": 8}, "key 'sliding_window' is 8, expected null: this family has no"),
+        ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2, "own": 1}}, "key 'rope_scaling.own' is 1"),
+        (
+            {**LLAMA, "quantization": {"bits": 4}},
+            "key 'quantization' is {'bits': 4}, expected no such key: quant",
+        ),
+        (
+            _as("MistralForCausalLM", layer_types=["sliding_attention"] * 4, sliding_window=None),
+            "key 'sliding_window' is None, expected an integer >= 1, since layer_types has sliding_attention",
+        ),
+        ({**GPT2, "hidden_size": 64}, "key 'hidden_size' is 64, expected 32, as n_embd says"),
         ({**GPT2, "n_embd": 33}, "hidden size 33 is not a multiple of 4 heads"),
     ],
 )

@@ -46,7 +46,7 @@ SCALINGS = [
 def _read(tmp_path: Path, **values: Any) -> Any:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"max_position_embeddings": MAX_POSITIONS, **values}))
-    return read_rope(ConfigFile.load(path))
+    return read_rope(ConfigFile.load(path), MAX_POSITIONS)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)

@@ -66,6 +66,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mlp-bias": ("Llama", {"mlp_bias": True, "hidden_act": "gelu"}),
     "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 19}),
     "mistral-no-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral-layer-types": (
+        "Ministral",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 19,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24}),

@@ -47,6 +47,7 @@ class Checkpoint:
         self.folder = folder
         self._closing = ExitStack()
         self._files = {}
+        self._stored_as: dict[str, str] = {}
         try:
             for name, expected in _file_names(folder).items():
                 self._open(name, expected)
@@ -65,7 +66,12 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Tensor `name` on the CPU, in the file's dtype."""
-        return self._files[self.tensors[name].file].get_tensor(name)
+        return self._files[self.tensors[name].file].get_tensor(self._stored_as.get(name, name))
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Tensor `name` goes by `new_name` from now on, and by no other name."""
+        self.tensors[new_name] = self.tensors.pop(name)
+        self._stored_as[new_name] = self._stored_as.pop(name, name)
 
     def forget(self, tensor: Tensor) -> None:
         """What `read` returned was used: its pages no longer count as this process's memory."""
@@ -101,7 +107,12 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _file_names(folder: Path) -> dict[str, set[str]]:
-    """Files to open, each with the tensors that an index expects in it."""
+    """Files to open, each with the tensors that an index expects in it.
+
+    A single file wins over an index beside it, whose shards may be gone, as it does in transformers.
+    """
+    if (folder / _SINGLE).exists():
+        return {_SINGLE: set()}
     if (folder / _INDEX).exists():
         weight_map = ConfigFile.load(folder / _INDEX).child("weight_map")
         files: dict[str, set[str]] = {}
@@ -110,8 +121,6 @@ def _file_names(folder: Path) -> dict[str, set[str]]:
                 raise weight_map.error(tensor, "the name of a file in the same folder")
             files.setdefault(file, set()).add(tensor)
         return files
-    if (folder / _SINGLE).exists():
-        return {_SINGLE: set()}
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     raise ConfigError(
         f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) if found else 'no weight files'}. "

@@ -11,13 +11,17 @@ from inflight.errors import ConfigError
 
 
 class ConfigFile:
-    """Typed access to the keys of one JSON object. A key that is null counts as absent."""
+    """Typed access to the keys of one JSON object. A key that is null counts as absent.
+
+    It remembers which keys were asked for, so that whoever has read all that is understood can look at the rest.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
         """Wrap `values`, found in `path` under the key `section` ("" for the whole file)."""
         self.path = path
         self.values = values
         self._section = section
+        self._read: set[str] = set()
 
     @classmethod
     def load(cls, path: Path) -> ConfigFile:
@@ -39,13 +43,22 @@ class ConfigFile:
             return ConfigError(f"{self.path}: key {name!r} is missing, expected {expected}")
         return ConfigError(f"{self.path}: key {name!r} is {self.values[key]!r}, expected {expected}")
 
+    def value(self, key: str) -> Any:
+        """What stands under `key`, of whatever type; None if absent. The key counts as read from now on."""
+        self._read.add(key)
+        return self.values.get(key)
+
+    def unread(self) -> list[str]:
+        """The keys that are there and that nobody has asked for."""
+        return [key for key in self.values if key not in self._read]
+
     def has(self, key: str) -> bool:
         """Whether `key` is there and not null."""
-        return self.values.get(key) is not None
+        return self.value(key) is not None
 
     def int_or_none(self, key: str) -> int | None:
         """An integer of at least 1, None if absent."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is not None and (type(value) is not int or value < 1):
             raise self.error(key, "an integer >= 1")
         return value
@@ -59,7 +72,7 @@ class ConfigFile:
 
     def number_or_none(self, key: str) -> float | None:
         """A positive number, None if absent."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return None
         if type(value) not in (int, float) or not 0 < value < float("inf"):
@@ -75,40 +88,40 @@ class ConfigFile:
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is not None and type(value) is not bool:
             raise self.error(key, "true or false")
         return default if value is None else value
 
     def text_or_none(self, key: str) -> str | None:
         """A string, None if absent."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is not None and not isinstance(value, str):
             raise self.error(key, "a string")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty if absent."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, "a list of strings")
         return tuple(value)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of token ids; empty if absent."""
-        value = self.values.get(key)
+    def token_ids(self, key: str) -> tuple[int, ...] | None:
+        """A token id or a list of token ids, without those below 0, which no token has; None if absent."""
+        value = self.value(key)
         if value is None:
-            return ()
+            return None
         ids = value if isinstance(value, list) else [value]
-        if not all(type(item) is int and item >= 0 for item in ids):
+        if not all(type(item) is int for item in ids):
             raise self.error(key, "a token id or a list of them")
-        return tuple(dict.fromkeys(ids))
+        return tuple(item for item in dict.fromkeys(ids) if item >= 0)
 
     def child(self, key: str) -> ConfigFile:
         """The object under `key`."""
-        value = self.values.get(key)
+        value = self.value(key)
         if not isinstance(value, dict):
             raise self.error(key, "a JSON object")
         return ConfigFile(self.path, value, key)

@@ -15,7 +15,24 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Positions divided by `factor`.
+
+    Attributes:
+        factor: More than 1 to reach further.
+        original_max_positions: Positions the model was first trained with.
+    """
+
+    factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Dynamic NTK: no scaling up to the positions the model was trained with.
+
+    In longer sequences the base grows by `factor` with every further token, for all tokens at once; keys that were
+    cached before would have to be computed again, so no sequence is longer here.
+    """
 
     factor: float
 
@@ -58,7 +75,7 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +98,7 @@ class DecoderConfig:
         num_kv_heads: Key and value heads; divides num_heads.
         head_dim: Width of one head; num_heads * head_dim need not be hidden_size.
         intermediate_size: Width inside the MLP.
-        max_positions: Longest sequence in tokens.
+        max_positions: Longest sequence in tokens: rows of learned positions, or how far rotary ones reach.
         norm: RMSNorm (weight) or LayerNorm (weight and bias).
         norm_eps: Added to the variance.
         activation: Inside the MLP; gelu_tanh is the tanh approximation.
@@ -92,7 +109,7 @@ class DecoderConfig:
         mlp_bias: Biases in the MLP.
         qk_norm: RMSNorm over each query and key head, before the rotation.
         sliding_windows: Per layer, how many keys a token sees, itself included; None: all before it.
-        tied_embeddings: The output projection is the embedding.
+        tied_embeddings: The output projection is the embedding, unless the checkpoint has another.
         eos_token_ids: Ids that end a sequence, of generation_config.json, else config.json.
         dtype: The checkpoint's: float32, bfloat16 or float16; None if config.json does not say.
     """

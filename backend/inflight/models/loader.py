@@ -6,8 +6,9 @@ more memory than the model, and the file may be replaced afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,6 +26,7 @@ from inflight.models.sharding import Part, Range, Shard
 from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
+_logger = logging.getLogger(__name__)
 
 
 class Finisher:
@@ -100,6 +102,7 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
     """What the checkpoint's weights are stored as. ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
         base = _base(model, checkpoint)
+        model = _tied_as_stored(model, base, checkpoint)
         expected = _specs(model.decoder, model.names, base, Part.whole(model.decoder))
         _check(checkpoint, model, base, expected)
         return _stored_dtype(model.decoder, checkpoint, expected[0])
@@ -124,6 +127,7 @@ def load_weights(
     part = part or whole
     with Checkpoint(model.folder) as checkpoint:
         base = _base(model, checkpoint)
+        model = _tied_as_stored(model, base, checkpoint)
         expected = _specs(model.decoder, model.names, base, whole)
         _check(checkpoint, model, base, expected)
         target = dtype or _stored_dtype(model.decoder, checkpoint, expected[0])
@@ -143,6 +147,40 @@ def load_weights(
 def _base(model: ModelDescription, checkpoint: Checkpoint) -> str:
     """What the names begin with: a checkpoint of the model without its output projection has it left out."""
     return model.names.base if any(name.startswith(model.names.base) for name in checkpoint.tensors) else ""
+
+
+def _tied_as_stored(model: ModelDescription, base: str, checkpoint: Checkpoint) -> ModelDescription:
+    """The model with its embeddings tied as transformers ties those of such a checkpoint.
+
+    Where config.json says that they are tied and only one of the two is stored, it is both, whichever it is. Where
+    both are stored, they are tied if they are equal, and are what they are otherwise.
+    """
+    embedding, head = f"{base}{model.names.embedding}.weight", f"{_LM_HEAD}.weight"
+    if not model.decoder.tied_embeddings or head not in checkpoint.tensors:
+        return model
+    if embedding not in checkpoint.tensors:
+        checkpoint.rename(head, embedding)
+    elif not _is_same(checkpoint, embedding, head):
+        _logger.warning(
+            "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter",
+            checkpoint.folder,
+            embedding,
+            head,
+        )
+        return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
+    return model
+
+
+def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two tensors have equal values; of two data types they count as different."""
+    if checkpoint.tensors[one].dtype != checkpoint.tensors[other].dtype:
+        return False
+    tensors = checkpoint.read(one), checkpoint.read(other)
+    try:
+        return torch.equal(*tensors)
+    finally:
+        for tensor in tensors:
+            checkpoint.forget(tensor)
 
 
 def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) -> list[_TensorSpec]:

@@ -5,21 +5,25 @@ A new family is a file in `families/` and a line in `FAMILIES`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.models.config_file import ConfigFile
+from inflight.models.config_keys import refuse_unread
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import Family
 from inflight.models.families.gpt2 import GPT2
 from inflight.models.families.llama import LLAMA
-from inflight.models.families.mistral import MISTRAL
+from inflight.models.families.mistral import MINISTRAL, MISTRAL
 from inflight.models.families.qwen2 import QWEN2
 from inflight.models.families.qwen3 import QWEN3
 from inflight.models.weight_names import WeightNames
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
+_logger = logging.getLogger(__name__)
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GPT2)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -50,36 +54,58 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder")
     config = ConfigFile.load(folder / "config.json")
-    for key in ("quantization_config", "compression_config"):
+    for key in ("quantization_config", "compression_config", "quantization"):
         if config.has(key):
             raise config.error(key, "no such key: quantized checkpoints are not supported")
     family = _family(config)
     decoder = replace(family.read_config(config), eos_token_ids=_eos_token_ids(config), dtype=_dtype(config))
+    refuse_unread(config, family.neutral)
     _check(config, decoder)
+    _note_own_code(config, family)
     return ModelDescription(folder, decoder, family.names)
 
 
 def _family(config: ConfigFile) -> Family:
-    architectures = config.texts("architectures")
-    key = "architectures" if architectures else "model_type"
+    """The family of `architectures`, with which `model_type` has to agree, or of `model_type` alone."""
+    architectures, model_type = config.texts("architectures"), config.text_or_none("model_type")
+    if not architectures:
+        for family in FAMILIES:
+            if family.model_type == model_type:
+                return family
+        raise config.error("model_type", f"one of {', '.join(family.model_type for family in FAMILIES)}")
     for family in FAMILIES:
         if family.architecture in architectures:
+            if model_type not in (None, family.model_type):
+                raise config.error(
+                    "model_type", f"{family.model_type!r}, as architectures has {family.architecture}"
+                )
             return family
-        if not architectures and family.model_type == config.text_or_none("model_type"):
-            return family
-    known = (family.architecture if architectures else family.model_type for family in FAMILIES)
-    raise config.error(key, f"one of {', '.join(known)}")
+    raise config.error("architectures", f"one of {', '.join(family.architecture for family in FAMILIES)}")
 
 
 def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
+    of_config = config.token_ids("eos_token_id")
     path = config.path.with_name("generation_config.json")
-    from_generation = ConfigFile.load(path).token_ids("eos_token_id") if path.exists() else ()
-    return from_generation or config.token_ids("eos_token_id")
+    of_generation = ConfigFile.load(path).token_ids("eos_token_id") if path.exists() else None
+    return (of_config if of_generation is None else of_generation) or ()
+
+
+def _note_own_code(config: ConfigFile, family: Family) -> None:
+    """Say so if a checkpoint brings code of its own. Like transformers, unless told to trust it, nobody runs it."""
+    own = config.values.get("auto_map")
+    classes = [name for name in own if name.startswith("AutoModel")] if isinstance(own, dict) else []
+    if classes:
+        _logger.warning(
+            "%s: auto_map names code of the checkpoint's own for %s, which is not run: what is computed is %s",
+            config.path,
+            ", ".join(sorted(classes)),
+            family.architecture,
+        )
 
 
 def _dtype(config: ConfigFile) -> str | None:
-    key = "dtype" if config.has("dtype") else "torch_dtype"
-    name = config.text_or_none(key)
+    old, new = config.text_or_none("torch_dtype"), config.text_or_none("dtype")
+    key, name = ("torch_dtype", old) if new is None else ("dtype", new)
     if name is not None and name not in DTYPES:
         raise config.error(key, f"one of {', '.join(DTYPES)}")
     return name

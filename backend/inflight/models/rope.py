@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from inflight.models.decoder_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from inflight.models.decoder_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, Tensor]:
@@ -22,7 +28,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     scaling = rope.scaling
-    if scaling is None:
+    if scaling is None or isinstance(scaling, DynamicScaling):
         return frequencies, 1.0
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor, 1.0

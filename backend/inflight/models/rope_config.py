@@ -9,57 +9,87 @@ from __future__ import annotations
 import math
 
 from inflight.models.config_file import ConfigFile
-from inflight.models.decoder_config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
+from inflight.models.config_keys import refuse_unread
+from inflight.models.decoder_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
 
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn"
+# YaRN's authors wrote it beside the scaling that a model was trained with.
+_NEUTRAL = {"finetuned": (None, True, False)}
 
 
-def read_rope(config: ConfigFile) -> RopeConfig:
-    """The model's rotary positions. Raises ConfigError for a type that is not supported."""
+def read_rope(config: ConfigFile, max_positions: int) -> RopeConfig:
+    """The model's rotary positions. Raises ConfigError for a type, or a key of it, that is not understood.
+
+    `max_positions` is `max_position_embeddings`, or what stands for it.
+    """
     section = _section(config)
-    theta = section.number_or_none("rope_theta") or config.number_or_none("rope_theta") or _DEFAULT_THETA
+    theta = config.number_or_none("rope_theta") or _DEFAULT_THETA
+    theta = section.number_or_none("rope_theta") or theta
     for place in (section, config):
         if place.number_or_none("partial_rotary_factor") not in (None, 1.0):
             raise place.error(
                 "partial_rotary_factor", "1.0: rotary positions on part of a head are not supported"
             )
-    return RopeConfig(theta, _read_scaling(config, section))
+    rope = RopeConfig(theta, _read_scaling(config, section, max_positions))
+    refuse_unread(section, _NEUTRAL)
+    return rope
+
+
+def longest_sequence(rope: RopeConfig, max_positions: int) -> int:
+    """How many tokens the positions reach.
+
+    Linear and YaRN scaling stretch what the model was first trained with by their factor, and many a
+    `max_position_embeddings` beside them was left as it was. Llama 3's is always that of the scaled model. Dynamic
+    NTK ends where it would begin to scale: what is cached then stands for positions of another base.
+    """
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling | YarnScaling):
+        return max(max_positions, int(scaling.factor * scaling.original_max_positions))
+    return max_positions
 
 
 def _section(config: ConfigFile) -> ConfigFile:
-    for key in ("rope_scaling", "rope_parameters"):
-        if config.has(key):
-            return config.child(key)
-    return ConfigFile(config.path, {}, "rope_parameters")
+    found = [key for key in ("rope_scaling", "rope_parameters") if config.value(key)]
+    if len(found) == 2 and config.values["rope_scaling"] != config.values["rope_parameters"]:
+        raise config.error("rope_scaling", "the same as rope_parameters, or no such key")
+    return config.child(found[0]) if found else ConfigFile(config.path, {}, "rope_parameters")
 
 
-def _read_scaling(config: ConfigFile, section: ConfigFile) -> RopeScaling | None:
+def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -> RopeScaling | None:
     key = "rope_type" if section.has("rope_type") else "type"
-    kind = section.text_or_none(key) or "default"
+    kind = section.text_or_none("rope_type") or section.text_or_none("type") or "default"
     for name, value in section.values.items():
         if isinstance(value, dict):
             raise section.error(name, "no values of its own: a set for each layer type is not supported")
-    # Dynamic NTK changes the base only beyond max_position_embeddings, where this server's sequences end.
-    if kind in ("default", "dynamic"):
+    original = _original_max_positions(config, section) or max_positions
+    if kind == "default":
         return None
+    if kind == "dynamic":
+        return DynamicScaling(section.number("factor"))
     if kind == "linear":
-        return LinearScaling(section.number("factor"))
+        return LinearScaling(section.number("factor"), original)
     if kind == "llama3":
-        return _read_llama3(config, section)
+        return _read_llama3(section, original)
     if kind == "yarn":
-        return _read_yarn(config, section)
+        return _read_yarn(section, original, max_positions)
     raise section.error(key, _SUPPORTED)
 
 
-def _original_max_positions(config: ConfigFile, section: ConfigFile) -> int:
+def _original_max_positions(config: ConfigFile, section: ConfigFile) -> int | None:
     key = "original_max_position_embeddings"
-    return (
-        config.int_or_none(key) or section.int_or_none(key) or config.positive_int("max_position_embeddings")
-    )
+    inside = section.int_or_none(key)
+    return config.int_or_none(key) or inside
 
 
-def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3Scaling:
+def _read_llama3(section: ConfigFile, original: int) -> Llama3Scaling:
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if high <= low:
         raise section.error("high_freq_factor", f"more than low_freq_factor, which is {low}")
@@ -67,20 +97,19 @@ def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3Scaling:
         factor=section.number("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=_original_max_positions(config, section),
+        original_max_positions=original,
     )
 
 
-def _read_yarn(config: ConfigFile, section: ConfigFile) -> YarnScaling:
-    original = _original_max_positions(config, section)
-    factor = section.number_or_none("factor") or config.positive_int("max_position_embeddings") / original
+def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnScaling:
+    factor = section.number_or_none("factor") or max_positions / original
+    computed = _yarn_attention_factor(section, factor)
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
         beta_fast=section.number_or_none("beta_fast") or 32.0,
         beta_slow=section.number_or_none("beta_slow") or 1.0,
-        attention_factor=section.number_or_none("attention_factor")
-        or _yarn_attention_factor(section, factor),
+        attention_factor=section.number_or_none("attention_factor") or computed,
         truncate=section.boolean("truncate", True),
     )
 
@@ -89,6 +118,6 @@ def _yarn_attention_factor(section: ConfigFile, factor: float) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if section.values.get("mscale") and section.values.get("mscale_all_dim"):
+    if section.value("mscale") and section.value("mscale_all_dim"):
         return scale(section.number("mscale")) / scale(section.number("mscale_all_dim"))
     return scale(1.0)

@@ -23,7 +23,7 @@ class TorchEngineConfig:
         device: A torch device; None: cuda if there is one, else cpu.
         max_num_sequences: Slots, that is, sequences that can run at once.
         max_num_tokens: Most rows of one packed forward pass.
-        max_sequence_length: Longest sequence, in tokens; None, or more than the model has positions: the model's.
+        max_sequence_length: Longest sequence, in tokens; None: the longest that the positions of the model reach.
         tokens_per_block: Tokens per KV cache block.
         max_tokens_in_paged_kv_cache: Most tokens of KV cache; None: as many as the fraction allows.
         kv_cache_free_gpu_mem_fraction: Share for the KV cache of the device memory that is free after the load.

@@ -42,6 +42,7 @@ from inflight.engine.torch.void_slots import VoidSlots
 from inflight.engine.torch.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
+from inflight.models.decoder_config import DynamicScaling
 from inflight.models.sharding import Part
 
 _logger = logging.getLogger(__name__)
@@ -338,12 +339,20 @@ def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture
 
 
 def _max_sequence_length(config: TorchEngineConfig, decoder: DecoderConfig) -> int:
-    wanted = config.max_sequence_length
-    if wanted is not None and wanted > decoder.max_positions:
-        _logger.warning(
-            "max_sequence_length is %d, but the model has %d positions", wanted, decoder.max_positions
+    """What was asked for, or all that the positions reach. ConfigError for more than that."""
+    wanted, longest = config.max_sequence_length, decoder.max_positions
+    if wanted is None or wanted <= longest:
+        return wanted or longest
+    reason = ""
+    if decoder.rope is not None and isinstance(decoder.rope.scaling, DynamicScaling):
+        reason = (
+            ": its rotary positions are of type dynamic, which change for all tokens of a sequence with every one "
+            "beyond that, so that cached keys would be wrong; type yarn or linear in config.json reaches further"
         )
-    return min(wanted or decoder.max_positions, decoder.max_positions)
+    raise ConfigError(
+        f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
+        f"{config.model_path} reach{reason}"
+    )
 
 
 def _num_blocks(

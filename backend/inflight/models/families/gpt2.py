@@ -7,6 +7,8 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import Family, read_activation
 from inflight.models.weight_names import WeightNames
 
+_DEFAULT_POSITIONS = 1024
+
 _NAMES = WeightNames(
     base="transformer.",
     embedding="wte",
@@ -32,9 +34,9 @@ def _read_config(config: ConfigFile) -> DecoderConfig:
     ):
         if config.boolean(key, needed) != needed:
             raise config.error(key, str(needed).lower())
-    hidden_size = config.positive_int("n_embd")
-    num_heads = config.positive_int("n_head")
-    num_layers = config.positive_int("n_layer")
+    hidden_size = _read_size(config, "n_embd", "hidden_size")
+    num_heads = _read_size(config, "n_head", "num_attention_heads")
+    num_layers = _read_size(config, "n_layer", "num_hidden_layers")
     return DecoderConfig(
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=hidden_size,
@@ -43,7 +45,7 @@ def _read_config(config: ConfigFile) -> DecoderConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         intermediate_size=config.int_or_none("n_inner") or 4 * hidden_size,
-        max_positions=config.positive_int("n_positions"),
+        max_positions=_read_size(config, "n_positions", "max_position_embeddings", _DEFAULT_POSITIONS),
         norm="layer",
         norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
         activation=read_activation(config, "activation_function", "gelu_new"),
@@ -56,6 +58,14 @@ def _read_config(config: ConfigFile) -> DecoderConfig:
         sliding_windows=(None,) * num_layers,
         tied_embeddings=config.boolean("tie_word_embeddings", True),
     )
+
+
+def _read_size(config: ConfigFile, key: str, alias: str, default: int | None = None) -> int:
+    """An integer of at least 1, under the family's own key or under the name that other families have for it."""
+    own, other = config.int_or_none(key), config.int_or_none(alias)
+    if own is not None and other is not None and own != other:
+        raise config.error(alias, f"{own}, as {key} says, or no such key")
+    return own or other or default or config.positive_int(key)
 
 
 GPT2 = Family("gpt2", "GPT2LMHeadModel", _read_config, _NAMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import Family, read_llama_like
+from inflight.models.families.sliding_windows import read_no_windows
 from inflight.models.weight_names import WeightNames
 
 LLAMA_NAMES = WeightNames(
@@ -26,9 +27,11 @@ def _read_config(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
+        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=config.boolean("mlp_bias", False),
+        sliding_windows=read_no_windows(config),
     )
 
 

@@ -1,4 +1,7 @@
-"""Mistral: Llama with the same sliding window in every layer, unless `sliding_window` is null."""
+"""Mistral and Ministral: Llama with a sliding window, in every layer or in those that `layer_types` names.
+
+transformers loads a Mistral that has `layer_types` as a Ministral; without them the two are the same.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import Family, read_llama_like
 from inflight.models.families.llama import LLAMA_NAMES
+from inflight.models.families.sliding_windows import read_windows_of_all
 
-_DEFAULT_WINDOW = 4096  # transformers' default where the key is absent; null means none
+# Whatever it says, the window is `sliding_window`.
+_NEUTRAL = {"use_sliding_window": (None, True, False)}
 
 
 def _read_config(config: ConfigFile) -> DecoderConfig:
-    window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _DEFAULT_WINDOW
-    return read_llama_like(config, sliding_windows=(window,) * config.positive_int("num_hidden_layers"))
+    windows = read_windows_of_all(config)
+    return read_llama_like(config, default_positions=131072, default_kv_heads=8, sliding_windows=windows)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", _read_config, LLAMA_NAMES)
+MISTRAL = Family("mistral", "MistralForCausalLM", _read_config, LLAMA_NAMES, _NEUTRAL)
+MINISTRAL = Family("ministral", "MinistralForCausalLM", _read_config, LLAMA_NAMES, _NEUTRAL)

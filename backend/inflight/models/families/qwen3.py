@@ -8,7 +8,7 @@ from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import Family, read_llama_like
 from inflight.models.families.llama import LLAMA_NAMES
-from inflight.models.families.qwen2 import read_sliding_windows
+from inflight.models.families.sliding_windows import read_windows_if_used
 
 _DEFAULT_HEAD_DIM = 128
 
@@ -17,10 +17,12 @@ def _read_config(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
+        default_positions=32768,
+        default_kv_heads=32,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm=True,
-        sliding_windows=read_sliding_windows(config),
+        sliding_windows=read_windows_if_used(config),
     )
     return replace(decoder, head_dim=config.int_or_none("head_dim") or _DEFAULT_HEAD_DIM)
 
