@@ -6,6 +6,8 @@ from math import inf, prod
 
 import pytest
 
+from inflight.core.batch import EngineLimits
+from inflight.core.config import SchedulerConfig
 from inflight.core.output_config import OutputConfig
 from inflight.core.request import ExternalDraft, ModelLimits, Request
 from inflight.core.sampling_config import SamplingConfig
@@ -39,6 +41,22 @@ def make_floats(*shape: int) -> FloatTensor:
 
 def test_a_request_that_fits_passes():
     make_request(prompt=20, new=5).validate(LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunked", "helps"),
+    [(17, False, True), (31, False, True), (32, False, False), (40, False, False), (32, True, False)],
+)
+def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chunked, helps):
+    engine = EngineLimits(
+        vocab_size=100, max_sequence_length=32, max_num_sequences=4, num_blocks=64, tokens_per_block=4
+    )
+    limits = SchedulerConfig(max_num_tokens=16, enable_chunked_context=chunked).model_limits(engine)
+    with pytest.raises(InvalidArgument) as error:
+        make_request(prompt=(1,) * length, new=1).validate(limits)
+    assert f"input_ids has {length} tokens" in str(error.value)
+    assert ("max_num_tokens is 16" in str(error.value)) is helps
+    assert ("enable_chunked_context" in str(error.value)) is helps
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.composition.settings import parse_fake
+from inflight.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +55,24 @@ def load(parameters: Parameters, version_dir: str, station: Station | None) -> L
     if not parameters.fake_engine:
         _begin_compiling(parameters, version_dir)
     if station is None:
-        return load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
+        model = load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
+        check_end_ids(parameters, model)
+        return model
     # Of fake engines, each rank's makes up the same tokens.
     model = load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, station)
+    check_end_ids(parameters, model)
     station.has_loaded()
     return model
+
+
+def check_end_ids(parameters: Parameters, model: LoadedModel) -> None:
+    """Raise ConfigError for a default end id that the vocabulary does not have: on all ranks, or on none."""
+    vocab_size = model.engine.limits.vocab_size
+    for end_id in parameters.default_end_ids:
+        if end_id >= vocab_size:
+            raise ConfigError(
+                f"default_end_ids has {end_id}, expected token ids in [0, {vocab_size - 1}], the vocabulary"
+            )
 
 
 def _begin_compiling(parameters: Parameters, version_dir: str) -> None:

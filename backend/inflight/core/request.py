@@ -203,7 +203,7 @@ class Request:
         if self.prompt_length > limits.max_input_length:
             raise InvalidArgument(
                 f"input_ids has {self.prompt_length} tokens; this server takes prompts of at most "
-                f"{limits.max_input_length} tokens"
+                f"{limits.max_input_length} tokens{self._remedy(limits)}"
             )
         room = limits.max_sequence_length - self.prompt_length
         if self.max_new_tokens > room:
@@ -214,6 +214,15 @@ class Request:
         needed = self.max_kv_blocks(limits.tokens_per_block)
         if needed > limits.num_blocks:
             self._refuse_blocks(needed, limits)
+
+    def _remedy(self, limits: ModelLimits) -> str:
+        """What to change for a prompt that is too long for one iteration, but not for the model."""
+        if not limits.max_context_tokens < self.prompt_length < limits.max_sequence_length:
+            return ""
+        return (
+            f", as one iteration has to hold all of it (max_num_tokens is {limits.max_context_tokens}); "
+            "with the parameter enable_chunked_context it would be split over several"
+        )
 
     def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
         size, beams = limits.tokens_per_block, self.sampling.beam_width

@@ -26,7 +26,8 @@ _TRAINING = """
 # Which of several ways to the same numbers is taken, and what a forward pass in Python gives back.
 _EXECUTION = """
     pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn use_cache torchscript use_bfloat16
-    tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled use_flash_attn
+    tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    use_flash_attn
     experts_implementation output_attentions output_hidden_states output_past output_scores output_logits
     return_dict return_dict_in_generate is_decoder predict_special_tokens n_special
 """

@@ -91,7 +91,7 @@ def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
 
 
 def _note_own_code(config: ConfigFile, family: Family) -> None:
-    """Say so if a checkpoint brings code of its own. Like transformers, unless told to trust it, nobody runs it."""
+    """Say so if a checkpoint brings code of its own, which transformers would not run unasked either."""
     own = config.values.get("auto_map")
     classes = [name for name in own if name.startswith("AutoModel")] if isinstance(own, dict) else []
     if classes:

@@ -30,7 +30,7 @@ def read_windows_of_all(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
-    """Qwen's: if `use_sliding_window`, in the layers of `layer_types`, else in those from `max_window_layers` on."""
+    """Qwen's: if `use_sliding_window`, in layers that `layer_types` names, or from `max_window_layers` on."""
     num_layers = config.positive_int("num_hidden_layers")
     types = _read_layer_types(config, num_layers)
     # 0 is a meaningful max_window_layers: every layer slides.
