@@ -109,8 +109,18 @@ install() {
     cd "$ROOT"
     pip() { "$PYTHON" -m pip --disable-pip-version-check install --no-warn-conflicts "${quiet[@]}" -c constraints.txt "$@" >&2; }
     # The server's wheel asks for a client stack that nothing here uses.
-    pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton
+    pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii
   ) || die "installing failed"
+}
+
+# The Python of the server's models reads .pth files as ASCII, whatever the locale: there, other letters are bytes.
+spell_in_ascii() {
+  "$PYTHON" - "$ROOT/backend" <<'PY'
+import os, pathlib, sys, sysconfig
+for file in pathlib.Path(sysconfig.get_path("purelib")).glob("__editable__.inflight-*.pth"):
+    if not file.read_bytes().isascii():
+        file.write_text(f"import os, sys; sys.path.append(os.fsdecode({os.fsencode(sys.argv[1])!r}))\n")
+PY
 }
 
 stamp_file() { printf '%s/.inflight-%s' "$("$PYTHON" -c 'import sys; print(sys.prefix)')" "$1"; }

@@ -17,11 +17,16 @@ choose one. `error_from_code` rebuilds an error that crossed a process boundary.
 
 from __future__ import annotations
 
+from inflight.file_names import readable
+
 
 class InflightError(Exception):
     """Base of the tree. `code` is the name of the Triton error code."""
 
     code = "INTERNAL"
+
+    def __str__(self) -> str:
+        return readable(super().__str__())
 
 
 class RequestError(InflightError):

@@ -10,6 +10,7 @@ import msgspec
 
 from inflight.endpoint.frames import EngineProcesses
 from inflight.errors import ConfigError
+from inflight.file_names import readable
 from inflight.triton.parameters import Parameters
 
 
@@ -30,15 +31,19 @@ class Job(msgspec.Struct, frozen=True):
     def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
         """With paths that mean the same in every process."""
         paths = {
-            name: str(Path(value).absolute())
+            name: _absolute(value)
             for name in ("gpt_model_path", "tokenizer_dir", "record_path")
             if (value := getattr(parameters, name))
         }
-        return cls(replace(parameters, **paths), version_dir, str(Path(endpoint_path).absolute()))
+        return cls(replace(parameters, **paths), readable(version_dir), _absolute(endpoint_path))
 
     def digest(self) -> str:
         """Equal for equal jobs."""
         return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+
+
+def _absolute(path: str) -> str:
+    return readable(str(Path(path).absolute()))
 
 
 class Orders(msgspec.Struct, frozen=True):

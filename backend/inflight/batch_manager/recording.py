@@ -37,6 +37,7 @@ from inflight.core.batch import (
 from inflight.core.config import SchedulerConfig
 from inflight.core.request import IterationInput
 from inflight.errors import ConfigError, InflightError
+from inflight.file_names import native
 
 FORMAT = "inflight-trace"
 VERSION = 1
@@ -198,7 +199,7 @@ class JsonRecorder:
         self._in_flight: deque[int] = deque()  # iterations whose batches have no answer yet
         self._file: int | None = None
         try:
-            self._file = _create(path)
+            self._file = _create(native(path))
             _write_all(self._file, encode(Header(config, limits, has_logits=keep_logits)))
         except OSError as error:
             self.close()

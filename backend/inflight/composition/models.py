@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from inflight.composition.settings import parse_fake
 from inflight.errors import ConfigError
+from inflight.file_names import native
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,9 @@ def _begin_compiling(parameters: Parameters, version_dir: str) -> None:
     dtype = parameters.dtype
     if dtype is None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            config = json.loads((Path(_model_path(parameters, version_dir)) / "config.json").read_bytes())
+            config = json.loads(
+                (Path(native(_model_path(parameters, version_dir))) / "config.json").read_bytes()
+            )
             dtype = config.get("torch_dtype", config.get("dtype"))
     if isinstance(dtype, str):
         begin_loading("bfloat16" if dtype == "int8" else dtype, dtype == "int8")

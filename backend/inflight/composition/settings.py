@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.errors import ConfigError
+from inflight.file_names import native
 
 if TYPE_CHECKING:
     from inflight.batch_manager.instruments import Instruments
@@ -84,7 +85,7 @@ def describe(parameters: Parameters, model: LoadedModel, config: SchedulerConfig
     """What front ends are told."""
     from inflight.core.description import EngineDescription
 
-    beside_weights = Path(model.model_path) / "tokenizer.json"
+    beside_weights = Path(native(model.model_path)) / "tokenizer.json"
     found = model.model_path if model.model_path and beside_weights.is_file() else ""
     return EngineDescription(
         limits=config.model_limits(model.engine.limits),

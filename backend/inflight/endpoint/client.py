@@ -38,6 +38,7 @@ from inflight.endpoint.frames import (
 )
 from inflight.endpoint.path import peer_has_this_parent, peer_is_this_user
 from inflight.errors import InvalidArgument, Unavailable, error_from_code
+from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -135,7 +136,7 @@ class _Connection:
 
     def _greet(self) -> EngineDescription:
         self._socket.settimeout(_HELLO_TIMEOUT_S)
-        self._socket.connect(self._path)
+        self._socket.connect(native(self._path))
         if not peer_is_this_user(self._socket):
             raise BadFrame("it belongs to another user")
         body = read_frame(self._socket)
@@ -272,7 +273,7 @@ def drain_engine(path: str, timeout_s: float) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + 2 * _HELLO_TIMEOUT_S)
         try:
-            connection.connect(path)
+            connection.connect(native(path))
             read_frame(connection)  # its Hello
             connection.sendall(encode(Drain(timeout_s)))
             while (body := read_frame(connection)) is not None:
@@ -301,7 +302,7 @@ def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + patience_s)
         try:
-            connection.connect(path)
+            connection.connect(native(path))
             if not peer_is_this_user(connection):
                 return False
             if not peer_has_this_parent(connection) and not _works_for(server, connection):

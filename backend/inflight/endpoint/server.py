@@ -37,6 +37,7 @@ from inflight.endpoint.mailbox import Mailbox
 from inflight.endpoint.path import listen, remove
 from inflight.endpoint.supervision import Supervision, Supervisor
 from inflight.errors import InflightError, StepFailed
+from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +74,11 @@ class EndpointServer:
         self._supervision = supervision
         self._drain = drain
         self._retire = retire
-        self._path = path
+        self._path = native(path)
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
         self._closing = threading.Event()
-        self._listening = listen(path)
+        self._listening = listen(self._path)
         self._thread = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
         self._thread.start()
 

@@ -26,6 +26,7 @@ from inflight.endpoint.frames import (
 )
 from inflight.endpoint.path import peer_is_this_user
 from inflight.errors import Unavailable
+from inflight.file_names import native
 
 _STOPPED = 1.5  # a wait that takes so many times as long
 
@@ -58,7 +59,7 @@ class EngineWatch:
 
     def _introduce(self) -> EngineProcesses:
         self._socket.settimeout(self._timeout_s)
-        self._socket.connect(self._path)
+        self._socket.connect(native(self._path))
         if not peer_is_this_user(self._socket):
             raise BadFrame("it belongs to another user")
         self._socket.sendall(encode(Supervise()))
@@ -127,7 +128,7 @@ def awaits_heir(path: str, server: str, job: str, timeout_s: float) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
-            connection.connect(path)
+            connection.connect(native(path))
             if not peer_is_this_user(connection):
                 return False
             body = read_frame(connection)
@@ -141,7 +142,7 @@ def is_served(path: str) -> bool:
     """Whether somebody listens there."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
-            connection.connect(path)
+            connection.connect(native(path))
             return True
         except OSError:
             return False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight.errors import ConfigError
+from inflight.file_names import native
 from inflight.models.config_file import ConfigFile
 from inflight.models.config_keys import refuse_unread
 from inflight.models.decoder_config import DecoderConfig
@@ -50,7 +51,7 @@ def read_model_description(folder: Path | str) -> ModelDescription:
         ConfigError: The folder, a file or a key is missing, has the wrong type, or asks for something that is not
             supported; the message names file, key, what came and what was expected.
     """
-    folder = Path(folder)
+    folder = Path(native(folder))
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder")
     config = ConfigFile.load(folder / "config.json")

@@ -17,9 +17,17 @@ from inflight.server.errors import OptionError, ServeError
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver program, the arguments that belong to it and the folders its loader has to search."""
+    """A tritonserver program, and what belongs to it.
+
+    Attributes:
+        program: What to run.
+        interpreter: Folder of the `python3` that the Python backend takes its packages from.
+        arguments: Of the program.
+        library_path: Folders that its loader has to search.
+    """
 
     program: Path
+    interpreter: Path
     arguments: tuple[str, ...] = ()
     library_path: tuple[Path, ...] = ()
 
@@ -29,18 +37,18 @@ class Installation:
 
     def variables(self) -> dict[str, str]:
         """What is other in it: the Python stub takes its interpreter from the first on PATH."""
-        folders = {"PATH": [Path(sys.executable).parent], "LD_LIBRARY_PATH": list(self.library_path)}
+        folders = {"PATH": [self.interpreter], "LD_LIBRARY_PATH": list(self.library_path)}
         return {name: _prepended(name, before) for name, before in folders.items() if before}
 
 
-def external(program: Path) -> Installation:
-    """A tritonserver from elsewhere, with its own backends."""
+def external(program: Path, folder: Path) -> Installation:
+    """A tritonserver from elsewhere, with its own backends; what has to be laid out is, under `folder`."""
     if not os.access(program, os.X_OK) or program.is_dir():
         raise OptionError(f"--tritonserver {program}: not a program that can be run")
     program = program.resolve()
     backends = program.parent.parent / "backends"
     arguments = ("--backend-directory", str(backends)) if (backends / "python").is_dir() else ()
-    return Installation(program, arguments)
+    return Installation(program, _interpreter(folder), arguments)
 
 
 def embedded(folder: Path) -> Installation:
@@ -59,9 +67,24 @@ def embedded(folder: Path) -> Installation:
         (libraries / libpython.name).symlink_to(libpython)
     return Installation(
         program=server / "bin" / "tritonserver",
+        interpreter=_interpreter(folder),
         arguments=("--backend-directory", str(backends)),
         library_path=(wheel_libraries(package), libraries),
     )
+
+
+def _interpreter(folder: Path) -> Path:
+    """The folder of this environment's `python3`, by a path that the stub's Python can spell.
+
+    Packages, torch among them, encode the path that they are imported from, which fails where Python takes file
+    names for ASCII and the environment lies below other letters (see `file_names`): then it is linked to.
+    """
+    programs, environment = Path(sys.executable).parent, Path(sys.prefix)
+    if str(environment).isascii():
+        return programs
+    link = folder / "environment"
+    link.symlink_to(environment)
+    return link / programs.relative_to(environment)
 
 
 def wheel_libraries(package: Path | None = None) -> Path:

@@ -295,7 +295,7 @@ def serve(
 
 
 def _find(program: Path | None, folder: Path) -> installation.Installation:
-    return installation.embedded(folder) if program is None else installation.external(program)
+    return installation.embedded(folder) if program is None else installation.external(program, folder)
 
 
 def _has_gpu() -> bool:

@@ -14,10 +14,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def make() -> Path:
     """A new, empty folder that only this user can read."""
-    # The Python backend starts its stub through a shell without quoting, so the path must have no spaces.
+    # The Python backend starts its stub through a shell without quoting, so the path must have no spaces, and the
+    # stub's Python reads its modules from it, so it should have no letters outside ASCII (see `file_names`).
     parent = tempfile.gettempdir()
-    spaced = any(character.isspace() for character in parent)
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp" if spaced else parent))
+    plain = parent.isascii() and not any(character.isspace() for character in parent)
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent if plain else "/tmp"))
 
 
 def shared_memory_prefix(folder: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from inflight.errors import ConfigError
+from inflight.file_names import native
 from inflight.text.token_decoder import TokenDecoder
 
 
@@ -51,12 +52,12 @@ class Tokenizer:
         Raises:
             ConfigError: A file is missing or broken; the message names it.
         """
-        folder = Path(folder)
+        folder = Path(native(folder))
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         settings = _read_json(folder / "special_tokens_map.json") | _read_json(

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from inflight.file_names import readable
+
 
 class TritonLogHandler(logging.Handler):
     """Writes records with the `Logger` of a `triton_python_backend_utils` module."""
@@ -21,7 +23,7 @@ class TritonLogHandler(logging.Handler):
         """Log one record at Triton's level of the same weight, line by line: Triton escapes the ends of lines."""
         write = self._write(record.levelno)
         for line in self.format(record).splitlines():
-            write(line)
+            write(readable(line))
 
     def _write(self, level: int) -> Callable[[str], None]:
         if level >= logging.ERROR:
