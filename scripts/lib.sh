@@ -113,13 +113,17 @@ install() {
   ) || die "installing failed"
 }
 
-# The Python of the server's models reads .pth files as ASCII, whatever the locale: there, other letters are bytes.
+# The Python of the server's models reads .pth files, and spells what it imports, in ASCII, whatever the locale. From
+# a folder with other letters in its name the package is imported by a link beside the other packages.
 spell_in_ascii() {
   "$PYTHON" - "$ROOT/backend" <<'PY'
 import os, pathlib, sys, sysconfig
-for file in pathlib.Path(sysconfig.get_path("purelib")).glob("__editable__.inflight-*.pth"):
+packages, link = pathlib.Path(sysconfig.get_path("purelib")), pathlib.Path(sys.prefix, "inflight-backend")
+for file in packages.glob("__editable__.inflight-*.pth"):
     if not file.read_bytes().isascii():
-        file.write_text(f"import os, sys; sys.path.append(os.fsdecode({os.fsencode(sys.argv[1])!r}))\n")
+        link.unlink(missing_ok=True)
+        link.symlink_to(sys.argv[1])
+        file.write_text(os.path.relpath(link, packages) + "\n")
 PY
 }
 

@@ -18,4 +18,7 @@ def native(path: str | os.PathLike[str]) -> str:
 
 def readable(text: str) -> str:
     """The text with file names in it as a person, or another process, spells them."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:  # half a pair of UTF-16, of somebody's JSON
+        return text.encode("utf-8", "replace").decode()

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -66,13 +67,29 @@ def test_removing_the_folder_takes_its_shared_memory_along() -> None:
         other.unlink()
 
 
-def test_a_temporary_folder_with_spaces_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spaced = tmp_path / "with space"
-    spaced.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(spaced))
+@pytest.mark.parametrize("name", ["with space", "Käfig"])
+def test_a_temporary_folder_that_the_stub_cannot_spell_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
     folder = runtime_directory.make()
-    assert " " not in str(folder)
+    assert name not in str(folder)
     runtime_directory.remove(folder)
+
+
+def test_an_environment_that_the_stub_cannot_spell_is_linked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert installation.embedded(tmp_path / "plain").interpreter == Path(sys.executable).parent
+    environment = tmp_path / "Käfig"
+    environment.symlink_to(sys.prefix)
+    programs = Path(sys.executable).relative_to(sys.prefix).parent
+    monkeypatch.setattr("sys.executable", str(environment / programs / "python"))
+    monkeypatch.setattr("sys.prefix", str(environment))
+    found = installation.embedded(tmp_path / "linked")
+    assert found.environment()["PATH"].startswith(f"{tmp_path}/linked/environment/{programs}:")
+    assert (found.interpreter / "python3").resolve() == (environment / programs / "python3").resolve()
 
 
 def test_a_dismissed_keeper_removes_nothing(tmp_path: Path) -> None:
@@ -110,11 +127,12 @@ def test_a_server_from_elsewhere_uses_the_backends_beside_it(tmp_path: Path) -> 
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
     program.touch(mode=0o755)
-    assert installation.external(program).arguments == ()
+    assert installation.external(program, tmp_path).arguments == ()
     (tmp_path / "backends" / "python").mkdir(parents=True)
-    assert installation.external(program).arguments == ("--backend-directory", str(tmp_path / "backends"))
+    found = installation.external(program, tmp_path)
+    assert found.arguments == ("--backend-directory", str(tmp_path / "backends"))
 
 
 def test_a_server_that_cannot_be_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--tritonserver"):
-        installation.external(tmp_path)
+        installation.external(tmp_path, tmp_path)

@@ -90,7 +90,7 @@ def take_seat() -> socket.socket:
 
 def _shared_memory() -> str:
     """Open MPI's: a file for each rank of the host, which a rank that is killed leaves behind."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
         path = line.partition("/")[1] + line.partition("/")[2]
         if Path(path).name.startswith("sm_segment."):
             return path.rpartition(".")[0] + "."

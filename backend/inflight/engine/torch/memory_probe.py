@@ -37,7 +37,7 @@ def _machine(root: Path) -> int:
 def _control_groups(root: Path) -> list[int]:
     """What is left in our memory control groups and the groups around them, of either version."""
     try:
-        entries = (root / "proc/self/cgroup").read_text().splitlines()
+        entries = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return []
     mount = root / "sys/fs/cgroup"
