@@ -1,8 +1,8 @@
 """Attention of packed rows over the paged KV cache, one layer at a time.
 
 What makes a plan once an iteration and computes a layer by it is an `Attention`. The two here run everywhere: they
-gather the blocks that are read, and differ in the kernel. `paged_attention.py` has one that reads blocks in place, for
-GPUs.
+gather the blocks that are read, and differ in the kernel. `paged_attention.py` has one for GPUs that reads blocks in
+place.
 
 Query heads that share a key head are never given copies of it: in a context chunk they are one batch entry's heads
 over a broadcast key head, in generation they stand where a sequence's rows would.
@@ -172,8 +172,8 @@ def _attend_chunk(
     """Rows of one sequence, all together; of some numbers the last one as generation rows are.
 
     Under a mask, and with a key head that is broadcast by a stride of 0, torch's memory-efficient kernel for CUDA
-    computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their masks where
-    there are none (torch 2.11 and 2.13). Its tiles are of 32, 64 or 128 rows.
+    computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their masks
+    where there are none (torch 2.11 and 2.13). Its tiles are of 32, 64 or 128 rows.
     """
     rows = slice(chunk.begin, chunk.end)
     if chunk.block_ids is None:

@@ -1,8 +1,8 @@
 """Whether a device computes a model's attention rightly: it is tried, and compared with plain matrix products.
 
 Which dtypes, head sizes, block sizes and processors a kernel takes changes with torch and with what else is
-installed, and what is accepted may still be computed wrongly. So nothing of that is known here. Kernels work on tiles
-of rows, and defects are found where a tile is full or has a single row: hence the numbers of rows that are tried.
+installed, and what is accepted may still be computed wrongly. So nothing of that is known here. Kernels work on
+tiles of rows, and defects are found where one is full or has a single row: hence the numbers of rows that are tried.
 """
 
 from __future__ import annotations
@@ -124,5 +124,7 @@ def _compare(
 
 
 def _described(packed: PackedBatch, window: AttentionWindow | None) -> str:
-    chunks = [f"a chunk of {chunk.end - chunk.begin} rows from position {chunk.start}" for chunk in packed.chunks]
+    chunks = [
+        f"a chunk of {chunk.end - chunk.begin} rows from position {chunk.start}" for chunk in packed.chunks
+    ]
     return f"{' and '.join(chunks) or 'generation rows alone'}, window {window}"
