@@ -13,9 +13,9 @@ from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 from inflight.engine.torch.attention import GATHERING
+from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
