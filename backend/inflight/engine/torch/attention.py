@@ -1,8 +1,8 @@
 """Attention of packed rows over the paged KV cache, one layer at a time.
 
 What makes a plan once an iteration and computes a layer by it is an `Attention`. The two here run everywhere: they
-gather the blocks that are read, and differ in the kernel. `paged_attention.py` has one for GPUs that reads blocks in
-place.
+gather the blocks that are read, and differ in the kernel. `paged_attention.py` has one for GPUs that reads blocks
+in place.
 
 Query heads that share a key head are never given copies of it: in a context chunk they are one batch entry's heads
 over a broadcast key head, in generation they stand where a sequence's rows would.

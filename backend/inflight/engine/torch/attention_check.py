@@ -2,7 +2,7 @@
 
 Which dtypes, head sizes, block sizes and processors a kernel takes changes with torch and with what else is
 installed, and what is accepted may still be computed wrongly. So nothing of that is known here. Kernels work on
-tiles of rows, and defects are found where one is full or has a single row: hence the numbers of rows that are tried.
+tiles of rows, and defects are found where one is full or has a single row: hence the numbers of rows tried.
 """
 
 from __future__ import annotations
