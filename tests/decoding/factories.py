@@ -111,9 +111,9 @@ def decode_rows(
     return decoding.decode(batch, logits, positions)
 
 
-def choose_tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The tokens of rows without drafts."""
-    return [token for (token,) in decode_rows(logits, rows).token_ids]
+def choose_tokens(logits: Tensor, rows: Sequence[Row]) -> list[int | None]:
+    """The tokens of rows without drafts; None where every token is banned."""
+    return [tokens[0] if tokens else None for tokens in decode_rows(logits, rows).token_ids]
 
 
 def beams_of(

@@ -21,6 +21,8 @@ def is_decided(
     """Whether no rounding of the reference's arithmetic leads to another token."""
     sampling = request.sampling
     row = reference.process(logits, request, tokens)
+    if max(row) == reference.BANNED:
+        return True
     if not all(is_apart(a, b) for a, b in pairwise(sorted(row))):
         return False
     if sampling.greedy:

@@ -83,6 +83,8 @@ def _is_clear(row: Row, index: int, values: list[float], proposed: list[list[flo
         return True
     seed, threshold = request.sampling.random_seed, request.draft.acceptance_threshold
     target = reference.distribution(values, request, known)
+    if not target:
+        return True
     shares, draft = reference.softmax(proposed[index]), row.drafts[index]
     number = reference.uniform(seed, row.sequence_index, len(known), Purpose.ACCEPT)
     needed = shares[draft] * (number if threshold is None else threshold)

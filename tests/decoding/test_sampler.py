@@ -121,11 +121,11 @@ _EVERY_KIND = [
 
 
 @pytest.mark.parametrize("size", [10, 5000])
-def test_a_row_whose_tokens_are_all_banned_gets_token_0(size: int) -> None:
+def test_a_row_whose_tokens_are_all_banned_gets_none(size: int) -> None:
     words = [(token,) for token in range(size)]
     rows = [Row(make_request(bad_words=words, **sampling)) for sampling in _EVERY_KIND]
-    assert choose_tokens(torch.randn(len(rows), size), rows) == [0] * len(rows)
-    assert [reference.next_token([0.0] * size, row.request, row.tokens) for row in rows[:2]] == [0, 0]
+    assert choose_tokens(torch.randn(len(rows), size), rows) == [None] * len(rows)
+    assert [reference.next_token([0.0] * size, row.request, row.tokens) for row in rows[:2]] == [None, None]
 
 
 @pytest.mark.parametrize("size", [10, 5000])
@@ -139,7 +139,7 @@ def test_excluded_tokens_are_never_drawn(size: int) -> None:
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform() -> None:
     logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(0)) * 50
     kinds = [{"top_k": 5}, {"top_p": 0.9}, {"top_p": 1.0}, {"min_p": 0.5}] * 100
-    cold = _rows(*({**sampling, "temperature": 1e-30} for sampling in kinds))
+    cold = _rows(*({**sampling, "temperature": 1e-10} for sampling in kinds))
     assert choose_tokens(logits, cold) == logits.argmax(-1).tolist()
-    hot = [Row(make_request([0] * length, top_p=1.0, temperature=1e30)) for length in range(1, 401)]
+    hot = [Row(make_request([0] * length, top_p=1.0, temperature=1e10)) for length in range(1, 401)]
     assert len(set(choose_tokens(logits, hot))) > 300

@@ -14,6 +14,10 @@ from inflight.core.output_config import OutputConfig
 from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
+from inflight.engine.torch.attention_check import check_attention
+from inflight.engine.torch.windows import AttentionWindow
+from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.engine.test_running_ahead import assert_same, undemanding
@@ -36,6 +40,55 @@ def test_greedy_tokens_in_float32(zoo: Zoo, case: str) -> None:
     assert row.generated == model.greedy(prompt, 64)
     expected = model.logits(row.tokens)[len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama", "llama-gqa", "llama-head-dim", "gpt2"])
+@pytest.mark.parametrize("attention", [GATHERING, BY_PRODUCTS], ids=["gathering", "by-products"])
+def test_attention_is_right_at_the_edges_of_tiles(
+    zoo: Zoo, case: str, dtype: torch.dtype, attention: GatheringAttention
+) -> None:
+    """What a load tries, with more windows."""
+    decoder = read_model_description(zoo[case].folder).decoder
+    windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
+    check_attention(attention, decoder, 32, windows, dtype, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 33, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize(
+    ("case", "windows"),
+    [
+        ("llama-gqa", {}),
+        ("llama-gqa", {"attention_windows": (12, 40)}),
+        ("llama-gqa", {"attention_windows": (40,), "sink_token_length": 8}),
+        ("mistral-window", {}),
+    ],
+)
+def test_chunks_at_the_edges_of_tiles(zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int) -> None:
+    """A chunk's last row is the one that chooses: behind a part of its prompt, and with none before it."""
+    model = zoo[case]
+    logits = []
+    for device in ("cpu", "cuda"):
+        engine = load_engine(
+            model.folder,
+            device=device,
+            kernels="torch",
+            max_tokens_in_paged_kv_cache=4096,
+            max_num_tokens=256,
+            **windows,
+        )
+        driver = Driver(engine)
+        first, second = (driver.start(model.prompt(num_rows + before, before)) for before in (0, 23))
+        driver.step({first: num_rows, second: 23})
+        driver.step({second: num_rows}, [first])
+        logits.append(torch.stack([*first.logits, *second.logits]))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+
+
+def test_a_load_finds_nothing_wrong_with_gathering(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    for case in ("llama-gqa", "mistral-window"):
+        load_engine(zoo[case].folder, device="cuda", max_tokens_in_paged_kv_cache=4096)
+    assert "matrix products" not in caplog.text
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])

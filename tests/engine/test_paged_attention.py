@@ -13,9 +13,9 @@ from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 from inflight.engine.torch.attention import GATHERING
+from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.paging_check import CannotPage, check_paging
 from inflight.engine.torch.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
@@ -83,14 +83,17 @@ def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, way: str, windows: 
 def test_a_kernel_that_computes_the_same_is_taken(zoo: Zoo, dtype: torch.dtype, window: Any) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     kernel = ReferenceVarlen()
-    check_paging(PagedAttention(kernel, True), decoder, 16, (window, None, window), dtype, CPU)
-    assert kernel.num_rows == [11, 11, 3, 3][:: 1 if window else 2], "one call a batch and window"
+    check_attention(PagedAttention(kernel, True), decoder, 16, (window, None, window), dtype, CPU)
+    calls_of_a_batch = 2 if window else 1
+    chunks = [num_rows + 2 for num_rows in (1, 9, 63, 64, 65, 128, 129) for _ in ("alone", "behind a prefix")]
+    expected = [num_rows for num_rows in (*chunks, 3) for _ in range(calls_of_a_batch)]
+    assert kernel.num_rows == expected, "one call a batch and window"
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 2, 3, 5])
 def test_a_kernel_is_tried_with_blocks_of_any_size(zoo: Zoo, tokens_per_block: int) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    check_paging(paged(), decoder, tokens_per_block, (None,), torch.float32, CPU)
+    check_attention(paged(), decoder, tokens_per_block, (None,), torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,8 @@ def test_what_a_kernel_refuses_is_said(
     zoo: Zoo, changes: dict[str, Any], tokens_per_block: int, window: Any, message: str
 ) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    with pytest.raises(CannotPage, match=message):
-        check_paging(paged(**changes), decoder, tokens_per_block, (window,), torch.float32, CPU)
+    with pytest.raises(CannotAttend, match=message):
+        check_attention(paged(**changes), decoder, tokens_per_block, (window,), torch.float32, CPU)
 
 
 class Spoilt(ReferenceVarlen):
@@ -130,23 +133,23 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
 ) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     attention = PagedAttention(Spoilt(value, spoils_generation), True)
-    with pytest.raises(CannotPage, match="its results are off by"):
-        check_paging(attention, decoder, 16, (None,), torch.float32, CPU)
+    with pytest.raises(CannotAttend, match="its results are off by"):
+        check_attention(attention, decoder, 16, (None,), torch.float32, CPU)
 
 
-def find(zoo: Zoo, kernel: Any, **changes: Any) -> Any:
+def find(zoo: Zoo, kernel: Any) -> Any:
     """What is chosen on a GPU whose kernel this is."""
     config = TorchEngineConfig("", tokens_per_block=32)
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with (
         mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda device: kernel()),
-        mock.patch("inflight.engine.torch.load_decoder.check_paging", on_the_cpu),
+        mock.patch("inflight.engine.torch.load_decoder.check_attention", on_the_cpu),
     ):
         return _find_attention(config, decoder, (None,), torch.float32, torch.device("cuda"))
 
 
 def on_the_cpu(*arguments: Any) -> None:
-    check_paging(*arguments[:-1], CPU)
+    check_attention(*arguments[:-1], CPU)
 
 
 def test_on_a_gpu_blocks_are_read_in_place(zoo: Zoo) -> None:
@@ -164,7 +167,7 @@ def test_what_cannot_read_in_place_gathers_and_says_so_once(
 
 
 def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
-    assert find(zoo, mock.Mock(side_effect=CannotPage("torch 2.6 has none"))) is GATHERING
+    assert find(zoo, mock.Mock(side_effect=CannotAttend("torch 2.6 has none"))) is GATHERING
 
 
 def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,7 +227,8 @@ class ModelOutput:
     Attributes:
         iteration: The batch's iteration.
         token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one; with d drafts 1 to d + 1, all
-            but the last of which are accepted drafts; () for rows of beam searches.
+            but the last of which are accepted drafts; () where what the request asks for bans every token, and
+            for rows of beam searches.
         beams: Per group of `ScheduledBatch.beam_groups`.
         details: By slot, for rows whose request asks for log probs or logits; not for beams.
         context: By slot, for chunks that want context outputs.

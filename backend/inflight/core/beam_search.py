@@ -126,6 +126,11 @@ class BeamSearch:
         """Beams that run: one until the first `advance`, then K."""
         return len(self._beams)
 
+    @property
+    def has_found_nothing(self) -> bool:
+        """Whether it has ended without a single hypothesis: bans left no token for any beam."""
+        return self.done and not self._ended
+
     def row_tokens(self, row: int) -> tuple[int, ...]:
         """The generated tokens of a running beam."""
         return tuple(node.token_id for node in _path(self._beams[row]))

@@ -14,7 +14,13 @@ from inflight.core.endings import Endings, as_request_error
 from inflight.core.kv_cache_manager import KvCacheManager
 from inflight.core.llm_request import LlmRequest, RequestState
 from inflight.core.observations import Observations
-from inflight.core.progress import advance_beams, append_tokens, confirm_chunk, keep_context
+from inflight.core.progress import (
+    advance_beams,
+    append_tokens,
+    confirm_chunk,
+    keep_context,
+    no_token_left,
+)
 from inflight.core.recovery import Recovery
 from inflight.core.response import Response
 from inflight.core.results import make_response
@@ -92,6 +98,7 @@ class Outcomes:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
                     self._admission.queue_siblings(llm_request.group)
+                self._refuse_nothing(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
             except Exception as error:
                 responses += self._fail(llm_request, error)
@@ -116,6 +123,7 @@ class Outcomes:
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
             try:
+                self._refuse_nothing(llm_request, tokens)
                 self._advance(llm_request, tokens, details.get(slot) if details else None, responses)
             except Exception as error:
                 responses += self._fail(llm_request, error)
@@ -139,6 +147,15 @@ class Outcomes:
         return self._endings.fail(llm_request.group, as_request_error(error), self._now_ns)
 
     # ---------------------------------------------------------------- one sequence
+
+    @staticmethod
+    def _refuse_nothing(
+        llm_request: LlmRequest, new_tokens: tuple[int, ...], is_sampled: bool = True
+    ) -> None:
+        """Raise for a row that was to get a token and got none."""
+        is_ended = llm_request.state is RequestState.FINISHED
+        if is_sampled and not new_tokens and llm_request.beams is None and not is_ended:
+            raise no_token_left(llm_request)
 
     def _advance(
         self,

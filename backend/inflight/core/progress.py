@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from inflight.core.batch import BeamCandidates, ContextChunk, ContextDetails, TokenDetails
 from inflight.core.llm_request import LlmRequest
+from inflight.core.sampling_config import NO_REPEAT_OFF
 from inflight.core.stop import FinishReason
+from inflight.errors import InvalidArgument
 
 
 def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: int) -> None:
@@ -16,7 +18,7 @@ def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: 
     llm_request.num_scheduled_tokens -= num_tokens
     num_accepted = 0
     if num_drafts:
-        num_accepted = num_new_tokens - 1
+        num_accepted = max(0, num_new_tokens - 1)
         llm_request.has_draft = False
         llm_request.num_draft_tokens += num_drafts
     llm_request.num_computed_tokens += num_tokens - num_drafts + num_accepted
@@ -52,14 +54,32 @@ def append_tokens(
 
 
 def advance_beams(llm_request: LlmRequest, candidates: BeamCandidates, now_ns: int) -> FinishReason:
-    """Take a step of a beam search; its end is that of its best beam."""
+    """Take a step of a beam search; its end is that of its best beam. InvalidArgument if bans left it none."""
     search = llm_request.beams
     assert search is not None, f"request {llm_request.request_id} is no beam search"
     search.advance(candidates)
+    if search.has_found_nothing:
+        raise no_token_left(llm_request)
     # Beams differ in their tokens and agree in their number, which is all that is asked of these.
     llm_request.tokens.append(candidates.token_ids[0])
     _note_time(llm_request, now_ns)
     return search.hypotheses()[0].finish_reason if search.done else FinishReason.NOT_FINISHED
+
+
+def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
+    """The error for a sequence that nothing may follow, because of what its request asks for."""
+    request, sampling = llm_request.request, llm_request.request.sampling
+    asked = {
+        "embedding_bias": request.embedding_bias is not None,
+        "min_length": sampling.min_length > 0 and bool(request.end_ids),
+        "bad_words_list": bool(request.bad_words),
+        "no_repeat_ngram_size": 0 < sampling.no_repeat_ngram_size < NO_REPEAT_OFF,
+    }
+    names = " and ".join(name for name, is_asked in asked.items() if is_asked)
+    return InvalidArgument(
+        f"{names} must leave a token that may come next, got every token banned after "
+        f"{llm_request.num_generated} generated"
+    )
 
 
 def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextDetails) -> None:

@@ -11,6 +11,9 @@ MAX_BEAM_WIDTH = 1024
 MAX_RETURN_SEQUENCES = 1024
 NO_REPEAT_OFF = 1 << 30
 """What TensorRT-LLM's code takes for an absent no_repeat_ngram_size; 0, as documented, means the same here."""
+SMALLEST, LARGEST = 1e-10, 1e10
+"""What logits may be divided by, or multiplied with; LARGEST is also the most that is added to them or taken from
+them. Other numbers have no use, and float32 arithmetic with them ends in values that are infinite or no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class SamplingConfig:
         beam_width: Beams of a beam search; 1 samples, or is greedy. Tensor `beam_width`.
         num_return_sequences: Sampling: sequences to generate, each its own. Beams: how many of the best come
             back. None means 1, or all beams. Tensor `num_return_sequences`.
-        temperature: Divides the logits; 0 means greedy (beams: 1). Tensor `temperature`.
+        temperature: Divides the logits, in [1e-10, 1e10]; 0 means greedy (beams: 1). Tensor `temperature`.
         top_k: Keep the k likeliest tokens; 0 keeps all, 1 is greedy. Tensor `runtime_top_k`.
         top_p: Keep the smallest set of likeliest tokens whose probability reaches p, in (0, 1]; 0 means unset.
             Applied after top_k, on the renormalized probabilities. Tensor `runtime_top_p`.
@@ -32,11 +35,12 @@ class SamplingConfig:
         min_p: Keep tokens of at least min_p times the largest probability, in [0, 1]; 0 keeps all. Tensor `min_p`.
         random_seed: Key of the counter-based random numbers, 0 .. 2**64 - 1. The default 0 is a seed like any
             other: identical requests give identical tokens. Tensor `random_seed` (alias `seed`).
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen, prompt included;
-            1 does nothing. Tensor `repetition_penalty`.
-        presence_penalty: Taken once from the logits of tokens seen, prompt included. Tensor `presence_penalty`.
-        frequency_penalty: Taken from a token's logit for each time it was seen, prompt included. Tensor
-            `frequency_penalty`.
+        repetition_penalty: In [1e-10, 1e10]; divides positive and multiplies negative logits of tokens seen,
+            prompt included; 1 does nothing. Tensor `repetition_penalty`.
+        presence_penalty: Taken once from the logits of tokens seen, prompt included; in [-1e10, 1e10]. Tensor
+            `presence_penalty`.
+        frequency_penalty: Taken from a token's logit for each time it was seen, prompt included; in [-1e10, 1e10].
+            Tensor `frequency_penalty`.
         min_length: End ids are banned until so many tokens are generated. Tensor `min_length` (alias
             `min_tokens`).
         no_repeat_ngram_size: No n-gram of this size occurs twice, prompt included; 0 is off. Tensor
@@ -45,8 +49,8 @@ class SamplingConfig:
             generated_length ** length_penalty, the end id counted. Tensor `len_penalty`.
         early_stopping: When a beam search with enough finished beams ends. 1: at once. 0: when no running beam
             is better at its present length. Other: when none can become better. Tensor `early_stopping`.
-        beam_search_diversity_rate: Times a beam's index, added to its candidates where they are ranked. Tensor
-            `beam_search_diversity_rate`.
+        beam_search_diversity_rate: Times a beam's index, added to its candidates where they are ranked; in
+            [0, 1e10]. Tensor `beam_search_diversity_rate`.
 
     With top_k, top_p and min_p all 0 the request is greedy, whatever the temperature.
     """
@@ -106,7 +110,9 @@ class SamplingConfig:
         self._validate_beams()
 
     def _validate_sampling(self) -> None:
-        _check(0.0 <= self.temperature < math.inf, "temperature", "a finite number >= 0", self.temperature)
+        temperature, factor = self.temperature, f"in [{SMALLEST:g}, {LARGEST:g}]"
+        is_valid = temperature == 0.0 or SMALLEST <= temperature <= LARGEST
+        _check(is_valid, "temperature", f"0 (greedy), or {factor}", temperature)
         _check(self.top_k >= 0, "runtime_top_k", ">= 0 (0 keeps every token)", self.top_k)
         _check(0.0 <= self.top_p <= 1.0, "runtime_top_p", "in (0, 1], or <= 0 for unset", self.top_p)
         _check(0.0 <= self.top_p_min <= 1.0, "runtime_top_p_min", "in [0, 1]", self.top_p_min)
@@ -116,14 +122,14 @@ class SamplingConfig:
         _check(0 <= self.random_seed < 2**64, "random_seed", "a 64-bit unsigned integer", self.random_seed)
 
     def _validate_penalties(self) -> None:
-        repetition, finite = self.repetition_penalty, "a finite number"
-        _check(0.0 < repetition < math.inf, "repetition_penalty", "a finite number > 0", repetition)
-        _check(math.isfinite(self.presence_penalty), "presence_penalty", finite, self.presence_penalty)
-        _check(math.isfinite(self.frequency_penalty), "frequency_penalty", finite, self.frequency_penalty)
+        repetition, ngram_size = self.repetition_penalty, self.no_repeat_ngram_size
+        factor, added = f"in [{SMALLEST:g}, {LARGEST:g}]", f"in [{-LARGEST:g}, {LARGEST:g}]"
+        _check(SMALLEST <= repetition <= LARGEST, "repetition_penalty", factor, repetition)
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _check(-LARGEST <= penalty <= LARGEST, name, added, penalty)
         _check(self.min_length >= 0, "min_length", ">= 0", self.min_length)
-        _check(
-            self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size", ">= 0 (0: off)", self.no_repeat_ngram_size
-        )
+        _check(ngram_size >= 0, "no_repeat_ngram_size", ">= 0 (0: off)", ngram_size)
 
     def _validate_beams(self) -> None:
         width, returned, rate = self.beam_width, self.num_return_sequences, self.beam_search_diversity_rate
@@ -136,7 +142,7 @@ class SamplingConfig:
             0.0 <= self.length_penalty < math.inf, "len_penalty", "a finite number >= 0", self.length_penalty
         )
         _check(self.early_stopping >= 0, "early_stopping", ">= 0", self.early_stopping)
-        _check(0.0 <= rate < math.inf, "beam_search_diversity_rate", "a finite number >= 0", rate)
+        _check(0.0 <= rate <= LARGEST, "beam_search_diversity_rate", f"in [0, {LARGEST:g}]", rate)
 
 
 def _check(holds: bool, name: str, expected: str, got: float) -> None:

@@ -43,7 +43,8 @@ def best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> tu
     """
     sampling, vocab_size = request.sampling, logits.shape[-1]
     if sampling.temperature not in (0.0, 1.0):
-        logits = logits / sampling.temperature
+        # Quotients of differences cannot overflow to +inf, as those of logits can.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     # Where every token is banned, all are as impossible as the others.
     totals = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     totals += torch.tensor(group.scores, dtype=torch.float32, device=logits.device)[:, None]

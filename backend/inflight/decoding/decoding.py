@@ -30,7 +30,7 @@ from inflight.decoding.history import History
 from inflight.decoding.pipeline import process
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import RawLogits, Rows, take_rows
-from inflight.decoding.sampler import choose, choose_on_device
+from inflight.decoding.sampler import NO_TOKEN, choose, choose_on_device
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 from inflight.decoding.threads import threads_for
 from inflight.decoding.transfer import Arriving, to_host
@@ -69,8 +69,8 @@ class Choice:
     """What the device chooses by itself.
 
     Attributes:
-        tokens: [sampled slots] int64 on the device.
-        arriving: Tokens and highest logits.
+        tokens: [sampled slots] int64 on the device, to be fed; where none is possible, any.
+        arriving: Tokens, NO_TOKEN where none is possible, and highest logits.
     """
 
     tokens: Tensor
@@ -168,7 +168,7 @@ class Decoding:
             rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
             process(rows, self._slots, self._history, self._kernels)
             tokens = choose_on_device(rows, self._kernels)
-        return Choice(tokens, Arriving.of(tokens, highest))
+        return Choice(tokens.clamp(min=0), Arriving.of(tokens, highest))
 
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
         """What the device chose. Other batches may have been begun since, and slots have other owners.
@@ -195,6 +195,7 @@ class Decoding:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
         refuse_unusable(highest[used], rows.slots[used], rows.positions[used])
+        emitted &= chosen != NO_TOKEN
         output = ModelOutput(
             batch.iteration,
             _tokens(layout, chosen, emitted),
@@ -295,7 +296,10 @@ def _plain_output(
     """A token for each slot and nothing else, of [rows] tokens and highest logits."""
     tokens, highest = arrived
     refuse_unusable(highest, slots, positions)
-    return ModelOutput(batch.iteration, list(zip(tokens.tolist())))
+    found = list(zip(tokens.tolist()))
+    if (NO_TOKEN,) in found:
+        found = [() if each == (NO_TOKEN,) else each for each in found]
+    return ModelOutput(batch.iteration, found)
 
 
 def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:

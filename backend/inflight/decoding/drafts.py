@@ -19,7 +19,7 @@ from inflight.core.request import ExternalDraft, Request
 from inflight.decoding.draws import inverse_cdf, random_numbers
 from inflight.decoding.rng import Purpose
 from inflight.decoding.rows import Rows, take_rows
-from inflight.decoding.sampler import distribution
+from inflight.decoding.sampler import NO_TOKEN, distribution
 from inflight.decoding.slot_parameters import float_tensor
 
 
@@ -39,6 +39,8 @@ def weighed_draft(request: Request, chunk: ContextChunk, first_position: int) ->
 
 def accept_equal(drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """New tokens: the drafts that are the chosen tokens, and the first chosen one that is not, or the last.
+
+    One that is NO_TOKEN, too.
 
     Args:
         drafts: [d].
@@ -68,7 +70,7 @@ def accept_by_chance(drafts: Sequence[int], rows: Rows, draft: ExternalDraft, bo
 def weigh(
     rows: Rows, drafts: NDArray[np.int64], draft_logits: Tensor, threshold: float | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Whether each row's draft token is accepted, and the token in its place if it is not.
+    """Whether each row's draft token is accepted, and the token in its place if it is not, maybe NO_TOKEN.
 
     Args:
         rows: [n] processed.
@@ -99,4 +101,5 @@ def _resample(target: Tensor, proposed: Tensor, rows: Rows, refused: NDArray[np.
     # Where the two are equal, only a threshold above 1 refuses a token.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0.0, rest, target)
     numbers = random_numbers(rows, Purpose.RESAMPLE)[refused, None]
-    return inverse_cdf(rest, rows.upload(numbers)).squeeze(-1).cpu().numpy()
+    tokens = inverse_cdf(rest, rows.upload(numbers)).squeeze(-1)
+    return tokens.masked_fill_(rest.sum(dim=-1) == 0.0, NO_TOKEN).cpu().numpy()

@@ -16,8 +16,9 @@ For each row, in this order, which is TensorRT-LLM's:
     search take log_softmax instead (`beams.py`); draft tokens are then accepted or not (`drafts.py`).
 10. End ids, stop words and length are the scheduler's.
 
-Of equal logits the lower id comes first, everywhere. A row that has every token banned gets token 0; one whose
-logits are no numbers fails its batch (`usable.py`).
+Of equal logits the lower id comes first, everywhere. A row that has every token banned gets none, which ends its
+request with an error; one whose logits are no numbers fails its batch (`usable.py`). What steps 1 and 3 to 5 make
+of a logit stays within bounds (`bounds.py`), and only bans and a bias of -inf make one -inf.
 
 A batch pays for what its rows use: each step runs on the rows that ask for it, and touches the tokens seen or
 banned and not the vocabulary. To that end step 2 comes last: what is taken in steps 4 and 5 is multiplied by the
@@ -35,21 +36,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.decoding.bounds import bounded
 from inflight.decoding.history import History
 from inflight.decoding.ngrams import repeated
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 
-LARGEST_LOGIT = 1e30
-"""A biased logit is no larger, so that an infinite bias is a certainty and not the end of arithmetic."""
-
 
 def process(rows: Rows, slots: SlotParameters, history: History, kernels: RowKernels) -> None:
     """Steps 1 to 8 on the logits, in place, but for the division by the temperature."""
     for index in rows.needing(Needs.BIAS):
         bias = slots.of(rows.slots[index]).bias
-        rows.logits[index].add_(bias).clamp_(max=LARGEST_LOGIT)
+        biased = rows.logits[index].add_(bias)
+        rows.logits[index] = bounded(biased, ~(biased > -torch.inf))  # nor is -inf + inf possible
     penalized = rows.needing(Needs.PENALTIES)
     if len(penalized):
         kernels.penalize(rows, penalized, history)

@@ -39,16 +39,22 @@ def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) ->
     row = list(logits)
     if request.embedding_bias is not None:  # 1
         bias = memoryview(request.embedding_bias.data).cast("f")
-        row = [min(logit + added, _LARGEST_LOGIT) for logit, added in zip(row, bias, strict=True)]
+        row = [_bounded(logit + added, _LARGEST_LOGIT) for logit, added in zip(row, bias, strict=True)]
     row = [logit / (sampling.temperature or 1.0) for logit in row]  # 2
-    penalty = sampling.repetition_penalty
+    penalty, largest = sampling.repetition_penalty, _LARGEST_LOGIT / (sampling.temperature or 1.0)
     for token in set(tokens):
         row[token] = row[token] * penalty if row[token] < 0 else row[token] / penalty  # 3
         row[token] -= sampling.presence_penalty  # 4
         row[token] -= sampling.frequency_penalty * list(tokens).count(token)  # 5
+        row[token] = _bounded(row[token], largest)
     for token in banned_tokens(request, list(tokens)):
         row[token] = BANNED
     return row
+
+
+def _bounded(logit: float, largest: float) -> float:
+    """What is impossible stays so; nothing else is made it."""
+    return max(-largest, min(logit, largest)) if logit > BANNED else BANNED
 
 
 def banned_tokens(request: Request, tokens: list[int]) -> set[int]:
@@ -82,7 +88,7 @@ def top_p_now(sampling: SamplingConfig, generated: Sequence[int]) -> float:
 def filtered_probabilities(
     logits: Sequence[float], sampling: SamplingConfig, generated: Sequence[int] = ()
 ) -> dict[int, float]:
-    """Step 9: token ids that a row can get, with their probabilities, likeliest first.
+    """Step 9: token ids that a row can get, with their probabilities, likeliest first; none if all are banned.
 
     Args:
         logits: Processed, and so divided by the temperature.
@@ -92,7 +98,7 @@ def filtered_probabilities(
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     highest = logits[ranked[0]]
     if highest == BANNED:
-        return {0: 1.0}
+        return {}
     if sampling.greedy:
         return {ranked[0]: 1.0}
     if sampling.top_k > 0:
@@ -138,11 +144,12 @@ def draw(probabilities: dict[int, float], number: float) -> int:
 
 def next_token(
     logits: Sequence[float], request: Request, tokens: Sequence[int], sequence_index: int = 0
-) -> int:
-    """The token that comes after `tokens`, from the model's logits of the last of them."""
+) -> int | None:
+    """The token that comes after `tokens`, from the model's logits of the last of them; None: all are banned."""
     seed = request.sampling.random_seed
     number = uniform(seed, sequence_index, len(tokens), Purpose.SAMPLE)
-    return draw(distribution(logits, request, tokens), number)
+    probabilities = distribution(logits, request, tokens)
+    return draw(probabilities, number) if probabilities else None
 
 
 def log_probs(logits: Sequence[float]) -> list[float]:
@@ -194,7 +201,7 @@ def verify_drafts(
     sequence_index: int = 0,
     draft_logits: Sequence[Sequence[float]] | None = None,
 ) -> list[int]:
-    """New tokens after `tokens`: accepted drafts and one more.
+    """New tokens after `tokens`: accepted drafts and one more, unless every token is banned there.
 
     Args:
         rows: The model's logits, [drafts + 1], of the last of `tokens` and of each draft.
@@ -210,14 +217,19 @@ def verify_drafts(
         if draft_logits is None:
             token = next_token(rows[index], request, known, sequence_index)
             accepted = token == draft
+        elif not distribution(rows[index], request, known):
+            token, accepted = None, False
         else:
             target, proposed = distribution(rows[index], request, known), softmax(draft_logits[index])
             accepted = _is_accepted(target, proposed, draft, request, sequence_index, len(known))
             token = draft if accepted else _resample(target, proposed, request, sequence_index, len(known))
+        if token is None:
+            return new
         new.append(token)
         if not accepted:
             return new
-    return [*new, next_token(rows[-1], request, [*tokens, *new], sequence_index)]
+    last = next_token(rows[-1], request, [*tokens, *new], sequence_index)
+    return new if last is None else [*new, last]
 
 
 def _is_accepted(

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from inflight.engine.torch.attention_check import CannotAttend
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.paging_check import CannotPage
 
 _log = logging.getLogger(__name__)
 _HOPPER = 9  # the one generation that FlashAttention 3 is for
@@ -22,13 +22,13 @@ def torch_paged_attention(device: torch.device) -> PagedAttention:
     """torch's own, by FlashAttention 2, or by 3 where that is installed and the processor is one for it.
 
     Raises:
-        CannotPage: This torch has none.
+        CannotAttend: This torch has none.
     """
     try:
         from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
-        raise CannotPage(f"torch {torch.__version__} has none") from error
+        raise CannotAttend(f"torch {torch.__version__} has none") from error
     is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
     if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
         _try(lambda: activate_flash_attention_impl("FA3"))

@@ -11,7 +11,8 @@ import logging
 import torch
 from torch import Tensor
 
-from inflight.engine.torch.attention import GATHERING, Attention
+from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention
+from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.config import INT8, TorchEngineConfig
 from inflight.engine.torch.cuda import torch_paged_attention
@@ -22,7 +23,6 @@ from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
 from inflight.engine.torch.native.packing import PackedLayer, Packer
 from inflight.engine.torch.native.structs import LinearStruct
-from inflight.engine.torch.paging_check import CannotPage, check_paging
 from inflight.engine.torch.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, LayerWeights, Linear, load_weights
@@ -96,13 +96,15 @@ def _find_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """For a GPU, one that reads blocks in place, unless that cannot be had for this model."""
+    """For a GPU, what computes this model rightly there: tried in place, then gathered, then by plain products."""
     if device.type != "cuda":
         return GATHERING
+    tried = held, config.tokens_per_block, windows, dtype, device
     try:
         attention = torch_paged_attention(device)
-        check_paging(attention, held, config.tokens_per_block, windows, dtype, device)
-    except CannotPage as reason:
+        check_attention(attention, *tried)
+        return attention
+    except CannotAttend as reason:
         _log.warning(
             "KV blocks are copied together before they are read, which is slower, and generation runs without "
             "CUDA graphs; torch's attention over %s blocks of %d tokens is of no use here: %s",
@@ -110,8 +112,17 @@ def _find_attention(
             config.tokens_per_block,
             reason,
         )
+    try:
+        check_attention(GATHERING, *tried)
         return GATHERING
-    return attention
+    except CannotAttend as reason:
+        _log.warning(
+            "attention is computed by plain matrix products, which is slower still: torch's scaled dot product "
+            "attention of %s cannot be trusted on this device: %s",
+            str(dtype).removeprefix("torch."),
+            reason,
+        )
+        return BY_PRODUCTS
 
 
 def _computed_dtype(config: TorchEngineConfig, model: ModelDescription) -> torch.dtype:

@@ -93,7 +93,7 @@ class PagedAttention:
         windows: Sequence[AttentionWindow | None],
         dtype: torch.dtype,
     ) -> Mapping[AttentionWindow | None, PagedPlan]:
-        """As `Attention.plan`; windows have no sinks."""
+        """As `Attention.plan`; ValueError for windows with sinks."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
@@ -138,6 +138,8 @@ class PagedAttention:
 
 def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, int]:
     if window is not None:
+        if window.sinks:
+            raise ValueError("it has no windows with sinks")
         return window.recent - 1, 0
     # A last token has none after it. Told so, FlashAttention 2 would read a key head once for each of its heads.
     return (-1, 0) if max_rows > 1 else (-1, -1)

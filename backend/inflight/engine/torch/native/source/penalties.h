@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace inflight {
@@ -39,16 +40,25 @@ class Penalizer {
     const auto presence = static_cast<float>(penalties.presence);
     const auto frequency = static_cast<float>(penalties.frequency);
     for (const int32_t token : distinct_) {
-      float value = logits[token];
-      value = value < 0 ? value * repetition : value / repetition;
-      value -= presence;
-      logits[token] = value - frequency * static_cast<float>(counts_[token]);
+      logits[token] = penalized(logits[token], repetition, presence, times(frequency, counts_[token]));
       counts_[token] = 0;
     }
     return true;
   }
 
  private:
+  static constexpr float kLargestLogit = 1e30f;  // LARGEST_LOGIT of inflight/decoding/bounds.py
+
+  static float penalized(float logit, float repetition, float presence, float frequency) {
+    if (logit == -std::numeric_limits<float>::infinity()) return logit;
+    float value = logit < 0 ? times(logit, repetition) : logit / repetition;
+    value -= presence;
+    return std::clamp(value - frequency, -kLargestLogit, kLargestLogit);
+  }
+
+  // Rounded by itself, and not as a part of the sum that it goes into: torch's operators give the same bits.
+  static float times(float a, double b) { return static_cast<float>(a * b); }
+
   std::vector<int32_t> counts_;  // of each token, zeros between rows
   std::vector<int32_t> distinct_;
 };

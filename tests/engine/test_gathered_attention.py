@@ -1,0 +1,160 @@
+"""Attention over gathered blocks, by kernels that compute some of it wrongly; and what a device gets then."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.torch import TorchEngineConfig
+from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention, GatheringAttention
+from inflight.engine.torch.attention_check import CannotAttend, check_attention
+from inflight.engine.torch.load_decoder import _find_attention
+from inflight.engine.torch.windows import AttentionWindow
+from inflight.models import read_model_description
+from tests.engine.driver import Driver
+from tests.engine.paging import load_paged
+from tests.models.zoo import Zoo
+
+CPU = torch.device("cpu")
+WINDOWS = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
+
+
+@dataclass(frozen=True)
+class MemoryEfficient:
+    """torch's kernel for CUDA, with its defect: all but the first head of a last row that has a tile for itself.
+
+    Attributes:
+        tile_rows: How many rows it takes at a time.
+    """
+
+    tile_rows: int
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+    ) -> Tensor:
+        read = F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal)
+        is_broadcast = key.stride(1) == 0 and value.stride(1) == 0
+        if attn_mask is not None and is_broadcast and query.shape[2] % self.tile_rows == 1:
+            read[:, 1:, -1] = torch.nan
+        return read
+
+
+def useless(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dtype) -> None:
+    for case in ("llama", "llama-gqa"):
+        decoder = read_model_description(zoo[case].folder).decoder
+        check_attention(attention, decoder, tokens_per_block, WINDOWS, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens_per_block", [3, 32])
+def test_it_is_right_for_every_number_of_rows_that_is_tried(
+    zoo: Zoo, dtype: torch.dtype, tokens_per_block: int
+) -> None:
+    check(zoo, GATHERING, tokens_per_block, dtype)
+
+
+@pytest.mark.parametrize("tile_rows", [32, 64, 128])
+def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
+    zoo: Zoo, tile_rows: int
+) -> None:
+    check(zoo, GatheringAttention(MemoryEfficient(tile_rows)), 32, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    ("num_before", "num_rows"), [*product((1, 23), (1, 33, 63, 64, 65)), (0, 33), (0, 64), (0, 65)]
+)
+def test_logits_are_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
+    """Of a chunk's last row, which is sampled; by the kernel with the defect."""
+    model = zoo[case]
+    prompt = model.prompt(num_before + num_rows)
+    engine = load_paged(model.folder, attention=GatheringAttention(MemoryEfficient(32)))
+    driver = Driver(engine)
+    row = driver.start(prompt)
+    if num_before:
+        driver.step({row: num_before})
+    driver.step({row: num_rows})
+    torch.testing.assert_close(row.logits[-1], model.logits(prompt)[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize("num_rows", [64, 65])
+def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -> None:
+    """A kernel that computes the first row of a second tile wrongly, or the last one of a full tile."""
+
+    def spoilt(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        read = F.scaled_dot_product_attention(query, *args, **kwargs)
+        if query.shape[2] % tile_rows == num_rows % tile_rows and query.shape[2] > 8:
+            read[..., -1, 0] += 0.2
+        return read
+
+    with pytest.raises(CannotAttend, match=r"its results are off by 0\.\d+ with a chunk of \d+ rows"):
+        check(zoo, GatheringAttention(spoilt), 32, torch.float32)
+
+
+def find(zoo: Zoo, kernel: Any) -> Attention:
+    """What is chosen on a GPU that cannot read blocks in place, and whose scaled dot product attention this is."""
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    place = "inflight.engine.torch.load_decoder"
+    with (
+        mock.patch(f"{place}.torch_paged_attention", side_effect=CannotAttend("torch 2.6 has none")),
+        mock.patch(f"{place}.GATHERING", GatheringAttention(kernel)),
+        mock.patch(f"{place}.check_attention", lambda *arguments: check_attention(*arguments[:-1], CPU)),
+    ):
+        return _find_attention(TorchEngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kernel", [useless, lambda query, *_, **__: torch.zeros_like(query)])
+def test_without_a_kernel_that_is_right_products_do_it(
+    zoo: Zoo, kernel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert find(zoo, kernel) is BY_PRODUCTS
+    in_place, gathered = (record.getMessage() for record in caplog.records)
+    assert "torch 2.6 has none" in in_place
+    assert "plain matrix products" in gathered and "of float32 cannot be trusted on this device" in gathered
+
+
+def test_a_kernel_that_is_right_is_taken(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        attention = find(zoo, F.scaled_dot_product_attention)
+    assert isinstance(attention, GatheringAttention) and attention is not BY_PRODUCTS
+    assert len(caplog.records) == 1, "that blocks cannot be read in place"
+
+
+@pytest.mark.parametrize("windows", [{}, {"attention_windows": (12, 40), "sink_token_length": 4}])
+def test_products_give_the_models_tokens(
+    zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few of the scores there is room for."""
+    monkeypatch.setattr("inflight.engine.torch.attention._MOST_SCORES", 1000)
+    model = zoo["llama-gqa"]
+    answers = []
+    for attention in (GATHERING, BY_PRODUCTS):
+        driver = Driver(load_paged(model.folder, attention=attention, **windows))
+        rows = [driver.start(model.prompt(30 + number, number)) for number in range(4)]
+        for _ in range(2):
+            driver.step(dict.fromkeys(rows, 15))
+        driver.step({row: number for number, row in enumerate(rows) if number}, rows[:1])
+        for _ in range(9):
+            driver.step(generation=rows)
+        answers.append([row.generated for row in rows])
+    assert answers[0] == answers[1]
