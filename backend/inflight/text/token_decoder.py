@@ -34,8 +34,8 @@ class Utf8Decoder:
     """Incremental UTF-8 decoder that replaces invalid bytes, one U+FFFD for each byte or each broken character."""
 
     def __init__(self, replace_each_byte: bool) -> None:
-        errors = "surrogateescape" if replace_each_byte else "replace"
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._errors = "surrogateescape" if replace_each_byte else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(self._errors)
 
     def decode(self, raw: bytes) -> str:
         """The characters that `raw` completes, or breaks; a sequence that may still complete stays pending."""
@@ -44,6 +44,11 @@ class Utf8Decoder:
     def finish(self) -> str:
         """What is pending, as invalid bytes; the next `decode` starts afresh."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(b"", final=True))
+
+    @property
+    def pending(self) -> str:
+        """What `finish` would return."""
+        return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.getstate()[0].decode("utf-8", self._errors))
 
     @property
     def num_pending(self) -> int:
@@ -82,6 +87,10 @@ class TokenDecoder:
     def continued(self, token: str) -> str:
         """The text of a token that is not the first; not for tokens that stand for bytes."""
         return self._join([_ANCHOR, token])[len(self._join([_ANCHOR])) :]
+
+    def within_text(self, token: str) -> str:
+        """What a special token looks like within a text that special tokens are not left out of."""
+        return self.text([token]) if self.is_byte_level else self.continued(token)
 
     def raw_bytes(self, token: str) -> bytes | None:
         """The bytes a token stands for, None for a token that stands for its text."""

@@ -36,9 +36,9 @@ class Tokenizer:
         backend.no_truncation()  # a file may carry the settings of whoever trained it
         backend.no_padding()
         self._backend = backend
-        self._special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id = _token_id(backend, settings.get("bos_token"))
         self.eos_token_id = _token_id(backend, settings.get("eos_token"))
         self.pad_token_id = _token_id(backend, settings.get("pad_token"))
@@ -88,6 +88,16 @@ class Tokenizer:
         skipped = self._special_ids if skip_special_tokens else frozenset()
         strings = (self._backend.id_to_token(i) for i in ids if i >= 0 and i not in skipped)
         return [string for string in strings if string is not None]
+
+    def added_token_id(self, text: str) -> int | None:
+        """Id of the added token, special or not, that is written like this; None if there is none."""
+        return self._added_ids.get(text)
+
+    def special_text(self, token_id: int) -> str:
+        """The spelling of a special token within a text; "" for an id that is none."""
+        if token_id not in self._special_ids:
+            return ""
+        return self.token_decoder.within_text(self._backend.id_to_token(token_id))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -178,7 +178,12 @@ class FrontEnd:
             return None
         stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
         return lambda: CompletionText(
-            tokenizer, request.input_token_ids, options.prompt_text, options.include_prompt, stop_strings
+            tokenizer,
+            request.input_token_ids,
+            options.prompt_text,
+            options.include_prompt,
+            stop_strings,
+            self._model.parameters.skip_special_tokens,
         )
 
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
