@@ -306,7 +306,9 @@ def test_a_special_token_stops(name: str, skip: bool, size: int) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "metaspace"])
 def test_a_special_token_within_a_stop_string(name: str, skip: bool, size: int) -> None:
-    space = "" if name in ("byte_level", "gemma") else " "  # that the others put before a word that is spelled alone
+    space = (
+        "" if name in ("byte_level", "gemma") else " "
+    )  # that the others put before a word that is spelled alone
     ids = spelled(name, "the fox", SPECIAL_ID, "the dog", SPECIAL_ID, "the end")
     special = "" if skip else "</s>"
     for stop, expected in (
@@ -329,9 +331,7 @@ def test_an_unfinished_character_before_a_special_token_that_stops_is_shown_as_s
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_stop_string_of_a_special_token_ends_every_beam(skip: bool) -> None:
     name = "llama"
-    text = CompletionText(
-        tokenizer(name), (), stop_strings=StopStrings(["</s>"]), skip_special_tokens=skip
-    )
+    text = CompletionText(tokenizer(name), (), stop_strings=StopStrings(["</s>"]), skip_special_tokens=skip)
     stopping, other = spelled(name, "the dog", SPECIAL_ID), spelled(name, "the fox")
     deltas = text.add(make_beams(stopping, other, reason=FinishReason.LENGTH))
     assert [(delta.text, delta.stopped) for delta in deltas] == [("the dog", True), ("the fox", False)]
