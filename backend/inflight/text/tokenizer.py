@@ -10,13 +10,17 @@ text cannot take them back. And `TokenDecoder.text` says what becomes of invalid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 
+from inflight.text.token_bytes import max_bytes_per_token
 from inflight.text.token_decoder import TokenDecoder
 from inflight.text.tokenizer_files import read_tokenizer
+
+_SMALL_BATCH = 8192
+"""Characters that take a few milliseconds at most."""
 
 
 class Tokenizer:
@@ -27,6 +31,7 @@ class Tokenizer:
         eos_token_id: Id of their end-of-sequence token, or None.
         pad_token_id: Id of their padding token, or None.
         token_decoder: How token strings become text.
+        max_bytes_per_token: The most bytes of UTF-8 text that one token can stand for; None if there is no bound.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Tokenizer:
             for name in ("bos_token", "eos_token", "pad_token")
         )
         self.token_decoder = TokenDecoder(backend)
+        self.max_bytes_per_token = max_bytes_per_token(backend)
 
     @classmethod
     def from_dir(cls, folder: str | Path) -> Tokenizer:
@@ -80,6 +86,17 @@ class Tokenizer:
         # second, and the process that holds the engine has others to serve meanwhile.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The same of several texts, on all processors if there is enough of them.
+
+        The library has one pool of threads, where a batch waits for all of the batches before it; a batch of one
+        does not. So small batches, which others may be waiting behind, stay out of that pool.
+        """
+        if sum(map(len, texts)) <= _SMALL_BATCH or len(texts) == 1:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside of the vocabulary, negative ones too, decode to nothing."""

@@ -1,8 +1,8 @@
 """Which of transformers' tokenizer classes a checkpoint has, and what that class makes of tokenizer.json.
 
-Most checkpoints are used as their tokenizer.json says. A few classes take the vocabulary and the merges from it and
-bring everything else themselves: how a text is normalized, cut and joined again. Owns the table of those that models
-served here come with. Does not know added tokens. Plain functions over parsed JSON; any thread.
+Most checkpoints are used as their tokenizer.json says. A few classes take the vocabulary and the merges from it
+and bring everything else themselves: how a text is normalized, cut and joined again. Owns the table of those that
+models served here come with. Does not know added tokens. Plain functions over parsed JSON; any thread.
 
 All of this is transformers' `AutoTokenizer`, of the version that the tests compare with.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# The class that a kind of model has by itself, by config.json's model_type, without "Fast". For `mistral` it is that
-# of tokenizer.json as it is.
+# The class that a kind of model has by itself, by config.json's model_type, without "Fast". One whose class is ""
+# takes tokenizer.json as it is.
 _CLASS_OF_MODEL = {
     "code_llama": "CodeLlamaTokenizer",
     "gemma": "GemmaTokenizer",
@@ -96,9 +96,9 @@ def find_tokenizer_class(
 
 
 def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
-    """A tokenizer.json with the vocabulary and merges of `pipeline`, no added tokens, and everything else of a class.
+    """A tokenizer.json with the vocabulary and merges of `pipeline`, and everything else of a class.
 
-    What goes around a text stays that of `pipeline`.
+    It has no added tokens. What goes around a text stays that of `pipeline`.
     """
     model = {
         "type": "BPE",

@@ -87,10 +87,10 @@ class CompletionText:
     """text_output of one sequence, or of one search's beams, as its results come; and where a stop string ends it.
 
     A completion's text continues its prompt's: where the two need a space between them, the completion brings it.
-    Stop strings are looked for in the generated text alone, with its special tokens and without them. Shown is nothing of a stop string, and nothing that
-    may become one; the tokens up to the one that completes it are kept. All of that is the same however the
-    tokens were spread over results, but for a tokenizer whose text is only known at the end
-    (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
+    Stop strings are looked for in the generated text alone, with its special tokens and without them. Shown is
+    nothing of a stop string, and nothing that may become one; the tokens up to the one that completes it are kept.
+    All of that is the same however the tokens were spread over results, but for a tokenizer whose text is only
+    known at the end (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
 
     Usage, once per result and in order:
 

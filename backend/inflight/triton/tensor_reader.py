@@ -132,6 +132,24 @@ class TensorReader:
         array = self.array(name)
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
+    def text_sizes(self, name: str) -> list[int]:
+        """Bytes of each element of a BYTES tensor, in all rows; none when absent or of another type."""
+        return [
+            len(raw)
+            for sent in self._sent.get(name, ())
+            if sent.array.dtype == np.object_
+            for raw in sent.array.ravel().tolist()
+        ]
+
+    def detached(self) -> TensorReader:
+        """A reader of copies, for when the request's own tensors may be gone."""
+        copy = TensorReader((), self._table, self._vocabulary)
+        copy._sent = {
+            name: [_Sent(sent.wire_name, sent.array.copy()) for sent in found]
+            for name, found in self._sent.items()
+        }
+        return copy
+
     def array(self, name: str) -> np.ndarray | None:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
         found = self._find(self._table[name])
