@@ -51,9 +51,8 @@ def test_a_clients_jobs_run_one_after_the_other() -> None:
     journal.gates["first"].set()
     journal.wait_for("third ends")
     lanes.close()
-    assert journal.lines == [
-        f"{name} {what}" for name in ("first", "second", "third") for what in ("begins", "ends")
-    ]
+    names = ("first", "second", "third")
+    assert journal.lines == [f"{name} {what}" for name in names for what in ("begins", "ends")]
     assert not lanes.is_busy(7) and lanes.are_idle
 
 

@@ -9,18 +9,18 @@ Runs on the thread that calls execute, or for long texts on one of those beside 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from inflight.core.description import EngineDescription
 from inflight.core.request import Request
-from inflight.errors import InvalidArgument, RequestError
+from inflight.errors import InvalidArgument
 from inflight.triton.cache_tensors import read_identity, read_retention
 from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
-from inflight.triton.tensor_reader import TensorReader
+from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.text_encoder import TextEncoder
 from inflight.triton.wanted_outputs import Naming, output_config, wanted_outputs
 from inflight.triton.word_lists import LAYOUT, Words, read_word_list
@@ -29,7 +29,6 @@ NO_ID = -1
 _DEFAULT_PRIORITY = 0.5
 
 _Number = TypeVar("_Number", int, float)
-_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +109,11 @@ def convert(
     readers = reader.rows()
     in_batch = len(readers) > 1
     rows = [_Row(row, naming, context, encoder, parameters, in_batch) for row in readers]
-    texts = _each([row.prompt_text for row in rows])
+    texts = each_row([row.prompt_text for row in rows])
     to_encode = [text for text in texts if text is not None]
     encoded = iter(encoder.prompts(to_encode) if to_encode else ())
     ids = [None if text is None else next(encoded) for text in texts]
-    return tuple(_each([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
-
-
-def _each(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
-    """What each row's reading gives; an error says of which row of several it is."""
-    results = []
-    for index, read in enumerate(readings):
-        try:
-            results.append(read())
-        except RequestError as error:
-            if len(readings) == 1:
-                raise
-            raise type(error)(f"row {index} of the batch: {error}") from None
-    return results
+    return tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
 
 
 class _Row:
