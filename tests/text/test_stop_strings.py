@@ -111,3 +111,46 @@ def test_what_is_held_back_does_not_grow_with_the_text() -> None:
     finder = StopStringFinder(StopStrings(["ab" * 8 + "!"]))
     shown = sum(len(finder.add("ab")) for _ in range(10_000))
     assert shown >= 20_000 - 16
+
+
+# -------------------------------------------------------------------- text that is not shown
+
+PARTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.booleans()), max_size=12)
+
+
+def cut_of_parts(parts: list[tuple[str, bool]], strings: list[str]) -> tuple[str, bool]:
+    """What is shown, and whether it was cut: every part is looked at, with what is hidden and without."""
+    full = [(character, is_shown) for text, is_shown in parts for character in text]
+    for end in range(1, len(full) + 1):
+        starts = []
+        for start in range(end):
+            shown = "".join(character for character, is_shown in full[start:end] if is_shown)
+            everything = "".join(character for character, _ in full[start:end])
+            if everything in strings or (shown in strings and full[start][1] and full[end - 1][1]):
+                starts.append(start)
+        if starts:
+            return "".join(character for character, is_shown in full[: min(starts)] if is_shown), True
+    return "".join(character for character, is_shown in full if is_shown), False
+
+
+@given(PARTS, STRINGS)
+@example([("a", True), ("b", False)], ["ab"])
+@example([("a", True), ("b", False), ("a", True)], ["aa"])
+@example([("aa", True), ("b", False), ("b", True)], ["ab", "aab", "bb"])
+def test_strings_are_found_with_what_is_hidden_and_without(
+    parts: list[tuple[str, bool]], strings: list[str]
+) -> None:
+    wanted, is_cut = cut_of_parts(parts, strings)
+    finder, shown = StopStringFinder(StopStrings(strings)), ""
+    for text, is_shown in parts:
+        shown += finder.add(text, is_shown)
+        assert wanted.startswith(shown)
+    assert (shown + finder.flush(), finder.stopped) == (wanted, is_cut)
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    finder = StopStringFinder(StopStrings(["abc"]))
+    assert finder.add("xab") == "x"
+    other = finder.copy()
+    assert (other.add("c"), other.stopped) == ("", True)
+    assert (finder.stopped, finder.flush()) == (False, "ab")

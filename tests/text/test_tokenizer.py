@@ -84,15 +84,6 @@ def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> N
     assert ids == tokenizer("byte_level").encode("the dog")
 
 
-def test_special_tokens_come_from_the_map_too(tmp_path: Path) -> None:
-    backend("llama").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "special_tokens_map.json").write_text(
-        '{"bos_token": {"content": "<s>"}, "eos_token": "missing"}'
-    )
-    ours = Tokenizer.from_dir(tmp_path)
-    assert (ours.bos_token_id, ours.eos_token_id) == (1, None)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_decoding_is_the_library_s_where_bytes_are_valid(name: str, data: st.DataObject) -> None:
@@ -126,6 +117,9 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_dir(tmp_path)
     save("llama", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"7": "no object"}}')
+    with pytest.raises(ConfigError, match=r"the special and added tokens of .* cannot be read"):
+        Tokenizer.from_dir(tmp_path)
     for broken, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object, not a list")):
         (tmp_path / "tokenizer_config.json").write_text(broken)
         with pytest.raises(ConfigError, match=rf"tokenizer_config\.json.*{message}"):

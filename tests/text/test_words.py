@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 
 from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.tokenizer import Tokenizer
 from inflight.text.words import word_ids
 from tests.text.tiny_tokenizers import NAMES, backend, tokenizer
 
@@ -50,3 +52,22 @@ def test_a_word_that_begins_with_a_space_has_one_spelling(name: str, word: str) 
 
 def test_no_word_has_no_ids() -> None:
     assert word_ids(tokenizer("byte_level"), "") == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("word", "token_id"), [("</s>", 2), ("<tool>", None)])
+def test_the_name_of_an_added_token_is_that_token(name: str, word: str, token_id: int | None) -> None:
+    expected = backend(name).token_to_id(word) if token_id is None else token_id
+    assert word_ids(tokenizer(name), word)[0] == (expected,)
+
+
+def test_the_name_of_a_special_token_that_texts_may_not_bring_is_that_token() -> None:
+    splitting = tokenizers.Tokenizer.from_str(backend("byte_level").to_str())
+    splitting.encode_special_tokens = True
+    ours = Tokenizer(splitting)
+    assert ours.encode("</s>") != [2]
+    assert word_ids(ours, "</s>")[0] == (2,)
+
+
+def test_a_special_token_within_a_word() -> None:
+    assert (*tokenizer("byte_level").encode("dog"), 2) in word_ids(tokenizer("byte_level"), "dog</s>")

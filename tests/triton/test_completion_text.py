@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.core.response import Result, TopLogProbs
@@ -17,7 +17,7 @@ from inflight.errors import Unsupported
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton.completion_text import CompletionText, TextDelta, TokenizerFinder, cut
-from tests.text.tiny_tokenizers import byte_ids, tokenizer
+from tests.text.tiny_tokenizers import NAMES, byte_ids, tokenizer
 from tests.triton.factories import make_beams, make_result
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 
@@ -135,6 +135,7 @@ STOPS = st.lists(st.sampled_from(["a", "ab", "aab", "ba", "b a", "🎉", "é", "
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)  # the first example trains the tokenizer
 @given(DATA, STOPS, st.lists(st.integers(0, 5), max_size=8))
 @example([b"a", "🎉".encode(), b"b"], ["🎉"], [3])
 @example([b"a", b"\xff"], ["\ufffd"], [])
@@ -261,3 +262,85 @@ def test_none_says_what_to_do() -> None:
 def test_a_folder_without_one_says_where(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=str(tmp_path)):
         TokenizerFinder(str(tmp_path)).require()
+
+
+# -------------------------------------------------------------------- special tokens in stop strings
+
+SPECIAL_ID = 2  # "</s>" of the tiny tokenizers
+
+
+def spelled(name: str, *parts: str | int) -> tuple[int, ...]:
+    """Ids of texts, and ids as they are."""
+    ids: list[int] = []
+    for part in parts:
+        ids += [part] if isinstance(part, int) else tokenizer(name).encode(part, add_special_tokens=False)
+    return tuple(ids)
+
+
+def run_to_stop(
+    name: str, ids: tuple[int, ...], stops: tuple[str, ...], skip: bool, size: int
+) -> tuple[str, int, bool]:
+    """Text, kept tokens and whether it stopped, of results with `size` tokens each."""
+    text = CompletionText(tokenizer(name), (), stop_strings=StopStrings(stops), skip_special_tokens=skip)
+    shown, kept, stopped = "", 0, False
+    for start in range(0, len(ids), size):
+        reason = FinishReason.LENGTH if start + size >= len(ids) else FinishReason.NOT_FINISHED
+        (delta,) = text.add(make_result(ids[start : start + size], reason))
+        shown, kept, stopped = shown + delta.text, kept + delta.num_kept_tokens, delta.stopped
+    return shown, kept, stopped
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_special_token_stops(name: str, skip: bool, size: int) -> None:
+    before = spelled(name, "the dog")
+    ids = (*before, SPECIAL_ID, *spelled(name, "sleeps"))
+    shown, kept, stopped = run_to_stop(name, ids, ("</s>",), skip, size)
+    assert stopped
+    assert shown.rstrip() == tokenizer(name).decode(before, skip).rstrip()
+    if name != "word_suffix":  # whose text is known at the end alone
+        assert kept == len(before) + 1
+
+
+@pytest.mark.parametrize("size", [1, 99])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "metaspace"])
+def test_a_special_token_within_a_stop_string(name: str, skip: bool, size: int) -> None:
+    space = (
+        "" if name in ("byte_level", "gemma") else " "
+    )  # that the others put before a word that is spelled alone
+    ids = spelled(name, "the fox", SPECIAL_ID, "the dog", SPECIAL_ID, "the end")
+    special = "" if skip else "</s>"
+    for stop, expected in (
+        ("dog</s>", f"the fox{special}{space}the "),
+        (f"</s>{space}the d", "the fox"),
+        (f"dog</s>{space}the", f"the fox{special}{space}the "),
+        (f"fox{space}the", "the " if skip else f"the fox</s>{space}the dog</s>{space}the end"),
+        ("cat</s>", f"the fox{special}{space}the dog{special}{space}the end"),
+    ):
+        assert run_to_stop(name, ids, (stop,), skip, size)[0] == expected, stop
+
+
+def test_an_unfinished_character_before_a_special_token_that_stops_is_shown_as_such() -> None:
+    name = "byte_level"
+    ids = (*spelled(name, "a"), *byte_ids(name, b"\xe4"), SPECIAL_ID, *byte_ids(name, b"\xbb\x8a"))
+    assert run_to_stop(name, ids, ("</s>",), True, 1) == ("a\ufffd", 3, True)
+    assert run_to_stop(name, ids, ("never",), True, 1)[0] == "a今"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_of_a_special_token_ends_every_beam(skip: bool) -> None:
+    name = "llama"
+    text = CompletionText(tokenizer(name), (), stop_strings=StopStrings(["</s>"]), skip_special_tokens=skip)
+    stopping, other = spelled(name, "the dog", SPECIAL_ID), spelled(name, "the fox")
+    deltas = text.add(make_beams(stopping, other, reason=FinishReason.LENGTH))
+    assert [(delta.text, delta.stopped) for delta in deltas] == [("the dog", True), ("the fox", False)]
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_special_tokens_are_shown_where_they_are_not_skipped(lead: bool) -> None:
+    name = "byte_level"
+    prompt, ids = spelled(name, "the", SPECIAL_ID), spelled(name, " dog", SPECIAL_ID)
+    text = CompletionText(tokenizer(name), prompt, lead=lead, skip_special_tokens=False)
+    assert only_text(text, make_result(ids, FinishReason.LENGTH)) == ("the</s>" if lead else "") + " dog</s>"

@@ -10,7 +10,7 @@ from inflight.core.ports import SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.stop import StopReason
-from inflight.errors import AlreadyExists, InvalidArgument, Unavailable
+from inflight.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable
 from inflight.testing.fake_pb_utils import ResponseSender
 from inflight.triton.in_flight import Arrival, Ending, InFlight, InFlightRequest
 from tests.triton.factories import FakeEngineClient, make_entry, make_request
@@ -231,3 +231,76 @@ def test_closed_takes_nothing_more() -> None:
     assert in_flight.close() == (entry,)
     with pytest.raises(Unavailable, match="unloaded"):
         start(in_flight)
+
+
+# -------------------------------------------------------------------- before the engine knows of a request
+
+
+def register(
+    in_flight: InFlight, triton_id: str = "", sender: ResponseSender | None = None
+) -> InFlightRequest:
+    entry = make_entry(triton_id, sender)
+    in_flight.register(entry)
+    return entry
+
+
+def test_a_registered_id_is_in_flight_until_it_is_withdrawn() -> None:
+    in_flight, client = make_in_flight()
+    entry = register(in_flight, "a")
+    for refused in (register, start):
+        with pytest.raises(AlreadyExists):
+            refused(in_flight, "a")
+    assert in_flight.wait_for_requests() == (entry,)
+    in_flight.withdraw(entry)
+    assert not client.submitted
+    start(in_flight, "a")
+
+
+def test_a_registered_request_starts() -> None:
+    in_flight, client = make_in_flight()
+    entry = register(in_flight, "a")
+    in_flight.start(entry, [make_request()], ignore)
+    assert in_flight.wait_for_requests() == (entry,)
+    assert in_flight.arrive(client.last_id, is_final=True) == Arrival(entry, 0, is_last=True)
+
+
+def test_a_stop_before_the_start_ends_it_when_it_starts() -> None:
+    in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
+    entry = register(in_flight, "a")
+    in_flight.stop("a")
+    assert client.stopped == []
+    in_flight.start(entry, [make_request(), make_request()], ignore)
+    assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in entry.engine_ids]
+    assert entry.ending is Ending.NONE
+
+
+def test_a_request_that_is_cancelled_before_the_start_never_starts() -> None:
+    in_flight, client = make_in_flight()
+    entry = register(in_flight, "a")
+    in_flight.cancel(entry)
+    with pytest.raises(Cancelled):
+        in_flight.start(entry, [make_request()], ignore)
+    assert not client.submitted
+
+
+def test_an_id_whose_client_is_gone_before_the_start_gives_way() -> None:
+    in_flight, client = make_in_flight()
+    sender = ResponseSender()
+    gone = register(in_flight, "a", sender)
+    sender.cancelled = True
+    start(in_flight, "a")
+    with pytest.raises(Cancelled):
+        in_flight.start(gone, [make_request()], ignore)
+    in_flight.withdraw(gone)
+    with pytest.raises(AlreadyExists):
+        start(in_flight, "a")
+    assert len(client.submitted) == 1
+
+
+def test_nothing_starts_once_closed() -> None:
+    in_flight, client = make_in_flight()
+    entry = register(in_flight)
+    assert in_flight.close() == (entry,)
+    with pytest.raises(Unavailable):
+        in_flight.start(entry, [make_request()], ignore)
+    assert not client.submitted

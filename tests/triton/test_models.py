@@ -18,6 +18,7 @@ from inflight.errors import ConfigError
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from inflight.triton.models import engine, ensemble, infer, postprocessing, preprocessing
 from inflight.triton.models.text_model import TextModel
+from inflight.triton.word_lists import read_word_list
 from tests.triton.factories import make_model_config, make_triton_request, text_inputs, token_inputs
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 from tests.triton.logging_restored import logging_restored
@@ -225,15 +226,63 @@ def test_postprocessing_takes_all_tokens_by_default(pb_utils: FakePbUtils, folde
     assert response.arrays()["OUTPUT"].tolist() == [[b"ab"]]
 
 
+def test_postprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folder: Path) -> None:
+    ids = np.arange(12, dtype=np.int32).reshape(3, 2, 2)
+    lengths = np.array([[2, 1], [0, 2], [2, 2]], np.int32)
+    model = make_text_model(postprocessing, folder)
+    arrays = answer(model, TOKENS_BATCH=ids, SEQUENCE_LENGTH=lengths).arrays()
+    assert arrays["OUTPUT"].tolist() == [[b"ab", b"c"], [b"", b"gh"], [b"ij", b"kl"]]
+    whole = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=ids).arrays()
+    assert whole["OUTPUT"].tolist() == [[b"ab", b"cd"], [b"ef", b"gh"], [b"ij", b"kl"]]
+
+
+def test_preprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folder: Path) -> None:
+    arrays = answer(
+        make_text_model(preprocessing, folder),
+        QUERY=np.array([[b"abc"], [b"d"]], np.object_),
+        REQUEST_OUTPUT_LEN=np.array([[9], [8]], np.int32),
+        STOP_WORDS_DICT=np.array([[b"xy", b"z"], [b"a", b""]], np.object_),
+        PAD_ID=np.array([[4], [7]], np.int32),
+    ).arrays()
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "INPUT_ID": [[0, 1, 2], [3, 7, 7]],
+        "REQUEST_INPUT_LEN": [[3], [1]],
+        "REQUEST_OUTPUT_LEN": [[9], [8]],
+        "BAD_WORDS_IDS": [[[0], [-1]], [[0], [-1]]],
+        "STOP_WORDS_IDS": [[[23, 24, 25], [2, 3, -1]], [[0, 0, 0], [1, -1, -1]]],
+        "OUT_END_ID": [[-1], [-1]],
+        "OUT_PAD_ID": [[4], [7]],
+    }
+    lists = arrays["STOP_WORDS_IDS"]
+    assert [read_word_list(row, "stop_words_list") for row in lists] == [((23, 24), (25,)), ((0,),)]
+
+
 BAD_TEXT_REQUESTS = [
     (preprocessing, {}, "a value is required for QUERY"),
     (preprocessing, {"QUERY": words(b"\xff")}, "QUERY must be UTF-8"),
-    (preprocessing, {"QUERY": np.array([[b"a"], [b"b"]], np.object_)}, "Send 2 separate requests"),
+    (
+        preprocessing,
+        {"QUERY": np.array([[b"a"], [b"\xff"]], np.object_)},
+        "row 1 of the batch: QUERY must be",
+    ),
     (postprocessing, {}, "a value is required for TOKENS_BATCH"),
     (
         postprocessing,
         {"TOKENS_BATCH": np.zeros([1, 1, 2], np.int32), "SEQUENCE_LENGTH": np.array([[3]], np.int32)},
         "SEQUENCE_LENGTH must have one length from 0 to 2 for each of 1 beams",
+    ),
+    (
+        postprocessing,
+        {
+            "TOKENS_BATCH": np.zeros([2, 1, 2], np.int32),
+            "SEQUENCE_LENGTH": np.array([[2], [3]], np.int32),
+        },
+        "row 1 of the batch: SEQUENCE_LENGTH must have one length from 0 to 2 for each of 1 beams",
+    ),
+    (
+        postprocessing,
+        {"TOKENS_BATCH": np.zeros([2, 1, 2], np.int32), "SEQUENCE_LENGTH": np.array([[2]], np.int32)},
+        "SEQUENCE_LENGTH has 1 rows and TOKENS_BATCH has 2",
     ),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -24,10 +26,14 @@ from tests.triton.factories import (
 class Codes:
     """A TextEncoder: letters are their code points, words also come with a space before them."""
 
-    def prompt(self, text: str) -> list[int]:
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokens(text) for text in texts]
+
+    def tokens(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
-    tokens = prompt
+    def max_bytes_per_token(self) -> int:
+        return 4
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
         return (tuple(map(ord, word)), (32, *map(ord, word)))

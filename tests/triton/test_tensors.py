@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,8 +35,11 @@ NOBODY = frozenset({"output_ids"})
 class Codes:
     """A TextEncoder: letters are their code points, words also come with a space before them."""
 
-    def prompt(self, text: str) -> list[int]:
-        return [len(text)]
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[len(text)] for text in texts]
+
+    def max_bytes_per_token(self) -> None:
+        return None
 
     def tokens(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]

@@ -52,9 +52,16 @@ class IncrementalDetokenizer:
         tokens = self._tokenizer.tokens(ids, self._skip_special_tokens)
         return self._not_shown_yet("".join([self._text.add(token) for token in tokens]))
 
+    def hidden_text(self, token_id: int) -> str:
+        """The spelling of a special token that is left out of the text; "" for every other token."""
+        return self._tokenizer.special_text(token_id) if self._skip_special_tokens else ""
+
     def flush(self) -> str:
-        """What was held back. The last call."""
-        return self._not_shown_yet(self._text.finish())
+        """What is held back, as it is if nothing follows. Changes nothing."""
+        shown = self._shown
+        text = self._not_shown_yet(self._text.rest())
+        self._shown = shown
+        return text
 
     def _feed_prefix(self, tokens: list[str]) -> str:
         """Returns what of the prefix's text is going to come again: an unfinished character, shown as U+FFFD."""
@@ -78,8 +85,8 @@ class _Text(Protocol):
     def add(self, token: str) -> str:
         """What is now certain of the text and was not before."""
 
-    def finish(self) -> str:
-        """The rest."""
+    def rest(self) -> str:
+        """What more there is of the text if it ends here. Changes nothing."""
 
 
 class _StreamedText:
@@ -98,8 +105,8 @@ class _StreamedText:
             return self._add_to_start(self._start, token)
         return text if raw is not None else text + self._decoder.continued(token)
 
-    def finish(self) -> str:
-        return self._utf8.finish() if self._start is None else self._decoder.text(self._start)
+    def rest(self) -> str:
+        return self._utf8.pending if self._start is None else self._decoder.text(self._start)
 
     def _add_to_start(self, start: list[str], token: str) -> str:
         start.append(token)
@@ -121,5 +128,5 @@ class _WholeText:
         self._tokens.append(token)
         return ""
 
-    def finish(self) -> str:
+    def rest(self) -> str:
         return self._decoder.text(self._tokens)

@@ -76,7 +76,10 @@ class StopStrings:
 
 
 class StopStringFinder:
-    """One text. The stop string that ends first counts; of several that end together, the longest.
+    """One text. The stop string that ends first counts; of several that end together, the one that begins first.
+
+    A text may have parts that its reader does not get to see, such as special tokens. A stop string is found where
+    it stands in the text that is shown, and where it stands in the text together with its hidden parts.
 
     Attributes:
         stopped: Whether a stop string is complete. Nothing more comes then.
@@ -84,28 +87,54 @@ class StopStringFinder:
 
     def __init__(self, stop_strings: StopStrings) -> None:
         self._strings = stop_strings
-        self._state = 0
-        self._held = ""
+        self._shown_state = 0  # after the characters that are shown
+        self._full_state = 0  # after all characters
+        self._held: list[tuple[str, bool]] = []  # the latest characters, and whether each is shown
         self.stopped = False
 
-    def add(self, text: str) -> str:
+    def add(self, text: str, is_shown: bool = True) -> str:
         """What is certain to be shown now that `text` has come; up to a stop string when one completes."""
-        if self.stopped or not text:
+        if self.stopped:
             return ""
-        strings, state = self._strings, self._state
-        known = self._held + text
-        for position, character in enumerate(text, len(self._held) + 1):
-            state = strings.step(state, character)
-            if length := strings.match(state):
+        strings, held = self._strings, self._held
+        for character in text:
+            held.append((character, is_shown))
+            self._full_state = strings.step(self._full_state, character)
+            length = strings.match(self._full_state)
+            if is_shown:
+                self._shown_state = strings.step(self._shown_state, character)
+                length = max(length, self._span(strings.match(self._shown_state)))
+            if length:
                 self.stopped = True
-                self._held = ""
-                return known[: position - length]
-        self._state = state
-        certain = len(known) - strings.depth(state)
-        self._held = known[certain:]
-        return known[:certain]
+                shown = self._release(length)
+                held.clear()
+                return shown
+        return self._release(
+            max(strings.depth(self._full_state), self._span(strings.depth(self._shown_state)))
+        )
 
     def flush(self) -> str:
         """What was held back: the text ends here, without a stop string. The last call."""
-        held, self._held = self._held, ""
-        return held
+        return self._release(0)
+
+    def copy(self) -> StopStringFinder:
+        """A finder that goes on from here by itself."""
+        other = StopStringFinder(self._strings)
+        other._shown_state, other._full_state = self._shown_state, self._full_state
+        other._held, other.stopped = self._held.copy(), self.stopped
+        return other
+
+    def _release(self, num_kept: int) -> str:
+        """What is shown of the held characters, but for the last `num_kept`, which stay held."""
+        end = len(self._held) - num_kept
+        text = "".join([character for character, is_shown in self._held[:end] if is_shown])
+        del self._held[:end]
+        return text
+
+    def _span(self, num_shown: int) -> int:
+        """How many held characters the last `num_shown` that are shown take, with the hidden ones between them."""
+        count = 0
+        while num_shown:
+            count += 1
+            num_shown -= self._held[-count][1]
+        return count

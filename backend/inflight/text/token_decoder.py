@@ -12,13 +12,13 @@ as `<0xE4>`. WordPiece and its like have no bytes at all.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import tokenizers
+
+from inflight.text.components import Component, described
 
 REPLACEMENT = "\ufffd"
 
@@ -34,8 +34,8 @@ class Utf8Decoder:
     """Incremental UTF-8 decoder that replaces invalid bytes, one U+FFFD for each byte or each broken character."""
 
     def __init__(self, replace_each_byte: bool) -> None:
-        errors = "surrogateescape" if replace_each_byte else "replace"
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._errors = "surrogateescape" if replace_each_byte else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(self._errors)
 
     def decode(self, raw: bytes) -> str:
         """The characters that `raw` completes, or breaks; a sequence that may still complete stays pending."""
@@ -44,6 +44,11 @@ class Utf8Decoder:
     def finish(self) -> str:
         """What is pending, as invalid bytes; the next `decode` starts afresh."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(b"", final=True))
+
+    @property
+    def pending(self) -> str:
+        """What `finish` would return."""
+        return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.getstate()[0].decode("utf-8", self._errors))
 
     @property
     def num_pending(self) -> int:
@@ -62,7 +67,7 @@ class TokenDecoder:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._decoder = backend.decoder
-        parts = _parts(self._decoder)
+        parts = described(self._decoder, "decoders")
         names = [part["type"] for part in parts]
         self.is_byte_level = names == ["ByteLevel"]
         self.is_token_by_token = self.is_byte_level or _is_token_by_token(parts)
@@ -83,10 +88,14 @@ class TokenDecoder:
         """The text of a token that is not the first; not for tokens that stand for bytes."""
         return self._join([_ANCHOR, token])[len(self._join([_ANCHOR])) :]
 
+    def within_text(self, token: str) -> str:
+        """What a special token looks like within a text that special tokens are not left out of."""
+        return self.text([token]) if self.is_byte_level else self.continued(token)
+
     def raw_bytes(self, token: str) -> bytes | None:
         """The bytes a token stands for, None for a token that stands for its text."""
         if self.is_byte_level:
-            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            values = [BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in values else bytes(values)
         match = self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else None
@@ -111,21 +120,7 @@ class TokenDecoder:
                     yield from (f"<0x{byte:02X}>" for byte in character.encode())
 
 
-def _parts(decoder: tokenizers.decoders.Decoder | None) -> list[dict[str, Any]]:
-    """The decoder's description, with sequences flattened."""
-    if decoder is None:
-        return []
-
-    def flatten(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if part["type"] != "Sequence":
-            yield part
-        for inner in part.get("decoders", ()):
-            yield from flatten(inner)
-
-    return list(flatten(json.loads(decoder.__getstate__())))
-
-
-def _is_token_by_token(parts: list[dict[str, Any]]) -> bool:
+def _is_token_by_token(parts: list[Component]) -> bool:
     names = [part["type"] for part in parts]
     if not _TOKEN_BY_TOKEN.fullmatch("".join(f"{name} " for name in names)):
         return False
@@ -140,4 +135,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_level_alphabet()
+BYTE_OF_CHARACTER = _byte_level_alphabet()
+"""The byte that each of the 256 characters of a byte-level vocabulary stands for."""
+
+BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+"""How SentencePiece-style vocabularies spell bytes."""

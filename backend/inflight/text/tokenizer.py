@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer, over the `tokenizers` library alone.
 
-Owns reading tokenizer.json and the two files that may stand beside it. Does not know prompts, chat templates or
-streams. Immutable once loaded; any thread.
+Owns encoding and decoding; what the files of a checkpoint say is the business of `tokenizer_files`. Does not know
+prompts, chat templates or streams. Immutable once loaded; any thread.
 
 Ids and text are those of transformers' `AutoTokenizer`, with two exceptions in decoding. The setting
 `clean_up_tokenization_spaces` is never applied: it removes spaces that the model has generated, and a streamed
@@ -10,16 +10,18 @@ text cannot take them back. And `TokenDecoder.text` says what becomes of invalid
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
-from inflight.errors import ConfigError
 from inflight.file_names import native
+from inflight.text.token_bytes import max_bytes_per_token
 from inflight.text.token_decoder import TokenDecoder
+from inflight.text.tokenizer_files import read_tokenizer
+
+_SMALL_BATCH = 8192
+"""Characters that take a few milliseconds at most."""
 
 
 class Tokenizer:
@@ -30,40 +32,46 @@ class Tokenizer:
         eos_token_id: Id of their end-of-sequence token, or None.
         pad_token_id: Id of their padding token, or None.
         token_decoder: How token strings become text.
+        max_bytes_per_token: The most bytes of UTF-8 text that one token can stand for; None if there is no bound.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any] | None = None) -> None:
-        settings = settings or {}
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named_tokens: Mapping[str, str] | None = None,
+        special_tokens: Iterable[str] = (),
+    ) -> None:
+        """Args:
+        backend: The library's tokenizer; changed here.
+        named_tokens: Spellings of special tokens by their role, such as `eos_token`.
+        special_tokens: Spellings of tokens that are special although `backend` may say otherwise.
+        """
+        named_tokens = named_tokens or {}
         backend.no_truncation()  # a file may carry the settings of whoever trained it
         backend.no_padding()
         self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        special = {token.content for token in added.values() if token.special}.union(special_tokens)
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id for token_id, token in added.items() if token.content in special
         )
-        self.bos_token_id = _token_id(backend, settings.get("bos_token"))
-        self.eos_token_id = _token_id(backend, settings.get("eos_token"))
-        self.pad_token_id = _token_id(backend, settings.get("pad_token"))
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
+            backend.token_to_id(named_tokens[name]) if name in named_tokens else None
+            for name in ("bos_token", "eos_token", "pad_token")
+        )
         self.token_decoder = TokenDecoder(backend)
+        self.max_bytes_per_token = max_bytes_per_token(backend)
 
     @classmethod
     def from_dir(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json and, where present, tokenizer_config.json and special_tokens_map.json.
+        """Read tokenizer.json and the files that may stand beside it; see `tokenizer_files`.
 
         Raises:
             ConfigError: A file is missing or broken; the message names it.
         """
-        folder = Path(native(folder))
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-        except Exception as error:  # the library raises nothing more specific
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        settings = _read_json(folder / "special_tokens_map.json") | _read_json(
-            folder / "tokenizer_config.json"
-        )
-        return cls(backend, settings)
+        files = read_tokenizer(Path(native(folder)))
+        return cls(files.backend, files.named_tokens, files.special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +88,17 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The same of several texts, on all processors if there is enough of them.
+
+        The library has one pool of threads, where a batch waits for all of the batches before it; a batch of one
+        does not. So small batches, which others may be waiting behind, stay out of that pool.
+        """
+        if sum(map(len, texts)) <= _SMALL_BATCH or len(texts) == 1:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside of the vocabulary, negative ones too, decode to nothing."""
         return self.token_decoder.text(self.tokens(ids, skip_special_tokens))
@@ -90,20 +109,12 @@ class Tokenizer:
         strings = (self._backend.id_to_token(i) for i in ids if i >= 0 and i not in skipped)
         return [string for string in strings if string is not None]
 
+    def added_token_id(self, text: str) -> int | None:
+        """Id of the added token, special or not, that is written like this; None if there is none."""
+        return self._added_ids.get(text)
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
-
-
-def _token_id(backend: tokenizers.Tokenizer, token: str | dict[str, Any] | None) -> int | None:
-    """Id of a special token, which the files give as a string or as an object with its `content`."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return backend.token_to_id(content) if isinstance(content, str) else None
+    def special_text(self, token_id: int) -> str:
+        """The spelling of a special token within a text; "" for an id that is none."""
+        if token_id not in self._special_ids:
+            return ""
+        return self.token_decoder.within_text(self._backend.id_to_token(token_id))

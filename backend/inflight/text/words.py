@@ -21,12 +21,15 @@ _ANCHOR = "\n"
 def word_ids(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
     """The tokenizations of `word` as written and with a space before it, without special tokens or repetitions.
 
-    A word that begins with a space has only that one. An empty word has none.
+    A word that begins with a space has only that one. An empty word has none. A word that is the name of a special
+    or another added token has that token, however the tokenizer splits the name.
     """
     if not word:
         return ()
+    added = tokenizer.added_token_id(word)
     spellings = [word] if word[0].isspace() else [word, f" {word}"]
-    found = [_ids_within_a_text(tokenizer, spelling) for spelling in spellings]
+    found = [() if added is None else (added,)]
+    found += [_ids_within_a_text(tokenizer, spelling) for spelling in spellings]
     return tuple(dict.fromkeys(ids for ids in found if ids))
 
 

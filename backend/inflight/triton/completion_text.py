@@ -87,10 +87,10 @@ class CompletionText:
     """text_output of one sequence, or of one search's beams, as its results come; and where a stop string ends it.
 
     A completion's text continues its prompt's: where the two need a space between them, the completion brings it.
-    Stop strings are looked for in the generated text alone. Shown is nothing of a stop string, and nothing that
-    may become one; the tokens up to the one that completes it are kept. All of that is the same however the
-    tokens were spread over results, but for a tokenizer whose text is only known at the end
-    (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
+    Stop strings are looked for in the generated text alone, with its special tokens and without them. Shown is
+    nothing of a stop string, and nothing that may become one; the tokens up to the one that completes it are kept.
+    All of that is the same however the tokens were spread over results, but for a tokenizer whose text is only
+    known at the end (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
 
     Usage, once per result and in order:
 
@@ -105,6 +105,7 @@ class CompletionText:
         prompt_text: str | None = None,
         lead: bool = False,
         stop_strings: StopStrings = NO_STOP_STRINGS,
+        skip_special_tokens: bool = True,
     ) -> None:
         """Args:
         tokenizer: Of the model.
@@ -112,12 +113,15 @@ class CompletionText:
         prompt_text: The prompt as it came; None if it came as ids.
         lead: Whether the text starts with the prompt.
         stop_strings: What ends the text; may be shared by all sequences of a request.
+        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all the
+            same.
         """
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
         self._prompt_text = prompt_text
         self._lead = lead
         self._stop_strings = stop_strings
+        self._skip_special_tokens = skip_special_tokens
         # Made with the first result: on the sender thread, and not for a request that never has one.
         self._row: _RowText | None = None
 
@@ -140,13 +144,16 @@ class CompletionText:
         return self._start_row().add(ids, result.is_sequence_final, lead)
 
     def _start_row(self) -> _RowText:
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prefix_ids=self._prompt_ids[-_PREFIX_TOKENS:])
+        prefix_ids = self._prompt_ids[-_PREFIX_TOKENS:]
+        detokenizer = IncrementalDetokenizer(self._tokenizer, self._skip_special_tokens, prefix_ids)
         return _RowText(detokenizer, StopStringFinder(self._stop_strings) if self._stop_strings else None)
 
     def _prompt(self) -> str:
         if not self._lead:
             return ""
-        return self._tokenizer.decode(self._prompt_ids) if self._prompt_text is None else self._prompt_text
+        if self._prompt_text is not None:
+            return self._prompt_text
+        return self._tokenizer.decode(self._prompt_ids, self._skip_special_tokens)
 
 
 class _RowText:
@@ -170,12 +177,26 @@ class _RowText:
         parts = [lead]
         # One by one, so that the token that completes a stop string is found in any company.
         for count, token_id in enumerate(ids, 1):
-            parts.append(finder.add(self._detokenizer.add((token_id,))))
+            parts.append(self._add_token(finder, token_id))
             if finder.stopped:
                 return TextDelta("".join(parts), count, stopped=True)
         if is_final:
             parts += [finder.add(self._detokenizer.flush()), finder.flush()]
         return TextDelta("".join(parts), len(ids), finder.stopped)
+
+    def _add_token(self, finder: StopStringFinder, token_id: int) -> str:
+        hidden = self._detokenizer.hidden_text(token_id)
+        if not hidden:
+            return finder.add(self._detokenizer.add((token_id,)))
+        # What the detokenizer still holds back comes before the special token only if the text ends here.
+        rest = self._detokenizer.flush()
+        if rest:
+            trial = finder.copy()
+            trial.add(rest)
+            trial.add(hidden, is_shown=False)
+            if not trial.stopped:
+                rest = ""
+        return finder.add(rest) + finder.add(hidden, is_shown=False)
 
 
 def new_tokens(result: Result) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,8 @@
 """A serving model between Triton and an engine client: admits requests, and ends in order.
 
-Owns the life of the sender and cancellation threads of one model instance. Does not know where the engine runs.
-`execute` runs on Triton's thread, never blocks and never raises: one bad request is answered alone.
+Owns the life of the threads of one model instance that send, notice cancellations and tokenize long texts. Does
+not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises: one bad request
+is answered alone.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inflight.core.description import EngineDescription
 from inflight.core.ports import EngineClient
-from inflight.errors import InflightError, StepFailed, Unavailable, Unsupported
+from inflight.errors import InflightError, StepFailed, Unsupported
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.cancellation import CancellationWatcher
+from inflight.triton.client_lanes import ClientLanes
 from inflight.triton.client_stream import ClientStream
 from inflight.triton.completion_text import CompletionText, TokenizerFinder
-from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
+from inflight.triton.in_flight import Ending, InFlight, InFlightRequest, error_of_ending
 from inflight.triton.parameters import Parameters
 from inflight.triton.reply import NewText, PromptReply, Reply
-from inflight.triton.request_parameters import read_request_parameters
-from inflight.triton.requests import Prompt, ServingContext, convert, wants_state, wants_stop
+from inflight.triton.request_parameters import RequestParameters, read_request_parameters
+from inflight.triton.requests import Prompt, ServingContext, client_of, convert, wants_state, wants_stop
 from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
@@ -31,7 +34,13 @@ from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
 from inflight.triton.text_encoder import ModelTextEncoder
+from inflight.triton.text_limits import check_texts, tokenizing_cost
 from inflight.triton.wanted_outputs import Naming
+
+_MOST_INLINE = 4096
+"""Bytes of text that are tokenized in execute: about two milliseconds' worth."""
+
+_TOKENIZING_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,7 @@ class FrontEnd:
             pb_utils.Logger.log_verbose,
             model.parameters.stream_interval,
         )
+        self._lanes = ClientLanes(_TOKENIZING_THREADS)
         self._states = StateRequests(client, self._responses)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000
@@ -109,9 +119,11 @@ class FrontEnd:
         self._close_client()
         self._states.close()
         self._sender.close()
-        for entry in self._in_flight.close():  # only if the client broke its promise of a final response
-            self._refuse(entry.stream, Unavailable("the model was unloaded before the request was done"))
+        # What is still being tokenized, and what the client broke its promise of a final response for.
+        for entry in self._in_flight.close():
+            self._refuse(entry.stream, error_of_ending(Ending.UNLOAD))
             self._budget.release(entry.ticket)
+        self._lanes.close()
 
     def flush(self, timeout_s: float) -> None:
         """Hand what the engine has answered to Triton, for so long at most, and nothing later. Any thread."""
@@ -134,21 +146,63 @@ class FrontEnd:
             return
         naming = Naming.of(frozenset(triton_request.requested_output_names()), self._model.vocabulary)
         encoder = ModelTextEncoder(self._tokenizers, description.tokenizer_dir)
+        check_texts(reader, encoder, description.limits)
+        entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
+        start = partial(
+            self._start, entry, naming=naming, parameters=parameters, encoder=encoder, description=description
+        )
+        is_short = tokenizing_cost(reader) <= _MOST_INLINE
+        if is_short and self._lanes.are_idle:
+            start(reader)
+            return
+        client = client_of(reader, parameters)
+        if is_short and not self._lanes.is_busy(client):
+            start(reader)
+            return
+        self._in_flight.register(entry)
+        self._lanes.submit(client, partial(self._start_later, entry, partial(start, reader.detached())))
+
+    def _start_later(self, entry: InFlightRequest, start: Callable[[], None]) -> None:
+        """On a thread of the lanes, for a request that is registered."""
+        try:
+            if entry.ending is Ending.NONE:
+                start()
+                return
+            error = error_of_ending(entry.ending)
+        except InflightError as raised:
+            error = raised
+        except Exception as raised:
+            self._pb_utils.Logger.log_error(f"a request could not be started: {raised!r}")
+            error = StepFailed(f"the front end failed: {raised!r}")
+        self._in_flight.withdraw(entry)
+        self._refuse(entry.stream, error)
+
+    def _start(
+        self,
+        entry: InFlightRequest,
+        reader: TensorReader,
+        *,
+        naming: Naming,
+        parameters: RequestParameters,
+        encoder: ModelTextEncoder,
+        description: EngineDescription,
+    ) -> None:
+        """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
         prompts = convert(reader, naming, self._context(description), encoder, parameters)
         replies = [
             PromptReply(prompt, self._new_text(prompt, naming, description), index)
             for index, prompt in enumerate(prompts)
         ]
         in_one = not self._model.decoupled
+        entry.reply = Reply(replies, in_one)
         requests = [prompt.request for prompt in prompts]
         # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
-        ticket = self._budget.reserve(requests, description.limits.vocab_size, streaming, in_one)
-        entry = InFlightRequest(triton_request.request_id(), stream, Reply(replies, in_one), ticket)
+        entry.ticket = self._budget.reserve(requests, description.limits.vocab_size, streaming, in_one)
         try:
             self._in_flight.start(entry, requests, self._sender.put)
         except Exception:
-            self._budget.release(ticket)
+            self._budget.release(entry.ticket)
             raise
 
     def _ask_state(self, description: EngineDescription, stream: ClientStream) -> None:
@@ -178,7 +232,12 @@ class FrontEnd:
             return None
         stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
         return lambda: CompletionText(
-            tokenizer, request.input_token_ids, options.prompt_text, options.include_prompt, stop_strings
+            tokenizer,
+            request.input_token_ids,
+            options.prompt_text,
+            options.include_prompt,
+            stop_strings,
+            self._model.parameters.skip_special_tokens,
         )
 
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:

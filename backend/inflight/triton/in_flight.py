@@ -14,7 +14,14 @@ from enum import Enum
 from inflight.core.ports import EngineClient, SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.stop import StopReason
-from inflight.errors import AlreadyExists, InflightError, InvalidArgument, Unavailable
+from inflight.errors import (
+    AlreadyExists,
+    Cancelled,
+    InflightError,
+    InvalidArgument,
+    StepFailed,
+    Unavailable,
+)
 from inflight.triton.client_stream import ClientStream
 from inflight.triton.reply import Reply
 
@@ -28,6 +35,15 @@ class Ending(Enum):
     UNLOAD = "the model is being unloaded"
 
 
+def error_of_ending(ending: Ending) -> InflightError:
+    """What the client of a request that was ended here is told."""
+    if ending is Ending.CLIENT_GONE:
+        return Cancelled("the request was cancelled by its client")
+    if ending is Ending.UNLOAD:
+        return Unavailable("the model was unloaded before the request was done")
+    return StepFailed("a response could not be sent")  # where there is no better reason
+
+
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
     """One Triton request between execute and its final response: a prompt, or a batch of them.
@@ -35,11 +51,12 @@ class InFlightRequest:
     Attributes:
         triton_id: The client's request id, "" if it gave none.
         stream: The way back to the client.
-        reply: Makes its outputs. Touched by the sender thread only.
-        ticket: Of `ResponseBudget`, to release when it is answered.
+        reply: Makes its outputs. Touched by the sender thread only, once the engine knows of the request.
+        ticket: Of `ResponseBudget`, to release when it is answered; 0 until the engine knows of the request.
         engine_ids: What its prompts run under. Written once, by InFlight.
         num_unfinished: Prompts whose final response has not come. Written by InFlight.
         ending: Written by InFlight.
+        is_stopped: Whether a stop request came before the engine knew of it. Written by InFlight.
         send_failure: Why a response could not be sent. Touched by the sender thread only.
     """
 
@@ -50,6 +67,7 @@ class InFlightRequest:
     engine_ids: tuple[int, ...] = ()
     num_unfinished: int = 0
     ending: Ending = Ending.NONE
+    is_stopped: bool = False
     send_failure: InflightError | None = None
 
     def __str__(self) -> str:
@@ -84,28 +102,47 @@ class InFlight:
         self._by_triton_id: dict[str, InFlightRequest] = {}
         self._closed = False
 
+    def register(self, entry: InFlightRequest) -> None:
+        """Take `entry` before it is known what the engine is to do for it; `start` or `withdraw` follows.
+
+        Its id is in flight from here on. A stop or a cancellation that comes meanwhile counts when it starts.
+        Raises AlreadyExists if the id is in flight, unless the client that sent it is gone: that request is
+        cancelled then. Raises Unavailable when closed.
+        """
+        with self._changed:
+            self._take(entry)
+
+    def withdraw(self, entry: InFlightRequest) -> None:
+        """Forget an entry that does not start."""
+        with self._changed:
+            self._forget(entry)
+
     def start(
         self, entry: InFlightRequest, requests: Sequence[Request], on_response: SendResponseCallback
     ) -> None:
-        """Submit `requests`, in the order of the batch, and register `entry` for their responses.
+        """Submit `requests`, in the order of the batch, and register `entry` if that has not happened yet.
 
-        Raises AlreadyExists if the id is in flight, unless the client that sent it is gone: that request is
-        cancelled then. Raises Unavailable when closed, and what the engine client raises; then nothing is
-        registered and nothing of it runs on.
+        Raises what `register` and the engine client raise, and the error of its ending for an entry that has been
+        ended meanwhile; then nothing of it runs on, and nothing is registered that was not before.
         """
         with self._changed:
-            if self._closed:
-                raise Unavailable("the model is being unloaded")
-            self._make_room_for(entry.triton_id)
+            is_known = entry in self._entries
+            if is_known:
+                self._check_goes_on(entry)
+            else:
+                self._take(entry)
             # Under the lock, so that a response that comes before submit returns finds its entry.
-            entry.engine_ids = self._submit(requests, on_response)
+            try:
+                entry.engine_ids = self._submit(requests, on_response)
+            except Exception:
+                if not is_known:
+                    self._forget(entry)
+                raise
             entry.num_unfinished = len(requests)
-            self._entries[entry] = None
             for batch_index, engine_id in enumerate(entry.engine_ids):
                 self._by_engine_id[engine_id] = (entry, batch_index)
-            if entry.triton_id:
-                self._by_triton_id[entry.triton_id] = entry
-            self._changed.notify()
+        if entry.is_stopped:
+            self._stop_all(entry.engine_ids)
 
     def stop(self, triton_id: str) -> None:
         """End the request with this id, which gets a normal last response; an unknown id is ignored."""
@@ -113,6 +150,8 @@ class InFlight:
             raise InvalidArgument("Cannot send stop request without specifying a request_id")
         with self._changed:
             entry = self._by_triton_id.get(triton_id)
+            if entry is not None and not entry.engine_ids:
+                entry.is_stopped = True
         if entry is not None:
             self._stop_all(entry.engine_ids)
 
@@ -163,6 +202,21 @@ class InFlight:
             self._closed = True
             self._changed.notify_all()
             return tuple(self._entries)
+
+    def _check_goes_on(self, entry: InFlightRequest) -> None:
+        if entry.ending is not Ending.NONE:
+            raise error_of_ending(entry.ending)
+        if self._closed:
+            raise error_of_ending(Ending.UNLOAD)
+
+    def _take(self, entry: InFlightRequest) -> None:
+        if self._closed:
+            raise Unavailable("the model is being unloaded")
+        self._make_room_for(entry.triton_id)
+        self._entries[entry] = None
+        if entry.triton_id:
+            self._by_triton_id[entry.triton_id] = entry
+        self._changed.notify()
 
     def _make_room_for(self, triton_id: str) -> None:
         earlier = self._by_triton_id.get(triton_id)

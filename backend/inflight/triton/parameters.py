@@ -242,7 +242,11 @@ _BUILT: tuple[ParameterSpec, ...] = (
         "add_special_tokens", BOOLEAN, True, "as the tokenizer does", frozenset({Role.PREPROCESSING})
     ),
     ParameterSpec(
-        "skip_special_tokens", BOOLEAN, True, "leave them out of text", frozenset({Role.POSTPROCESSING})
+        "skip_special_tokens",
+        BOOLEAN,
+        True,
+        "leave special tokens out of text",
+        _MODELS | {Role.POSTPROCESSING},
     ),
     ParameterSpec(
         "FORCE_CPU_ONLY_INPUT_TENSORS",

@@ -2,23 +2,25 @@
 
 Owns the meaning of prompts, ends, word lists and stop requests; how tokens are chosen stands in
 `sampling_tensors`, how KV blocks are shared and kept in `cache_tensors`, what comes back in `wanted_outputs`.
-Does not register, submit or answer anything: whatever is wrong is raised before anyone knows of the request. Runs
-on the thread that calls execute.
+Does not register, submit or answer anything: whatever is wrong is raised before the engine knows of the request.
+Runs on the thread that calls execute, or for long texts on one of those beside it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from inflight.core.description import EngineDescription
 from inflight.core.request import Request
-from inflight.errors import InvalidArgument, RequestError
+from inflight.errors import InvalidArgument
 from inflight.triton.cache_tensors import read_identity, read_retention
 from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
-from inflight.triton.tensor_reader import TensorReader
+from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.text_encoder import TextEncoder
 from inflight.triton.wanted_outputs import Naming, output_config, wanted_outputs
 from inflight.triton.word_lists import LAYOUT, Words, read_word_list
@@ -86,6 +88,11 @@ def wants_state(reader: TensorReader) -> bool:
     return any(row.boolean("state") for row in reader.rows())
 
 
+def client_of(reader: TensorReader, parameters: RequestParameters) -> int:
+    """Whose request this is, of a batch the first prompt's; 0 for a client without a name."""
+    return _first(reader.rows()[0].integer("client_id"), parameters.client_id, 0)
+
+
 def convert(
     reader: TensorReader,
     naming: Naming,
@@ -99,16 +106,14 @@ def convert(
     what was expected, and the row where there are several. The requests are valid for the engine that `context`
     describes.
     """
-    rows = reader.rows()
-    if len(rows) == 1:
-        return (_Row(reader, naming, context, encoder, parameters, in_batch=False).prompt(),)
-    prompts = []
-    for index, row in enumerate(rows):
-        try:
-            prompts.append(_Row(row, naming, context, encoder, parameters, in_batch=True).prompt())
-        except RequestError as error:
-            raise type(error)(f"row {index} of the batch: {error}") from None
-    return tuple(prompts)
+    readers = reader.rows()
+    in_batch = len(readers) > 1
+    rows = [_Row(row, naming, context, encoder, parameters, in_batch) for row in readers]
+    texts = each_row([row.prompt_text for row in rows])
+    to_encode = [text for text in texts if text is not None]
+    encoded = iter(encoder.prompts(to_encode) if to_encode else ())
+    ids = [None if text is None else next(encoded) for text in texts]
+    return tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
 
 
 class _Row:
@@ -130,10 +135,25 @@ class _Row:
         self._parameters = parameters
         self._in_batch = in_batch
 
-    def prompt(self) -> Prompt:
-        reader, context, said = self._reader, self._context, self._parameters
+    def prompt_text(self) -> str | None:
+        """The prompt, if it came as text."""
+        reader = self._reader
         reader.refuse_unbuilt()
-        prompt_text = reader.text("text_input")
+        text = reader.text("text_input")
+        if text is None:
+            return None
+        if reader.array("input_ids") is not None:
+            raise InvalidArgument("got both input_ids and text_input: send the prompt in one of them")
+        length = reader.integer("input_lengths")
+        if length is not None:
+            raise InvalidArgument(
+                f"input_lengths is {length}, but it counts input_ids and text_input came instead"
+            )
+        return text
+
+    def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
+        """All of it. `encoded` has the ids of `prompt_text`; both are None for a prompt that came as ids."""
+        reader, context, said = self._reader, self._context, self._parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
             reader, self._naming, self._in_batch, context.decoupled and sampling.num_sequences > 1
@@ -143,7 +163,7 @@ class _Row:
         stop_strings = tuple(word for word in reader.texts("stop_words") if word)
         request = Request(
             request_id=0,
-            input_token_ids=self._prompt_ids(prompt_text),
+            input_token_ids=self._prompt_ids() if encoded is None else tuple(encoded),
             max_new_tokens=self._max_new_tokens(),
             # Where text ends a sequence, somebody has to look at it while it is being made.
             streaming=streaming or (bool(stop_strings) and not sampling.uses_beams),
@@ -172,18 +192,10 @@ class _Row:
         )
         return Prompt(request, options)
 
-    def _prompt_ids(self, prompt_text: str | None) -> tuple[int, ...]:
+    def _prompt_ids(self) -> tuple[int, ...]:
         reader = self._reader
         ids = reader.array("input_ids")
         length = reader.integer("input_lengths")
-        if prompt_text is not None:
-            if ids is not None:
-                raise InvalidArgument("got both input_ids and text_input: send the prompt in one of them")
-            if length is not None:
-                raise InvalidArgument(
-                    f"input_lengths is {length}, but it counts input_ids and text_input came instead"
-                )
-            return tuple(self._encoder.prompt(prompt_text))
         if ids is None:
             name = reader.shown_name("text_input" if reader.has_text_vocabulary else "input_ids")
             either = "" if reader.has_text_vocabulary else ", or text_input"

@@ -15,18 +15,12 @@ from typing import Any
 
 from inflight.core.response import Response
 from inflight.endpoint.mailbox import Mailbox
-from inflight.errors import Cancelled, InflightError, StepFailed, Unavailable
+from inflight.errors import InflightError, StepFailed
 from inflight.triton.background import give_way
-from inflight.triton.in_flight import Arrival, Ending, InFlight
+from inflight.triton.in_flight import Arrival, Ending, InFlight, error_of_ending
 from inflight.triton.pacing import Pacing
 from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
-
-_ERROR_OF_ENDING: dict[Ending, InflightError] = {
-    Ending.CLIENT_GONE: Cancelled("the request was cancelled by its client"),
-    Ending.SEND_FAILED: StepFailed("a response could not be sent"),  # where there is no better reason
-    Ending.UNLOAD: Unavailable("the model was unloaded before the request was done"),
-}
 
 
 class Sender:
@@ -107,7 +101,7 @@ class Sender:
         if result is None:
             return self._responses.error(response.error or StepFailed("the engine gave no result"))
         if entry.ending is not Ending.NONE:
-            return self._responses.error(entry.send_failure or _ERROR_OF_ENDING[entry.ending])
+            return self._responses.error(entry.send_failure or error_of_ending(entry.ending))
         outputs = entry.reply.take(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped(arrival.batch_index):
             self._in_flight.stop_sequence(response.request_id, result.sequence_index)

@@ -7,14 +7,16 @@ know what a request does with the values. Runs on the thread that calls execute.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, RequestError, Unsupported
 from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
+
+_Read = TypeVar("_Read")
 
 NUMPY_TYPES: dict[str, type] = {
     "BOOL": np.bool_,
@@ -132,6 +134,24 @@ class TensorReader:
         array = self.array(name)
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
+    def text_sizes(self, name: str) -> list[int]:
+        """Bytes of each element of a BYTES tensor, in all rows; none when absent or of another type."""
+        return [
+            len(raw)
+            for sent in self._sent.get(name, ())
+            if sent.array.dtype == np.object_
+            for raw in sent.array.ravel().tolist()
+        ]
+
+    def detached(self) -> TensorReader:
+        """A reader of copies, for when the request's own tensors may be gone."""
+        copy = TensorReader((), self._table, self._vocabulary)
+        copy._sent = {
+            name: [_Sent(sent.wire_name, sent.array.copy()) for sent in found]
+            for name, found in self._sent.items()
+        }
+        return copy
+
     def array(self, name: str) -> np.ndarray | None:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
         found = self._find(self._table[name])
@@ -171,6 +191,19 @@ class TensorReader:
                     f"{_shown(other.array)}: they are two names of one tensor, send one of them"
                 )
         return found[0] if found else None
+
+
+def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
+    """What the reading of each row of a batch gives; an error says of which of several rows it is."""
+    results = []
+    for index, read in enumerate(readings):
+        try:
+            results.append(read())
+        except RequestError as error:
+            if len(readings) == 1:
+                raise
+            raise type(error)(f"row {index} of the batch: {error}") from None
+    return results
 
 
 def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:

@@ -1,7 +1,7 @@
 """Text of requests to token ids: prompts, and the words to ban, to bias or to stop at.
 
-Owns nothing but the choice of the tokenizer. Runs on the thread that calls execute, with the GIL released while a
-text is being tokenized.
+Owns nothing but the choice of the tokenizer. Runs on the thread that calls execute, or for long texts on one of
+those beside it, with the GIL released while a text is being tokenized.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ Words = tuple[tuple[int, ...], ...]
 class TextEncoder(Protocol):
     """What requests need of a tokenizer; every call raises Unsupported where the model has none."""
 
-    def prompt(self, text: str) -> Sequence[int]:
-        """Ids of a prompt, with the special tokens that belong around it."""
+    def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Ids of each prompt, with the special tokens that belong around it."""
+
+    def max_bytes_per_token(self) -> int | None:
+        """The most bytes of UTF-8 text that one token can stand for; None if there is no bound."""
 
     def tokens(self, text: str) -> Sequence[int]:
         """Ids of a text as it is written, and no special tokens."""
@@ -37,9 +40,13 @@ class ModelTextEncoder:
         self._tokenizers = tokenizers
         self._engine_directory = engine_directory
 
-    def prompt(self, text: str) -> Sequence[int]:
+    def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """See TextEncoder."""
-        return self._tokenizer().encode(text, add_special_tokens=True)
+        return self._tokenizer().encode_batch(texts, add_special_tokens=True)
+
+    def max_bytes_per_token(self) -> int | None:
+        """See TextEncoder."""
+        return self._tokenizer().max_bytes_per_token
 
     def tokens(self, text: str) -> Sequence[int]:
         """See TextEncoder."""
@@ -56,8 +63,22 @@ class ModelTextEncoder:
 class NoText:
     """For users without a tokenizer: refuses all text."""
 
-    def prompt(self, text: str) -> Sequence[int]:
+    def tokens(self, text: str) -> Sequence[int]:
         """Raises Unsupported."""
-        raise Unsupported("there is no tokenizer here: send token ids instead of text")
+        raise _no_tokenizer()
 
-    tokens = spellings = prompt
+    def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Raises Unsupported."""
+        raise _no_tokenizer()
+
+    def spellings(self, word: str) -> Words:
+        """Raises Unsupported."""
+        raise _no_tokenizer()
+
+    def max_bytes_per_token(self) -> int | None:
+        """Raises Unsupported."""
+        raise _no_tokenizer()
+
+
+def _no_tokenizer() -> Unsupported:
+    return Unsupported("there is no tokenizer here: send token ids instead of text")

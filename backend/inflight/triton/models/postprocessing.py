@@ -6,26 +6,30 @@ ask a serving model for `text_output` instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from inflight.errors import InvalidArgument
 from inflight.triton.models.text_model import TextModel
 from inflight.triton.parameters import Role
-from inflight.triton.tensor_reader import TensorReader
+from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.text_tensors import POSTPROCESSING_INPUTS, POSTPROCESSING_OUTPUTS
 
 
 class TritonPythonModel(TextModel):
-    """TOKENS_BATCH [beams, n] to OUTPUT [beams]."""
+    """TOKENS_BATCH [batch, beams, n] to OUTPUT [batch, beams]."""
 
     role = Role.POSTPROCESSING
     inputs = POSTPROCESSING_INPUTS
     outputs = POSTPROCESSING_OUTPUTS
 
-    def convert(self, reader: TensorReader) -> Mapping[str, np.ndarray]:
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
         """See TextModel.convert."""
+        return {"OUTPUT": each_row([partial(self._texts, row) for row in rows])}
+
+    def _texts(self, reader: TensorReader) -> np.ndarray:
         beams = reader.array("TOKENS_BATCH")
         if beams is None:
             raise InvalidArgument("a value is required for TOKENS_BATCH: it is missing or empty")
@@ -38,7 +42,7 @@ class TritonPythonModel(TextModel):
                 f"got {lengths.tolist()}"
             )
         texts = [self._text(ids[:length].tolist()) for ids, length in zip(beams, lengths)]
-        return {"OUTPUT": np.array([text.encode("utf-8") for text in texts], dtype=np.object_)}
+        return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizers.require().decode(ids, skip_special_tokens=self.parameters.skip_special_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -10,49 +11,64 @@ from inflight.errors import InvalidArgument
 from inflight.triton.models.text_model import TextModel
 from inflight.triton.parameters import Role
 from inflight.triton.requests import NO_ID
-from inflight.triton.tensor_reader import TensorReader, decode_utf8
+from inflight.triton.tensor_reader import TensorReader, decode_utf8, each_row
 from inflight.triton.text_tensors import PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS
 
 
 class TritonPythonModel(TextModel):
-    """QUERY to INPUT_ID, word lists to ids; the rest is handed through."""
+    """QUERY to INPUT_ID, word lists to ids; the rest is handed through. A batch has a row for each prompt."""
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
     outputs = PREPROCESSING_OUTPUTS
 
-    def convert(self, reader: TensorReader) -> Mapping[str, np.ndarray]:
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
         """See TextModel.convert."""
-        query = reader.array("QUERY")
-        if query is None:
-            raise InvalidArgument("a value is required for QUERY: it is missing")
+        queries = each_row([partial(_query, row) for row in rows])
         tokenizer = self.tokenizers.require()
-        ids = tokenizer.encode(
-            decode_utf8(query[0], "QUERY"), add_special_tokens=self.parameters.add_special_tokens
-        )
+        prompts = tokenizer.encode_batch(queries, add_special_tokens=self.parameters.add_special_tokens)
+        ends = [_first(row.integer("END_ID"), tokenizer.eos_token_id) for row in rows]
+        pads = [_first(row.integer("PAD_ID"), tokenizer.pad_token_id, tokenizer.eos_token_id) for row in rows]
         outputs = {
-            "INPUT_ID": np.array(ids),
-            "REQUEST_INPUT_LEN": np.array([len(ids)]),
-            "OUT_END_ID": np.array([_first(reader.integer("END_ID"), tokenizer.eos_token_id)]),
-            "OUT_PAD_ID": np.array(
-                [_first(reader.integer("PAD_ID"), tokenizer.pad_token_id, tokenizer.eos_token_id)]
-            ),
+            "INPUT_ID": _filled_up(prompts, pads),
+            "REQUEST_INPUT_LEN": [np.array([len(ids)]) for ids in prompts],
+            "OUT_END_ID": [np.array([end]) for end in ends],
+            "OUT_PAD_ID": [np.array([pad]) for pad in pads],
         }
-        if (length := reader.integer("REQUEST_OUTPUT_LEN")) is not None:
-            outputs["REQUEST_OUTPUT_LEN"] = np.array([length])
+        lengths = [row.integer("REQUEST_OUTPUT_LEN") for row in rows]
+        if None not in lengths:
+            outputs["REQUEST_OUTPUT_LEN"] = [np.array([length]) for length in lengths]
         for source, target in (("BAD_WORDS_DICT", "BAD_WORDS_IDS"), ("STOP_WORDS_DICT", "STOP_WORDS_IDS")):
-            outputs[target] = _word_list(
-                reader, source, lambda word: tokenizer.encode(word, add_special_tokens=False)
+            outputs[target] = _word_lists(
+                each_row([partial(row.texts, source) for row in rows]),
+                lambda word: tokenizer.encode(word, add_special_tokens=False),
             )
         return outputs
+
+
+def _query(reader: TensorReader) -> str:
+    query = reader.array("QUERY")
+    if query is None:
+        raise InvalidArgument("a value is required for QUERY: it is missing")
+    return decode_utf8(query[0], "QUERY")
 
 
 def _first(*ids: int | None) -> int:
     return next((token_id for token_id in ids if token_id is not None), NO_ID)
 
 
-def _word_list(reader: TensorReader, name: str, encode: Callable[[str], Sequence[int]]) -> np.ndarray:
-    return pack_words([encode(word) for word in reader.texts(name) if word])
+def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[np.ndarray]:
+    """[n] each, with n the length of the longest."""
+    length = max(map(len, rows))
+    return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
+
+
+def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[np.ndarray]:
+    """[2, n] each, with n the length of the longest; ids behind the last end offset do not count."""
+    packed = [pack_words([encode(word) for word in words if word]) for words in rows]
+    ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))
+    ends = _filled_up([list(array[1]) for array in packed], [-1] * len(packed))
+    return [np.stack(pair) for pair in zip(ids, ends)]
 
 
 def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:

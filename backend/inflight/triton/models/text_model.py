@@ -44,23 +44,24 @@ class TextModel:
     def finalize(self) -> None:
         """Nothing to release."""
 
-    def convert(self, reader: TensorReader) -> Mapping[str, np.ndarray]:
-        """Outputs by name, without the batch dimension; raises RequestError."""
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+        """Outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
         raise NotImplementedError
 
     def _answer(self, request: Any) -> Any:
         try:
-            outputs = self.convert(TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS))
+            reader = TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS)
+            outputs = self.convert(reader.rows())
         except InflightError as error:
             return self._error(error)
         except Exception as error:
             return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
         wanted = set(request.requested_output_names())
-        tensors = [self._tensor(name, array) for name, array in outputs.items() if name in wanted]
+        tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
-    def _tensor(self, name: str, array: np.ndarray) -> Any:
-        return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[self.outputs[name].dtype])[np.newaxis])
+    def _tensor(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
+        return self._pb_utils.Tensor(name, np.stack(arrays).astype(NUMPY_TYPES[self.outputs[name].dtype]))
 
     def _error(self, error: InflightError) -> Any:
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))

@@ -1,0 +1,75 @@
+"""How much text one token can stand for, so that a text can be too long without being looked at.
+
+Owns what is known of normalizers and models: how far they can shrink a text, and which of them can make any length
+of it vanish. Does not know requests. Plain functions, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tokenizers
+
+from inflight.text.components import Component, described
+from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS
+
+# By how much a normalizer can shrink a text, in bytes of UTF-8. What is missing here may leave nothing of it.
+_SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
+
+# These hand on all of a text; those that cut with "Removed" do not.
+_KEEP_EVERYTHING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"})
+
+
+def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The most bytes of UTF-8 text that one token can stand for; None if there is no such bound.
+
+    There is none where parts of a text may leave no token at all, such as spaces beside a token that strips them,
+    or where a text of any length may become a single unknown token.
+    """
+    shrinks = _shrinks(described(backend.normalizer, "normalizers"))
+    cuts = described(backend.pre_tokenizer, "pretokenizers")
+    added = backend.get_added_tokens_decoder().values()
+    if shrinks is None or not all(_keeps_everything(cut) for cut in cuts):
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    longest = _longest_token(backend, is_byte_level=any(cut["type"] == "ByteLevel" for cut in cuts))
+    if longest is None:
+        return None
+    return shrinks * max(longest, _longest(token.content for token in added))
+
+
+def _longest_token(backend: tokenizers.Tokenizer, is_byte_level: bool) -> int | None:
+    """In bytes; None if some text has no token of its own."""
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if is_byte_level and isinstance(backend.model, tokenizers.models.BPE):
+        return max(map(len, vocabulary)) if vocabulary.keys() >= BYTE_OF_CHARACTER.keys() else None
+    if getattr(backend.model, "byte_fallback", False) and vocabulary.keys() >= BYTE_TOKENS:
+        return _longest(vocabulary)
+    return None
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max((len(text.encode("utf-8")) for text in texts), default=1)
+
+
+def _shrinks(normalizers: list[Component]) -> int | None:
+    product = 1
+    for part in normalizers:
+        factor = _replace_shrinks(part) if part["type"] == "Replace" else _SHRINKS.get(part["type"])
+        if factor is None:
+            return None
+        product *= factor
+    return product
+
+
+def _replace_shrinks(part: Component) -> int | None:
+    """Of a text for a text; an expression may match anything."""
+    replaced, by = part["pattern"].get("String"), part["content"]
+    if replaced is None or not by:
+        return None
+    return -(-len(replaced.encode("utf-8")) // len(by.encode("utf-8")))
+
+
+def _keeps_everything(cut: Component) -> bool:
+    return cut["type"] in _KEEP_EVERYTHING and cut.get("behavior") != "Removed"

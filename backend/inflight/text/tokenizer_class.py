@@ -1,0 +1,265 @@
+"""Which of transformers' tokenizer classes a checkpoint has, and what that class makes of tokenizer.json.
+
+Most checkpoints are used as their tokenizer.json says. A few classes take the vocabulary and the merges from it
+and bring everything else themselves: how a text is normalized, cut and joined again. Owns the table of those that
+models served here come with. Does not know added tokens. Plain functions over parsed JSON; any thread.
+
+All of this is transformers' `AutoTokenizer`, of the version that the tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+# The class that a kind of model has by itself, by config.json's model_type, without "Fast". One whose class is ""
+# takes tokenizer.json as it is.
+_CLASS_OF_MODEL = {
+    "code_llama": "CodeLlamaTokenizer",
+    "gemma": "GemmaTokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer",
+    "gpt_neo": "GPT2Tokenizer",
+    "gpt_neox": "GPTNeoXTokenizer",
+    "gptj": "GPT2Tokenizer",
+    "mistral": "",
+    "mixtral": "",
+    "phi": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "starcoder2": "GPT2Tokenizer",
+}
+
+# Kinds of models whose checkpoints name a wrong class so often that transformers uses the model's own.
+_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "phi3", "phimoe", "internlm2", "internlm3", "jamba", "nemotron"})
+
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerClass:
+    """A class that does not take a tokenizer.json as it is.
+
+    Attributes:
+        parts: From the settings of tokenizer_config.json to normalizer, pre_tokenizer, decoder and changes of the
+            model, as in a tokenizer.json.
+        special_tokens: Named special tokens that it has where the settings name none.
+        extra_special_tokens: Special tokens without a name, where the settings list none.
+        readds_special_tokens: Whether every special token loses the settings of its own, such as `rstrip`.
+        template: What goes around a text, as "bos"; None leaves it to tokenizer.json.
+    """
+
+    parts: Callable[[Mapping[str, Any]], Json]
+    special_tokens: Mapping[str, str]
+    extra_special_tokens: tuple[str, ...] = ()
+    readds_special_tokens: bool = False
+    template: tuple[str, ...] | None = None
+
+
+def find_tokenizer_class(
+    settings: Mapping[str, Any], config: Mapping[str, Any], pipeline_text: str
+) -> TokenizerClass | None:
+    """The class that `AutoTokenizer` would choose; None for one that takes tokenizer.json as it is.
+
+    Args:
+        settings: tokenizer_config.json.
+        config: config.json; empty if there is none.
+        pipeline_text: tokenizer.json, not parsed.
+    """
+    model_type = config.get("model_type") or ""
+    declared = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    declared = str(declared).removesuffix("Fast")
+    of_model = _CLASS_OF_MODEL.get(model_type)
+    if (
+        declared == "LlamaTokenizer"
+        and model_type not in _CLASS_IS_OFTEN_WRONG
+        and '"ByteLevel"' in pipeline_text
+    ):
+        return None  # Llama 3 and its like
+    if not declared:
+        return _CLASSES.get(of_model or "")
+    if of_model is None or of_model == declared:
+        return _CLASSES.get(declared)
+    if not of_model:
+        return None
+    return _CLASSES.get(of_model if model_type in _CLASS_IS_OFTEN_WRONG else declared)
+
+
+def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
+    """A tokenizer.json with the vocabulary and merges of `pipeline`, and everything else of a class.
+
+    It has no added tokens. What goes around a text stays that of `pipeline`.
+    """
+    model = {
+        "type": "BPE",
+        "vocab": pipeline["model"]["vocab"],
+        "merges": pipeline["model"].get("merges", []),
+        **parts["model"],
+    }
+    return {**pipeline, **parts, "added_tokens": [], "model": model}
+
+
+def can_be_rebuilt(pipeline: Mapping[str, Any]) -> bool:
+    """Whether there is a vocabulary with merges in it."""
+    model = pipeline.get("model", {})
+    return isinstance(model.get("vocab"), dict) and "merges" in model
+
+
+def _sequence(kind: str, *parts: Json) -> Json:
+    return {"type": "Sequence", kind: list(parts)}
+
+
+def _byte_level(add_prefix_space: bool, use_regex: bool = True) -> Json:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _bytes_joined(*stripped: Json) -> Json:
+    """The decoder of SentencePiece-style vocabularies."""
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    return _sequence("decoders", spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *stripped)
+
+
+_STRIP_ONE_SPACE: Json = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _metaspace(scheme: str) -> Json:
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+
+
+def _llama(settings: Mapping[str, Any]) -> Json:
+    prefixed = _true_unless_said(settings, "add_prefix_space")
+    scheme = ("always" if settings.get("legacy", False) else "first") if prefixed else "never"
+    return {
+        "model": {"fuse_unk": True, "byte_fallback": True},
+        "normalizer": None,
+        "pre_tokenizer": _metaspace(scheme),
+        "decoder": _bytes_joined(*([_STRIP_ONE_SPACE] if prefixed else [])),
+    }
+
+
+def _code_llama(settings: Mapping[str, Any]) -> Json:
+    scheme = "first" if _true_unless_said(settings, "add_prefix_space") else "never"
+    return {
+        "model": {
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "unk_token": _content(settings.get("unk_token")) or "<unk>",
+        },
+        "normalizer": None,
+        "pre_tokenizer": _metaspace(scheme),
+        "decoder": _bytes_joined(_STRIP_ONE_SPACE),
+    }
+
+
+def _gemma(settings: Mapping[str, Any]) -> Json:
+    return {
+        "model": {
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "unk_token": _content(settings.get("unk_token")) or "<unk>",
+        },
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+        "decoder": _bytes_joined(),
+    }
+
+
+def _gpt2(settings: Mapping[str, Any]) -> Json:
+    return {
+        "model": {},
+        "normalizer": None,
+        "pre_tokenizer": _byte_level(bool(settings.get("add_prefix_space", False))),
+        "decoder": _byte_level(True),
+    }
+
+
+def _gpt_neox(settings: Mapping[str, Any]) -> Json:
+    return {**_gpt2(settings), "normalizer": {"type": "NFC"}}
+
+
+def _qwen2(settings: Mapping[str, Any]) -> Json:
+    words = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    prefixed = bool(settings.get("add_prefix_space") or False)
+    return {
+        "model": {},
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": _sequence("pretokenizers", words, _byte_level(prefixed, use_regex=False)),
+        "decoder": _byte_level(True),
+    }
+
+
+def _true_unless_said(settings: Mapping[str, Any], key: str) -> bool:
+    value = settings.get(key)
+    return True if value is None else bool(value)
+
+
+def _content(token: str | Mapping[str, Any] | None) -> str | None:
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+_END_OF_TEXT = "<|endoftext|>"
+_SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+_CLASSES: Mapping[str, TokenizerClass] = {
+    "LlamaTokenizer": TokenizerClass(_llama, _SENTENCE),
+    "CodeLlamaTokenizer": TokenizerClass(
+        _code_llama,
+        {
+            **_SENTENCE,
+            "prefix_token": "▁<PRE>",
+            "middle_token": "▁<MID>",
+            "suffix_token": "▁<SUF>",
+            "eot_token": "▁<EOT>",
+            "fill_token": "<FILL_ME>",
+        },
+        template=("bos",),
+    ),
+    "GemmaTokenizer": TokenizerClass(
+        _gemma,
+        {
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "unk_token": "<unk>",
+            "pad_token": "<pad>",
+            "mask_token": "<mask>",
+        },
+    ),
+    "GPT2Tokenizer": TokenizerClass(
+        _gpt2, {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
+    ),
+    "GPTNeoXTokenizer": TokenizerClass(
+        _gpt_neox,
+        {
+            "bos_token": _END_OF_TEXT,
+            "eos_token": _END_OF_TEXT,
+            "unk_token": _END_OF_TEXT,
+            "pad_token": "<|padding|>",
+        },
+        template=(),
+    ),
+    "Qwen2Tokenizer": TokenizerClass(
+        _qwen2,
+        {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
+        readds_special_tokens=True,
+    ),
+}

@@ -1,0 +1,218 @@
+"""Reads a checkpoint's tokenizer from its files, as transformers' `AutoTokenizer` does, without transformers.
+
+Owns which files there are and which has the last word on added tokens: tokenizer.json, tokenizer_config.json,
+special_tokens_map.json, added_tokens.json, and config.json for the kind of model. Does not know texts. Plain
+functions; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from inflight.errors import ConfigError
+from inflight.text.tokenizer_class import (
+    TokenizerClass,
+    can_be_rebuilt,
+    find_tokenizer_class,
+    rebuilt,
+)
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the files of a checkpoint say together.
+
+    Attributes:
+        backend: The tokenizer, complete.
+        named_tokens: Special tokens by their role, such as `eos_token`.
+        special_tokens: Spellings of all special tokens.
+    """
+
+    backend: tokenizers.Tokenizer
+    named_tokens: Mapping[str, str]
+    special_tokens: frozenset[str]
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Read the tokenizer of a checkpoint folder.
+
+    Raises:
+        ConfigError: A file is missing or broken; the message names it.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    settings = _read_json(folder / "tokenizer_config.json")
+    tokenizer_class = find_tokenizer_class(settings, _read_json(folder / "config.json"), text)
+    try:
+        pipeline = json.loads(text)
+        if tokenizer_class is not None and can_be_rebuilt(pipeline):
+            pipeline_text = json.dumps(rebuilt(pipeline, tokenizer_class.parts(settings)))
+        else:
+            tokenizer_class, pipeline_text = None, text
+        backend = tokenizers.Tokenizer.from_str(pipeline_text)
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+    return _with_added_tokens(folder, backend, pipeline.get("added_tokens") or [], settings, tokenizer_class)
+
+
+def _with_added_tokens(
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    in_pipeline: list[dict[str, Any]],
+    settings: dict[str, Any],
+    tokenizer_class: TokenizerClass | None,
+) -> TokenizerFiles:
+    try:
+        settings, by_id = _added_tokens(folder, settings, in_pipeline)
+        special = _SpecialTokens(settings, by_id, tokenizer_class)
+        tokens = [by_id[token_id] for token_id in sorted(by_id)]
+        tokens += special.missing({token.content for token in tokens} | _contents(backend))
+        names = set(special.named.values())
+        for token in tokens:
+            token.special = token.special or token.content in names
+        backend.add_tokens(tokens)
+        if tokenizer_class is not None and tokenizer_class.readds_special_tokens:
+            backend.add_tokens([AddedToken(content, special=True) for content in special.all()])
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"the special and added tokens of {folder} cannot be read: {error!r}") from error
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
+    if tokenizer_class is not None and tokenizer_class.template is not None:
+        backend.post_processor = _template(backend, tokenizer_class.template, special.named)
+    added = [*tokens, *backend.get_added_tokens_decoder().values()]
+    return TokenizerFiles(backend, special.named, frozenset(t.content for t in added if t.special))
+
+
+def _added_tokens(
+    folder: Path, settings: dict[str, Any], in_pipeline: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[int, AddedToken]]:
+    """The settings, and the added tokens by the ids that the files give them.
+
+    A tokenizer_config.json that lists added tokens has the last word. One that does not is of the old kind, whose
+    special tokens stand in special_tokens_map.json, and the others in added_tokens.json and tokenizer.json.
+    """
+    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+        settings = {**settings, "extra_special_tokens": settings["additional_special_tokens"]}
+    listed = settings.get("added_tokens_decoder")
+    if listed is not None:
+        return settings, {int(token_id): _added_token(token) for token_id, token in listed.items()}
+    in_map = _read_json(folder / "special_tokens_map.json")
+    extra = [
+        *_as_list(settings.get("extra_special_tokens")),
+        *_as_list(in_map.pop("extra_special_tokens", None)),
+    ]
+    settings = {**settings, **in_map}
+    special = {_content(settings[name]) for name in _NAMES if settings.get(name)}
+    special |= {_content(token) for token in extra}
+    # Too late to make tokens of added_tokens.json special: so it is with transformers.
+    extra = extra or _as_list(in_map.get("additional_special_tokens"))
+    if extra:
+        settings["extra_special_tokens"] = extra
+    by_id = {
+        token_id: AddedToken(content, normalized=content not in special, special=content in special)
+        for content, token_id in _read_json(folder / "added_tokens.json").items()
+    }
+    for token in in_pipeline:
+        by_id[token["id"]] = _added_token({key: value for key, value in token.items() if key != "id"})
+    return settings, by_id
+
+
+class _SpecialTokens:
+    """The special tokens that the settings name, and those that a class has without being told."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        by_id: Mapping[int, AddedToken],
+        tokenizer_class: TokenizerClass | None,
+    ) -> None:
+        defaults = tokenizer_class.special_tokens if tokenizer_class else {}
+        self._known = {token.content: token for token in by_id.values()}
+        self._named = {name: self._token(token) for name, token in _named(settings, defaults)}
+        self._extra = [self._token(token) for token in _as_list(settings.get("extra_special_tokens"))]
+        self.named = {name: token.content for name, token in self._named.items()}
+        """Spellings, by role."""
+
+    def all(self) -> list[str]:
+        """Their spellings, without repetitions."""
+        tokens = [*self._named.values(), *self._extra]
+        return list(dict.fromkeys(token.content for token in tokens))
+
+    def missing(self, known: set[str]) -> list[AddedToken]:
+        """Those that are not among `known` spellings."""
+        tokens = {token.content: token for token in reversed([*self._named.values(), *self._extra])}
+        return [tokens[content] for content in self.all() if content not in known]
+
+    def _token(self, token: str | dict[str, Any]) -> AddedToken:
+        if isinstance(token, str):
+            return self._known.get(token) or AddedToken(token, special=True)
+        return self._known.get(_content(token)) or _added_token({**token, "special": True})
+
+
+def _named(
+    settings: Mapping[str, Any], defaults: Mapping[str, str]
+) -> Iterator[tuple[str, str | dict[str, Any]]]:
+    """Special tokens that have a role: first those that every model may have, then a model's own."""
+    for name in _NAMES:
+        token = settings[name] if name in settings else defaults.get(name)
+        if token:
+            yield name, token
+    own = {name: token for name, token in defaults.items() if name not in _NAMES}
+    own |= {name: token for name, token in settings.items() if name.endswith("_token") and name not in _NAMES}
+    own |= _as_dict(settings.get("extra_special_tokens"))
+    for name, token in own.items():
+        if isinstance(token, (str, dict)):
+            yield name, token
+
+
+def _template(
+    backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
+) -> processors.TemplateProcessing:
+    """What a class puts before a text: its begin token, or nothing."""
+    before = [named[f"{name}_token"] for name in around]
+    ids = [(content, backend.token_to_id(content)) for content in before]
+    return processors.TemplateProcessing(
+        single=[*before, "$A"], pair=[*before, "$A", "$B"], special_tokens=ids
+    )
+
+
+def _added_token(token: dict[str, Any]) -> AddedToken:
+    return AddedToken(**{key: value for key, value in token.items() if key != "__type"})
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _contents(backend: tokenizers.Tokenizer) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values()}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else []
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content

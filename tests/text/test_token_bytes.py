@@ -1,0 +1,121 @@
+"""The bound on a token's text, against texts made to be as long as they can be."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+
+from inflight.text.token_bytes import max_bytes_per_token
+from inflight.text.tokenizer import Tokenizer
+from tests.text.tiny_tokenizers import NAMES, backend, tokenizer
+
+CHARACTERS = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+NORMALIZERS = {
+    "NFC": normalizers.NFC(),
+    "NFKC": normalizers.NFKC(),
+    "NFD": normalizers.NFD(),
+    "NFKD": normalizers.NFKD(),
+    "Lowercase": normalizers.Lowercase(),
+    "Replace": normalizers.Replace("aaa", "b"),
+    "two of them": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+}
+
+
+def changed(name: str, **parts: object) -> tokenizers.Tokenizer:
+    result = tokenizers.Tokenizer.from_str(backend(name).to_str())
+    for part, value in parts.items():
+        setattr(result, part, value)
+    return result
+
+
+def size(text: str) -> int:
+    return len(text.encode("utf-8"))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
+def test_the_longest_token_is_the_bound(name: str) -> None:
+    bound = tokenizer(name).max_bytes_per_token
+    spelled = [len(token) if name == "byte_level" else size(token) for token in backend(name).get_vocab()]
+    assert bound == max(spelled)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@given(text=st.text(max_size=40))
+def test_no_text_has_fewer_tokens_than_the_bound_allows(name: str, normalizer: str, text: str) -> None:
+    ours = Tokenizer(changed(name, normalizer=NORMALIZERS[normalizer]))
+    assert ours.max_bytes_per_token is not None
+    assert size(text) <= len(ours.encode(text)) * ours.max_bytes_per_token
+
+
+def longest_sources(decompose: Callable[[str], str]) -> dict[str, int]:
+    """Per character that does not decompose further, the bytes of the longest character that becomes it alone."""
+    longest: dict[str, int] = defaultdict(int)
+    for character in CHARACTERS:
+        parts = decompose(character)
+        if len(parts) == 1:
+            longest[parts] = max(longest[parts], size(character))
+    return longest
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC", "NFD", "NFKD"])
+def test_unicode_normalization_shrinks_no_text_to_less_than_a_quarter(form: str) -> None:
+    decomposed = form.replace("C", "D")
+    longest = longest_sources(lambda text: unicodedata.normalize(decomposed, text))
+    for character in CHARACTERS:
+        if unicodedata.normalize(form, character) == character:
+            parts = unicodedata.normalize("NFD", character)
+            sources = sum(longest.get(part) or size(part) for part in parts)
+            assert sources <= 4 * size(character), f"{character!r}"
+
+
+def test_lower_case_shrinks_no_character_to_less_than_a_third() -> None:
+    lower = normalizers.Lowercase()
+    assert all(size(character) <= 3 * size(lower.normalize_str(character)) for character in CHARACTERS)
+
+
+UNBOUNDED = {
+    "stripped": changed("byte_level", normalizer=normalizers.Strip()),
+    "accents": changed("byte_level", normalizer=normalizers.StripAccents()),
+    "an expression": changed("byte_level", normalizer=normalizers.Replace(Regex(" +"), " ")),
+    "deleted": changed("byte_level", normalizer=normalizers.Replace("a", "")),
+    "cut out": changed(
+        "byte_level",
+        pre_tokenizer=pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+    ),
+    "no bytes": tokenizers.Tokenizer(tokenizers.models.BPE()),
+}
+
+
+@pytest.mark.parametrize("reason", UNBOUNDED)
+def test_where_text_may_vanish_there_is_no_bound(reason: str) -> None:
+    assert max_bytes_per_token(UNBOUNDED[reason]) is None
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_a_token_that_strips_spaces_leaves_no_bound(side: str) -> None:
+    stripping = changed("byte_level")
+    stripping.add_tokens([AddedToken("<strip>", **{side: True})])
+    assert max_bytes_per_token(stripping) is None
+    ours, spaces = Tokenizer(stripping), " " * 10_000
+    assert len(ours.encode(f"{spaces}<strip>" if side == "lstrip" else f"<strip>{spaces}")) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("byte_level", "llama", "gemma")])
+def test_unknown_words_leave_no_bound(name: str) -> None:
+    assert tokenizer(name).max_bytes_per_token is None
+
+
+def test_an_added_token_may_be_the_longest() -> None:
+    longer = changed("byte_level")
+    longer.add_special_tokens(["<|a special token with a long name|>"])
+    assert max_bytes_per_token(longer) == len("<|a special token with a long name|>")

@@ -1,0 +1,86 @@
+"""Tokenizers of many kinds of checkpoints, against transformers' `AutoTokenizer` on the same folder."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.tokenizer import Tokenizer
+from inflight.text.words import word_ids
+from tests.text.checkpoint_folders import CHAT, FOLDERS, TEXTS
+
+
+@cache
+def loaded(name: str) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
+    """Ours and theirs, of one folder."""
+    with TemporaryDirectory() as folder:
+        FOLDERS[name](Path(folder))
+        return Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_vocabulary_and_its_special_tokens_are_those_of_transformers(name: str) -> None:
+    ours, theirs = loaded(name)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (
+        theirs.bos_token_id,
+        theirs.eos_token_id,
+        theirs.pad_token_id,
+    )
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_ids_are_those_of_transformers(name: str, add_special_tokens: bool) -> None:
+    ours, theirs = loaded(name)
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=add_special_tokens)
+        assert ours.encode(text, add_special_tokens) == ids, text
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_is_that_of_transformers_as_a_whole_and_streamed(name: str, skip: bool) -> None:
+    ours, theirs = loaded(name)
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        expected = theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.decode(ids, skip) == expected
+        detokenizer = IncrementalDetokenizer(ours, skip)
+        deltas = [detokenizer.add([token_id]) for token_id in ids]
+        assert "".join(deltas) + detokenizer.flush() == expected
+
+
+ROUND_TRIPS = [
+    "byte level",
+    "chat tokens in the settings",
+    "extra tokens as a list",
+    "an end token that no file lists",
+    "LlamaTokenizer",
+    "LlamaTokenizer with chat tokens",
+    "Mistral",
+]
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_a_chat_survives_a_round_trip(name: str) -> None:
+    ours, _ = loaded(name)
+    text = "<|im_start|>user\nGröße, 今天 🎉?<|im_end|>\n<|im_start|>assistant\n"
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name.startswith("chat tokens")])
+def test_chat_tokens_are_one_token_each_and_are_skipped(name: str) -> None:
+    ours, _ = loaded(name)
+    for content in CHAT:
+        token_id = ours.added_token_id(content)
+        assert token_id is not None
+        assert ours.decode([token_id]) == ""
+        assert ours.decode([token_id], skip_special_tokens=False).strip() == content
+        assert word_ids(ours, content)[0] == (token_id,)

@@ -1,0 +1,93 @@
+"""Jobs on threads of their own: side by side, and in order for each client."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from inflight.triton.client_lanes import NOBODY, ClientLanes
+
+WAIT_S = 30
+
+
+class Journal:
+    """What has happened, in order; jobs that wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+        self._changed = threading.Condition()
+
+    def job(self, name: str, waits: bool = False):  # type: ignore[no-untyped-def]
+        gate = self.gates[name] = threading.Event()
+        if not waits:
+            gate.set()
+
+        def run() -> None:
+            self._note(f"{name} begins")
+            assert gate.wait(WAIT_S)
+            self._note(f"{name} ends")
+
+        return run
+
+    def wait_for(self, line: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: line in self.lines, WAIT_S), (line, self.lines)
+
+    def _note(self, line: str) -> None:
+        with self._changed:
+            self.lines.append(line)
+            self._changed.notify_all()
+
+
+def test_a_clients_jobs_run_one_after_the_other() -> None:
+    lanes, journal = ClientLanes(3), Journal()
+    lanes.submit(7, journal.job("first", waits=True))
+    lanes.submit(7, journal.job("second"))
+    lanes.submit(7, journal.job("third"))
+    journal.wait_for("first begins")
+    assert lanes.is_busy(7) and not lanes.are_idle
+    journal.gates["first"].set()
+    journal.wait_for("third ends")
+    lanes.close()
+    names = ("first", "second", "third")
+    assert journal.lines == [f"{name} {what}" for name in names for what in ("begins", "ends")]
+    assert not lanes.is_busy(7) and lanes.are_idle
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (NOBODY, NOBODY), (NOBODY, 1)])
+def test_others_do_not_wait(one: int, other: int) -> None:
+    lanes, journal = ClientLanes(2), Journal()
+    lanes.submit(one, journal.job("slow", waits=True))
+    lanes.submit(other, journal.job("quick"))
+    journal.wait_for("quick ends")
+    assert "slow ends" not in journal.lines
+    journal.gates["slow"].set()
+    lanes.close()
+    assert journal.lines[-1] == "slow ends"
+
+
+def test_nobody_is_never_busy() -> None:
+    lanes, journal = ClientLanes(1), Journal()
+    lanes.submit(NOBODY, journal.job("slow", waits=True))
+    assert not lanes.is_busy(NOBODY) and lanes.are_idle
+    journal.gates["slow"].set()
+    lanes.close()
+
+
+def test_close_waits_for_what_has_begun_and_drops_the_rest() -> None:
+    lanes, journal = ClientLanes(1), Journal()
+    lanes.submit(7, journal.job("begun", waits=True))
+    lanes.submit(7, journal.job("behind it"))
+    lanes.submit(8, journal.job("another client's"))
+    journal.wait_for("begun begins")
+    closing = threading.Thread(target=lanes.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    journal.gates["begun"].set()
+    closing.join(WAIT_S)
+    assert journal.lines == ["begun begins", "begun ends"]
+    with pytest.raises(RuntimeError):
+        lanes.submit(9, journal.job("too late"))
