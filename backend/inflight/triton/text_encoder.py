@@ -11,7 +11,7 @@ from typing import Protocol
 
 from inflight.errors import Unsupported
 from inflight.text.tokenizer import Tokenizer
-from inflight.text.words import word_ids
+from inflight.text.words import biased_ids, word_ids
 from inflight.triton.completion_text import TokenizerFinder
 
 Words = tuple[tuple[int, ...], ...]
@@ -23,8 +23,8 @@ class TextEncoder(Protocol):
     def prompt(self, text: str) -> Sequence[int]:
         """Ids of a prompt, with the special tokens that belong around it."""
 
-    def tokens(self, text: str) -> Sequence[int]:
-        """Ids of a text as it is written, and no special tokens."""
+    def tokens(self, word: str) -> Sequence[int]:
+        """Ids that a bias for a word adds to, each as often as it is there."""
 
     def spellings(self, word: str) -> Words:
         """The ids of a word in every way in which it is likely to stand in a text."""
@@ -41,9 +41,9 @@ class ModelTextEncoder:
         """See TextEncoder."""
         return self._tokenizer().encode(text, add_special_tokens=True)
 
-    def tokens(self, text: str) -> Sequence[int]:
+    def tokens(self, word: str) -> Sequence[int]:
         """See TextEncoder."""
-        return self._tokenizer().encode(text, add_special_tokens=False)
+        return biased_ids(self._tokenizer(), word)
 
     def spellings(self, word: str) -> Words:
         """See TextEncoder."""
