@@ -400,7 +400,7 @@ def test_what_is_built_lands_under_the_names_of_ensemble(
 
 def test_llmapis_best_of_is_one() -> None:
     assert converted(Vocabulary.TEXT, sampling_param_best_of=1) == converted(Vocabulary.TEXT)
-    with pytest.raises(Unsupported, match="^sampling_param_best_of is not available .*got 2; .* 0 or 1$"):
+    with pytest.raises(Unsupported, match=r"^sampling_param_best_of is not available .*got 2; .* 0 or 1$"):
         converted(Vocabulary.TEXT, sampling_param_best_of=2)
 
 

@@ -5,7 +5,8 @@ parameter through: integers, booleans, numbers and strings over gRPC and HTTP in
 generate, which makes a parameter of every key that is no input of the model (of `timeout` too).
 
 Owns which parameters mean something, what may stand in them, and which others clients send that ask for nothing.
-Any other is refused: through HTTP generate it is a misspelt or unknown input. Runs on the thread that calls execute.
+Any other is refused: through HTTP generate it is a misspelt or unknown input. Runs on the thread that calls
+execute.
 """
 
 from __future__ import annotations
