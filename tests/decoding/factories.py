@@ -77,8 +77,10 @@ class Row:
         return self.request.input_token_ids + self.generated
 
 
-def make_decoding(num_slots: int, vocab_size: int, device: torch.device = CPU) -> Decoding:
-    return Decoding(num_slots, MAX_LENGTH, vocab_size, device, ROW_KERNELS[-1])
+def make_decoding(
+    num_slots: int, vocab_size: int, device: torch.device = CPU, normalize_log_probs: bool = False
+) -> Decoding:
+    return Decoding(num_slots, MAX_LENGTH, vocab_size, device, ROW_KERNELS[-1], normalize_log_probs)
 
 
 def start_batch(rows: Sequence[Row], slots: Sequence[int] | None = None) -> tuple[ScheduledBatch, np.ndarray]:

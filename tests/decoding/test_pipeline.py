@@ -15,7 +15,7 @@ from inflight.core.batch import ContextChunk, ModelOutput, ScheduledBatch, SlotS
 from inflight.core.output_config import OutputConfig
 from inflight.core.request import Request
 from inflight.decoding import Decoding, reference
-from tests.decoding.factories import Row, choose_tokens, make_decoding, make_request
+from tests.decoding.factories import Row, choose_tokens, make_decoding, make_request, start_batch
 from tests.decoding.margins import is_decided
 from tests.decoding.strategies import logits_rows, requests
 
@@ -46,7 +46,7 @@ class Sequence:
 def test_everything_is_as_the_reference_has_it(data: st.DataObject) -> None:
     """Slots are taken, advanced with and without drafts, left and taken again by other requests."""
     vocab_size, num_slots = data.draw(st.sampled_from([3, 5, 8, 40])), 5
-    decoding = make_decoding(num_slots, vocab_size)
+    decoding = make_decoding(num_slots, vocab_size, normalize_log_probs=True)
     running: dict[int, Sequence] = {}
     for _ in range(data.draw(st.integers(2, 4))):
         released = data.draw(st.sets(st.sampled_from(sorted(running)))) if running else set()
@@ -141,8 +141,9 @@ def _check_details(sequence: Sequence, tokens: tuple[int, ...], output: ModelOut
     if wanted.return_log_probs:
         expected = [reference.log_probs(row)[token] for row, token in zip(rows, tokens, strict=True)]
         assert details.log_probs == pytest.approx(expected, abs=1e-5)
+        _check_drawn(sequence, tokens, details.drawn_log_probs)
     else:
-        assert details.log_probs == ()
+        assert details.log_probs == details.drawn_log_probs == ()
     if wanted.num_top_log_probs:
         for top, row in zip(details.top_log_probs, rows, strict=True):
             found = reference.top_log_probs(row, min(wanted.num_top_log_probs, len(row)))
@@ -152,6 +153,37 @@ def _check_details(sequence: Sequence, tokens: tuple[int, ...], output: ModelOut
         assert details.top_log_probs == ()
     logits = [np.frombuffer(data, dtype=np.float32).tolist() for data in details.logits]
     assert logits == (rows if wanted.return_generation_logits else [])
+
+
+def _check_drawn(sequence: Sequence, tokens: tuple[int, ...], got: tuple[float, ...]) -> None:
+    """Of the distributions that tokens were drawn from, as far as no rounding decides what these keep."""
+    known = list(sequence.tokens)
+    assert len(got) == len(tokens)
+    for row, token, log_prob in zip(sequence.logits, tokens, got, strict=False):
+        if not is_decided(row, sequence.request, known, sequence.sequence_index):
+            return
+        expected = reference.drawn_log_prob(row, sequence.request, known, token)
+        assert log_prob == pytest.approx(expected, abs=1e-4)
+        known.append(token)
+
+
+def test_normalized_log_probs_are_of_what_is_kept() -> None:
+    """Of 4, 2 and 1 eighths, top_k 2 leaves 2 thirds and 1 third; a greedy token is certain."""
+    wanted = OutputConfig(return_log_probs=True)
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).log().repeat(2, 1)
+    rows = [
+        Row(make_request(top_k=2, random_seed=1, output=wanted)),
+        Row(make_request(output=wanted)),
+    ]
+    batch, positions = start_batch(rows)
+    decoding = make_decoding(2, 4, normalize_log_probs=True)
+    decoding.apply(batch)
+    output = decoding.decode(batch, logits, positions)
+    (sampled,) = output.token_ids[0]
+    assert output.details[0].drawn_log_probs == pytest.approx([math.log([2 / 3, 1 / 3][sampled])])
+    assert output.details[0].log_probs == pytest.approx([math.log([4 / 8, 2 / 8][sampled])])
+    assert output.details[1].drawn_log_probs == pytest.approx([0.0])
+    assert output.details[1].log_probs == pytest.approx([math.log(4 / 8)])
 
 
 @pytest.mark.parametrize("vocab_size", [300, 5_000, 9_999])

@@ -8,10 +8,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from inflight.triton.config_pbtxt import MODELS, ModelSpec, render, write
-from inflight.triton.parameters import PARAMETERS, is_filled, read_parameters
+from inflight.triton.config_pbtxt import MODELS, TEMPLATES, ModelSpec, render, write
+from inflight.triton.parameters import PARAMETERS, Parameters, is_filled, read_parameters
+from tests.triton.upstream_files import DOCUMENTED, fill_template
 
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
+ROOT = Path(__file__).parents[2]
+REPOSITORY = ROOT / "model_repository"
+TEMPLATED = [model for model in MODELS if model.template]
 
 
 def parsed(model: ModelSpec) -> model_config_pb2.ModelConfig:
@@ -22,6 +25,59 @@ def parsed(model: ModelSpec) -> model_config_pb2.ModelConfig:
 def test_the_files_are_what_the_tables_say(model: ModelSpec) -> None:
     text = (REPOSITORY / model.name / "config.pbtxt").read_text(encoding="utf-8")
     assert text == render(model), "run scripts/write_configs"
+
+
+@pytest.mark.parametrize("model", TEMPLATED, ids=lambda model: model.name)
+def test_the_templates_are_what_the_tables_say(model: ModelSpec) -> None:
+    folder = ROOT / TEMPLATES / model.name
+    assert model.template is not None
+    text = (folder / "config.pbtxt").read_text(encoding="utf-8")
+    assert text == render(model, model.template), "run scripts/write_configs"
+    code = (REPOSITORY / model.name / "1" / "model.py").read_text(encoding="utf-8")
+    assert (folder / "1" / "model.py").read_text(encoding="utf-8") == code, "run scripts/write_configs"
+
+
+def filled(name: str, arguments: str) -> tuple[model_config_pb2.ModelConfig, Parameters]:
+    """A template after one of upstream's command lines: what Triton reads, and what the model does."""
+    text = (ROOT / TEMPLATES / name / "config.pbtxt").read_text(encoding="utf-8")
+    config = text_format.Parse(fill_template(text, arguments), model_config_pb2.ModelConfig())
+    given = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
+    role = next(model.role for model in MODELS if model.name == name)
+    return config, read_parameters(
+        {"name": name, "max_batch_size": config.max_batch_size, "parameters": given}, role
+    )
+
+
+@pytest.mark.parametrize(("name", "arguments"), DOCUMENTED)
+def test_upstreams_documented_command_lines_fill_the_templates(name: str, arguments: str) -> None:
+    config, _ = filled(name, arguments)
+    assert config.name == name and config.backend == "python"
+    assert config.max_batch_size in (4, 64)
+
+
+def test_template_variables_mean_what_they_say() -> None:
+    arguments = (
+        "triton_backend:tensorrtllm,triton_max_batch_size:7,decoupled_mode:False,logits_datatype:TYPE_FP16,"
+        "max_queue_size:9,max_queue_delay_microseconds:100,engine_dir:/models/x,batching_strategy:v1,"
+        "normalize_log_probs:True,decoding_mode:top_k_top_p,lora_cache_max_adapter_size:64"
+    )
+    config, parameters = filled("tensorrt_llm", arguments)
+    assert not config.model_transaction_policy.decoupled
+    logits = {"draft_logits", "context_logits", "generation_logits"}
+    assert {t.name for t in (*config.input, *config.output) if t.name in logits} == logits
+    for tensor in (*config.input, *config.output):
+        assert tensor.name not in logits or tensor.data_type == model_config_pb2.TYPE_FP16
+    assert (parameters.max_num_sequences, parameters.max_queue_size) == (7, 9)
+    assert (parameters.gpt_model_path, parameters.gpt_model_type) == ("/models/x", "V1")
+    assert parameters.normalize_log_probs
+    for name in ("preprocessing", "postprocessing"):
+        config, _ = filled(
+            name,
+            f"triton_max_batch_size:7,{name}_instance_count:3,max_queue_size:9,max_queue_delay_microseconds:100",
+        )
+        assert config.instance_group[0].count == 3
+        assert config.dynamic_batching.max_queue_delay_microseconds == 100
+        assert config.dynamic_batching.default_queue_policy.max_queue_size == 9
 
 
 def test_every_folder_of_the_repository_is_a_known_model() -> None:

@@ -267,7 +267,7 @@ def test_a_bad_parameter_is_refused_by_name(build: Build) -> None:
     assert code == TritonError.INVALID_ARG and "request parameter client_id" in message
 
 
-def test_other_parameters_are_ignored(build: Build) -> None:
+def test_what_clients_are_known_to_send_beside_tensors_is_let_through(build: Build) -> None:
     stage = build()
     request = InferenceRequest(
         token_inputs(), sorted(ALL_OUTPUTS), parameters='{"Streaming": true, "model": "m"}'

@@ -54,3 +54,31 @@ def test_an_engine_of_two_instances_is_refused(groups):
 
 def test_a_front_end_may_have_several():
     assert read(Role.FRONT_END, instance_group=[{"count": 2}]).name == "a_model"
+
+
+def outputs_of(**dtypes: str) -> list[dict[str, str]]:
+    return [{"name": name, "data_type": dtype} for name, dtype in dtypes.items()]
+
+
+def test_logits_may_be_declared_in_half_precision():
+    args = read(output=outputs_of(context_logits="TYPE_FP16", text_output="TYPE_STRING"))
+    assert args.outputs == {"context_logits": "FP16", "text_output": "BYTES"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("generation_logits", "TYPE_BF16", "TYPE_FP32 or TYPE_FP16"),
+        ("output_ids", "TYPE_INT64", "TYPE_INT32"),
+    ],
+)
+def test_a_type_that_an_output_cannot_be_sent_in_is_refused(name, dtype, expected):
+    with pytest.raises(ConfigError, match=f"declares output {name} as {dtype}, expected {expected}"):
+        read(output=outputs_of(**{name: dtype}))
+
+
+def test_what_has_no_effect_is_logged(caplog):
+    caplog.set_level("INFO", "inflight")
+    parameters = {"lora_cache_max_adapter_size": {"string_value": "64"}}
+    read(parameters=parameters)
+    assert "parameter lora_cache_max_adapter_size is '64' and has no effect: there are no" in caplog.text

@@ -191,6 +191,9 @@ def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "INPUT_ID": [[0, 1, 2]],
         "REQUEST_INPUT_LEN": [[3]],
+        "DECODER_INPUT_ID": [[-1]],
+        "REQUEST_DECODER_INPUT_LEN": [[1]],
+        "EMBEDDING_BIAS": [[]],
         "REQUEST_OUTPUT_LEN": [[9]],
         "BAD_WORDS_IDS": [[[0], [-1]]],
         "STOP_WORDS_IDS": [[[23, 24, 25], [2, 3, -1]]],
@@ -198,7 +201,28 @@ def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
         "OUT_PAD_ID": [[-1]],
     }
     types = {name: array.dtype for name, array in arrays.items()}
+    assert types.pop("EMBEDDING_BIAS") == np.float32
     assert set(types.values()) == {np.dtype(np.int32)}
+
+
+def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Path) -> None:
+    """Each token of a word, as often as it is there; as many values as the model has logits."""
+    asked = {
+        "QUERY": words(b"abc"),
+        "EMBEDDING_BIAS_WORDS": words(b"bcb", b"", b"c"),
+        "EMBEDDING_BIAS_WEIGHTS": np.array([[2.0, 9.0, -0.5]], np.float32),
+        "PAD_ID": np.array([[7]], np.int32),
+        "PROMPT_TABLE_EXTRA_ID": np.array([[5]], np.uint64),
+    }
+    arrays = answer(make_text_model(preprocessing, folder), **asked).arrays()
+    (bias,) = arrays["EMBEDDING_BIAS"]
+    assert {index: value for index, value in enumerate(bias) if value} == {1: 4.0, 2: 1.5}
+    assert len(bias) == 27  # of the tokenizer
+    assert arrays["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[0, 0, 0]]
+    assert arrays["DECODER_INPUT_ID"].tolist() == arrays["OUT_PAD_ID"].tolist() == [[7]]
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 32}))
+    arrays = answer(make_text_model(preprocessing, folder), **asked).arrays()
+    assert arrays["EMBEDDING_BIAS"].shape == (1, 32)
 
 
 def test_preprocessing_ends_and_pads_with_the_tokenizers_tokens(pb_utils: FakePbUtils, folder: Path) -> None:
@@ -264,6 +288,21 @@ BAD_TEXT_REQUESTS = [
         preprocessing,
         {"QUERY": np.array([[b"a"], [b"\xff"]], np.object_)},
         "row 1 of the batch: QUERY must be",
+    ),
+    (
+        preprocessing,
+        {"QUERY": words(b"a"), "EMBEDDING_BIAS_WORDS": words(b"a", b"b")},
+        "EMBEDDING_BIAS_WORDS has 2 texts and EMBEDDING_BIAS_WEIGHTS 0 weights",
+    ),
+    (
+        preprocessing,
+        {"QUERY": words(b"a"), "DECODER_QUERY": words(b"b")},
+        "DECODER_QUERY is not available in this version: got 'b'; leave it out or send \"\"",
+    ),
+    (
+        preprocessing,
+        {"QUERY": words(b"a"), "IMAGE_BYTES": np.zeros([1, 1, 2, 2, 3], np.uint8)},
+        "IMAGE_BYTES is not available",
     ),
     (postprocessing, {}, "a value is required for TOKENS_BATCH"),
     (

@@ -8,10 +8,18 @@ import pytest
 
 from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.errors import ConfigError
-from inflight.triton.parameters import PARAMETERS, Parameters, ParameterSpec, Role, read_parameters
+from inflight.triton.parameters import (
+    PARAMETERS,
+    Parameters,
+    ParameterSpec,
+    Role,
+    read_parameters,
+    without_effect,
+)
 from tests.triton.factories import make_model_config, make_parameters
 
 UNBUILT = [spec for spec in PARAMETERS if spec.neutral is not None]
+NO_EFFECT = [spec for spec in PARAMETERS if spec.no_effect]
 
 
 def role_of(key: str) -> Role:
@@ -46,7 +54,10 @@ GOOD = [
     ("kernels", "torch", "torch"),
     ("cuda_graph_mode", "false", False),
     ("gpt_model_type", "V1", "V1"),
+    ("gpt_model_type", "v1", "V1"),
     ("gpt_model_type", "inflight_batching", "inflight_batching"),
+    ("normalize_log_probs", "True", True),
+    ("ignored_request_parameters", "x-request-id, traceparent", ("x-request-id", "traceparent")),
     ("batch_scheduler_policy", "max_utilization", CapacitySchedulerPolicy.MAX_UTILIZATION),
     ("enable_chunked_context", "TRUE", True),
     ("context_chunking_policy", "equal_progress", ContextChunkingPolicy.EQUAL_PROGRESS),
@@ -159,7 +170,7 @@ def test_a_dynamic_batcher_without_a_bound_is_none() -> None:
 def test_what_is_not_built_loads_at_its_neutral_values_only(spec: ParameterSpec) -> None:
     for value in spec.neutral or ():
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        assert make_parameters(**{spec.key: text}) == make_parameters()
+        assert make_parameters(role_of(spec.key), **{spec.key: text}) == make_parameters(role_of(spec.key))
     others = ("7", "true", "false", "0.5", "0.25")
     refused = [
         text for text in others if parses(spec, text) and spec.kind.parse(text) not in (spec.neutral or ())
@@ -171,7 +182,7 @@ def test_what_is_not_built_loads_at_its_neutral_values_only(spec: ParameterSpec)
         with pytest.raises(
             ConfigError, match=rf"{spec.key}: got '{text}', which is not available .* leave it out"
         ):
-            make_parameters(**{spec.key: text})
+            make_parameters(role_of(spec.key), **{spec.key: text})
 
 
 def parses(spec: ParameterSpec, text: str) -> bool:
@@ -205,8 +216,24 @@ def test_all_problems_come_at_once() -> None:
     assert all(name in message for name in ("max_batch_size", "max_num_tokens", "nonsense", "num_nodes"))
 
 
-def test_log_probs_are_not_normalized() -> None:
-    """What upstream does by default is refused rather than ignored; to leave it out says nothing."""
-    assert make_parameters(normalize_log_probs="false") == make_parameters()
-    with pytest.raises(ConfigError, match=r"normalize_log_probs: got 'true'.* leave it out or say false"):
-        make_parameters(normalize_log_probs="true")
+def sample_of(spec: ParameterSpec) -> str:
+    """Some text that the row takes."""
+    texts = ("7", "0.5", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
+    return next(text for text in texts if parses(spec, text))
+
+
+@pytest.mark.parametrize("spec", NO_EFFECT, ids=lambda spec: spec.key)
+def test_what_has_no_effect_loads_and_is_logged(spec: ParameterSpec) -> None:
+    role, text = role_of(spec.key), sample_of(spec)
+    config = make_model_config(**{spec.key: text, "tokenizer_dir": "/a/path"})
+    assert read_parameters(config, role) == make_parameters(role, tokenizer_dir="/a/path")
+    assert without_effect(config, role) == [
+        f"parameter {spec.key} is {text!r} and has no effect: {spec.no_effect}"
+    ]
+    assert without_effect(make_model_config(**{spec.key: f"${{{spec.key}}}"}), role) == []
+
+
+@pytest.mark.parametrize("mode", ["medusa", "lookahead", "eagle", "top-k"])
+def test_a_decoding_mode_that_is_not_there_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"decoding_mode: got '{mode}', expected auto or top_k or "):
+        make_parameters(decoding_mode=mode)

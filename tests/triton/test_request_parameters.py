@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from inflight.core.request import Request
-from inflight.errors import InvalidArgument
-from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters, read_request_parameters
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.triton.request_parameters import (
+    HARMLESS,
+    NO_PARAMETERS,
+    RequestParameters,
+    read_request_parameters,
+)
 from inflight.triton.requests import convert
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.text_encoder import NoText
@@ -27,6 +32,50 @@ def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
 def test_nothing_is_said(text: str) -> None:
     """Triton's own priority means something to Triton alone, should a server hand it on."""
     assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize("name", [*HARMLESS, "triton_enable_empty_final_response"])
+@pytest.mark.parametrize("vocabulary", Vocabulary)
+def test_what_clients_send_and_nobody_reads_is_let_through(name: str, vocabulary: Vocabulary) -> None:
+    assert read_request_parameters(json.dumps({name: True}), 0, vocabulary) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "name", "hint"),
+    [
+        (Vocabulary.TEXT, "temprature", "did you mean temperature?"),
+        (Vocabulary.TEXT, "allotted_time", "did you mean allotted_time_ms?"),
+        (Vocabulary.TEXT, "xyzzy", "leave it out"),
+        (Vocabulary.TOKENS, "input_id", "did you mean input_ids?"),
+        (Vocabulary.TOKENS, "image_url_input", "this model does not take it"),
+        (Vocabulary.TEXT, "decoder_input_ids", "this model does not take it"),
+        (Vocabulary.TEXT, "temperature", "it is an input, send it as a tensor"),
+    ],
+)
+def test_what_nobody_would_read_is_refused_by_name(vocabulary: Vocabulary, name: str, hint: str) -> None:
+    """HTTP generate makes a parameter of a key that it does not know, so that this is a misspelt input."""
+    with pytest.raises(InvalidArgument) as raised:
+        read_request_parameters(json.dumps({name: "7"}), 0, vocabulary)
+    assert name in str(raised.value) and str(raised.value).endswith(hint)
+
+
+def test_parameters_that_the_server_was_told_to_ignore_are() -> None:
+    text = '{"x-request-id": "5", "top_p": 1}'
+    with pytest.raises(InvalidArgument, match="x-request-id"):
+        read_request_parameters(text, 0, Vocabulary.TEXT, ("top_p",))
+    ignored = ("x-request-id", "top_p")
+    assert read_request_parameters(text, 0, Vocabulary.TOKENS, ignored) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize("kind", ["", "context_and_generation"])
+def test_both_phases_of_a_request_are_no_special_wish(kind: str) -> None:
+    assert read(triton_trtllm_request_type=kind) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize("kind", ["context_only", "generation_only"])
+def test_one_phase_alone_is_refused(kind: str) -> None:
+    with pytest.raises(Unsupported, match=f"triton_trtllm_request_type is not available .*got '{kind}'"):
+        read(triton_trtllm_request_type=kind)
 
 
 @pytest.mark.parametrize("value", [0.75, "0.75"])

@@ -29,7 +29,6 @@ UNBUILT = [spec for spec in INPUTS.specs if not spec.built]
 REFUSABLE = [spec for spec in UNBUILT if spec.neutral and spec.neutral.rule is not NeutralRule.ANY]
 BUILT = {spec.name for spec in INPUTS.specs if spec.built}
 VOCABULARY_SIZE = 1000
-NOBODY = frozenset({"output_ids"})
 
 
 class Codes:
@@ -128,10 +127,39 @@ def test_data_types_are_known() -> None:
 
 @pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.name)
 def test_what_is_not_built_is_accepted_at_its_neutral_values(spec: TensorSpec) -> None:
-    plain = converted()
-    for value in neutral_values(spec):
-        for name in spec.names(Vocabulary.TOKENS):
-            assert converted(**{name: value}) == plain
+    for vocabulary in Vocabulary:
+        plain = converted(vocabulary)
+        for value in neutral_values(spec):
+            for name in spec.names(vocabulary):
+                assert converted(vocabulary, **{name: value}) == plain
+
+
+def test_the_decoders_prompt_that_upstreams_preprocessing_always_sends_asks_for_nothing() -> None:
+    plain = converted(pad_id=7)
+    assert converted(pad_id=7, decoder_input_ids=[[7]], decoder_input_lengths=1) == plain
+    for pad_id, ids in ((7, [[8]]), (7, [[7, 7]]), (None, [[7]])):
+        with pytest.raises(Unsupported, match=r"^decoder_input_ids is not .*send the pad_id alone$"):
+            converted(pad_id=pad_id, decoder_input_ids=ids)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_early_stopping_may_be_declared_as_bool(value: int) -> None:
+    sampling = converted(early_stopping=np.array([bool(value)]))[0].sampling
+    assert sampling.early_stopping == value and type(sampling.early_stopping) is int
+
+
+def test_draft_logits_may_be_declared_as_fp16() -> None:
+    sent = {"draft_input_ids": [[1, 2]], "draft_logits": DRAFT_LOGITS.astype(np.float16)}
+    assert landed(converted(**sent), "draft.logits") == FloatTensor(
+        (2, VOCABULARY_SIZE), DRAFT_LOGITS.tobytes()
+    )
+
+
+def test_a_tensor_that_another_config_pbtxt_declares_is_refused() -> None:
+    with pytest.raises(
+        Unsupported, match=r"^xyzzy is declared in config\.pbtxt, but this model does not know it"
+    ):
+        converted(xyzzy=np.zeros([1, 1], np.int32))
 
 
 @pytest.mark.parametrize("spec", REFUSABLE, ids=lambda spec: spec.name)
@@ -150,6 +178,8 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
         return [empty, *(wire(spec, value) for value in spec.neutral.values)]
     if spec.neutral.rule is NeutralRule.NO_TEXT:
         return [empty, wire(spec, b"")]
+    if spec.neutral.rule is NeutralRule.PAD_ID:
+        return [empty]
     return [empty, wire(spec, 7)] if spec.neutral.rule is NeutralRule.ANY else [empty]
 
 
@@ -244,7 +274,7 @@ COMPANIONS = [
         "embedding_bias_words",
         {"embedding_bias_words": [[b"aba", b""]], "embedding_bias_weights": [[2.0, 5.0]]},
         "embedding_bias",
-        bias({97: 2.0, 98: 2.0}),
+        bias({97: 4.0, 98: 2.0}),
     ),
     (
         "embedding_bias_weights",
@@ -271,7 +301,12 @@ COMPANIONS = [
     *[(f"retention_token_range_{part}", RANGES, "retention.ranges", READ_RANGES) for part in PARTS],
 ]
 # What asks for an output and nothing else.
-ASKING = {"return_num_input_tokens", "return_num_output_tokens"}
+ASKING = {
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_cumulative_logprob",
+    "return_finish_reason",
+}
 
 
 def landed(pair: tuple[Request, FrontEndOptions], path: str) -> object:
@@ -341,6 +376,20 @@ TEXT_LANDINGS = [
     ("min_length", 3, "sampling.min_length", 3),
     ("length_penalty", 0.5, "sampling.length_penalty", 0.5),
     ("exclude_input_in_output", True, "include_prompt", False),
+    # The names of TensorRT-LLM's llmapi model.
+    ("streaming", True, "streaming", True),
+    ("sampling_param_max_tokens", 9, "max_new_tokens", 9),
+    ("sampling_param_temperature", 0.5, "sampling.temperature", 0.5),
+    ("sampling_param_top_k", 3, "sampling.top_k", 3),
+    ("sampling_param_top_p", 0.5, "sampling.top_p", 0.5),
+    ("sampling_param_frequency_penalty", 0.5, "sampling.frequency_penalty", 0.5),
+    ("sampling_param_presence_penalty", 0.5, "sampling.presence_penalty", 0.5),
+    ("sampling_param_stop", [[b"ab", b"c"]], "stop_strings", ("ab", "c")),
+    ("sampling_param_seed", 11, "sampling.random_seed", 11),
+    ("sampling_param_exclude_input_from_output", True, "include_prompt", False),
+    ("sampling_param_return_perf_metrics", True, "output.return_perf_metrics", True),
+    ("return_cumulative_logprob", True, "output.return_log_probs", True),
+    ("return_finish_reason", False, "outputs", frozenset({"text_output"})),
 ]
 
 
@@ -349,7 +398,14 @@ def test_what_is_built_lands_under_the_names_of_ensemble(
     name: str, value: object, path: str, expected: object
 ) -> None:
     assert landed(converted(Vocabulary.TEXT), path) != expected
-    assert landed(converted(Vocabulary.TEXT, **{name: value}), path) == expected
+    given = {"max_tokens": None} if name == "sampling_param_max_tokens" else {}
+    assert landed(converted(Vocabulary.TEXT, **given, **{name: value}), path) == expected
+
+
+def test_llmapis_best_of_is_one() -> None:
+    assert converted(Vocabulary.TEXT, sampling_param_best_of=1) == converted(Vocabulary.TEXT)
+    with pytest.raises(Unsupported, match=r"^sampling_param_best_of is not available .*got 2; .* 0 or 1$"):
+        converted(Vocabulary.TEXT, sampling_param_best_of=2)
 
 
 def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
@@ -357,7 +413,6 @@ def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
     renamed = {spec.name for spec in INPUTS.specs if spec.built and spec.name not in spec.text_names}
     assert renamed == {
         "request_output_len",
-        "streaming",
         "runtime_top_k",
         "runtime_top_p",
         "runtime_top_p_min",
@@ -382,33 +437,55 @@ TOLD_APART = {"batch_index", "sequence_index"}
 
 
 def test_every_output_is_asked_for_comes_unasked_or_tells_responses_apart() -> None:
-    assert {spec.name for spec in ASKED_FOR} | UNASKED | TOLD_APART == {spec.name for spec in OUTPUTS.specs}
+    assert {spec.name for spec in ASKED_FOR} | UNASKED | TOLD_APART == {
+        spec.name for spec in OUTPUTS.specs if spec.built
+    }
     assert converted()[1].outputs == UNASKED
+
+
+def vocabulary_of(spec: TensorSpec) -> Vocabulary:
+    return Vocabulary.TEXT if spec.text_only else Vocabulary.TOKENS
 
 
 @pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
 def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
+    vocabulary = vocabulary_of(spec)
     value = 3 if spec.asked_by == "num_top_log_probs" else True
     asked = {other.name for other in ASKED_FOR if other.asked_by == spec.asked_by}
-    assert converted(**{spec.asked_by: value})[1].outputs == UNASKED | asked
+    unasked = UNASKED & {name for name, _ in OUTPUTS.declared(vocabulary)}
+    assert converted(vocabulary, **{spec.asked_by: value})[1].outputs == unasked | asked
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
 def test_a_named_output_is_asked_for_by_its_name(spec: TensorSpec) -> None:
-    request, options = converted(outputs=frozenset({spec.name}))
+    vocabulary = vocabulary_of(spec)
+    request, options = converted(vocabulary, outputs=frozenset({spec.name}))
     assert options.outputs == {spec.name}
     if spec.asked_by:
         value = 1 if spec.asked_by == "num_top_log_probs" else True
-        by_flag, _ = converted(**{spec.asked_by: value})
-        assert replace(request.output, exclude_input_from_output=False) == by_flag.output
+        by_flag, _ = converted(vocabulary, **{spec.asked_by: value})
+        asked, flagged = (
+            replace(each.output, exclude_input_from_output=False) for each in (request, by_flag)
+        )
+        assert asked == flagged
 
 
 @pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
 def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec) -> None:
     value = 3 if spec.asked_by == "num_top_log_probs" else True
-    request, options = converted(outputs=NOBODY, **{spec.asked_by: value})
-    assert options.outputs == NOBODY
-    assert request.output == converted()[0].output
+    vocabulary, nobody = vocabulary_of(spec), frozenset({"finish_reason"})
+    request, options = converted(vocabulary, outputs=nobody, **{spec.asked_by: value})
+    assert options.outputs == nobody
+    assert request.output == converted(vocabulary, outputs=nobody)[0].output
+
+
+def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> None:
+    """So that nobody pays for logits that upstream's config.pbtxt happens to declare."""
+    declared = ["output_ids", "sequence_length", "context_logits", "a_newer_one"]
+    naming = Naming.of(frozenset(declared), Vocabulary.TOKENS, declared)
+    (prompt,) = convert(make_reader(token_inputs()), naming, make_context(), Codes())
+    assert prompt.options.outputs == {"output_ids", "sequence_length"}
+    assert not prompt.request.output.return_context_logits
 
 
 def test_the_number_of_alternatives_is_the_clients() -> None:

@@ -209,5 +209,6 @@ def _engine_config(
         num_threads=num_threads or parameters.engine_threads,
         attention_windows=parameters.max_attention_window_size,
         sink_token_length=parameters.sink_token_length,
+        normalize_log_probs=parameters.normalize_log_probs,
         ranks_on_host=ranks_on_host,
     )

@@ -154,7 +154,8 @@ class LlmRequest:
         lookup: Makes its draft tokens, if it is to.
         stop_words: Ends it, if it has any.
         finish_reason: Why it ended.
-        log_probs, top_log_probs, logits: Of each generated token that no response has carried, if they are wanted.
+        log_probs, drawn_log_probs, top_log_probs, logits: Of each generated token that no response has carried, if
+            they are wanted. `TokenDetails` says what they are.
         cum_log_prob: Sum of all log probabilities, carried or not.
         first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
         num_iterations: Iterations that gave it tokens.
@@ -166,6 +167,7 @@ class LlmRequest:
         "beams",
         "context_length",
         "cum_log_prob",
+        "drawn_log_probs",
         "finish_reason",
         "first_scheduled_ns",
         "first_token_ns",
@@ -239,6 +241,7 @@ class LlmRequest:
         self.stop_words = StopWords(request.stop_words) if request.stop_words and not self.beams else None
         self.finish_reason = FinishReason.NOT_FINISHED
         self.log_probs: list[float] = []
+        self.drawn_log_probs: list[float] = []
         self.top_log_probs: list[TopLogProbs] = []
         self.logits: list[bytes] = []
         self.cum_log_prob = 0.0
@@ -328,6 +331,7 @@ class LlmRequest:
     def forget_details(self) -> None:
         """A response has carried them: a long stream's logits would fill the memory."""
         self.log_probs.clear()
+        self.drawn_log_probs.clear()
         self.top_log_probs.clear()
         self.logits.clear()
 

@@ -98,6 +98,7 @@ def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextD
 
 def _keep_details(llm_request: LlmRequest, details: TokenDetails, num_tokens: int) -> None:
     llm_request.log_probs += details.log_probs[:num_tokens]
+    llm_request.drawn_log_probs += details.drawn_log_probs[:num_tokens]
     llm_request.top_log_probs += details.top_log_probs[:num_tokens]
     llm_request.logits += details.logits[:num_tokens]
     llm_request.cum_log_prob += sum(details.log_probs[:num_tokens])

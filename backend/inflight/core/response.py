@@ -69,8 +69,10 @@ class Result:
         is_cumulative: Whether it repeats what earlier responses said, as streamed beams do, instead of adding.
         log_probs: Per beam, of each generated token in this response; None if not wanted. Tensor
             `output_log_probs`.
-        cum_log_probs: Per beam, of everything generated so far: of a sequence the sum of all its `log_probs`; of
-            a beam the sum that it is ranked by (divided by length ** length_penalty), which is of log
+        model_log_probs: Per beam, the model's own log probabilities of the same tokens, where `log_probs` are of
+            the distribution that a token was drawn from; None where these are the model's own already.
+        cum_log_probs: Per beam, of everything generated so far: of a sequence the sum of the model's own; of a
+            beam the sum that it is ranked by (divided by length ** length_penalty), which is of log
             probabilities after penalties, bias and temperature and has the end id's in it. Tensor `cum_log_probs`.
         top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
             `top_log_probs`.
@@ -94,6 +96,7 @@ class Result:
     context_logits: FloatTensor | None = None
     generation_logits: tuple[FloatTensor, ...] | None = None
     perf_metrics: PerfMetrics | None = None
+    model_log_probs: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def carries_tokens_only(self) -> bool:
@@ -182,6 +185,9 @@ def _merge(results: list[Result]) -> Result:
         output_token_ids=_join([r.output_token_ids for r in results]),
         num_output_tokens=(sum(r.num_output_tokens[0] for r in results),),
         log_probs=None if last.log_probs is None else _join([r.log_probs or ((),) for r in results]),
+        model_log_probs=(
+            None if last.model_log_probs is None else _join([r.model_log_probs or ((),) for r in results])
+        ),
         top_log_probs=(
             None if last.top_log_probs is None else _join([r.top_log_probs or ((),) for r in results])
         ),

@@ -74,9 +74,12 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
     )
     output = request.output
     if output.wants_details:
+        log_probs = (tuple(llm_request.log_probs),) if output.return_log_probs else None
+        drawn = (tuple(llm_request.drawn_log_probs),) if llm_request.drawn_log_probs else None
         result = replace(
             result,
-            log_probs=(tuple(llm_request.log_probs),) if output.return_log_probs else None,
+            log_probs=drawn or log_probs,
+            model_log_probs=log_probs if drawn else None,
             cum_log_probs=(llm_request.cum_log_prob,) if output.return_log_probs else None,
             top_log_probs=(tuple(llm_request.top_log_probs),) if output.num_top_log_probs else None,
             generation_logits=(_stacked(llm_request.logits),)

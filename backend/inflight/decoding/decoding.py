@@ -24,7 +24,7 @@ from inflight.core.batch import (
     TokenDetails,
 )
 from inflight.decoding.beams import beam_candidates
-from inflight.decoding.details import join_details, token_details
+from inflight.decoding.details import join_details, token_details, with_drawn_log_probs
 from inflight.decoding.drafts import accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.history import History
 from inflight.decoding.pipeline import process
@@ -88,11 +88,14 @@ class Decoding:
         vocab_size: int,
         device: torch.device,
         kernels: RowKernels | None = None,
+        normalize_log_probs: bool = False,
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
-        Without `kernels`, those of torch.
+        Without `kernels`, those of torch. With `normalize_log_probs`, rows that want log probabilities get those
+        of the distribution that their token was drawn from too.
         """
+        self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
         self._kernels = kernels or RowKernels()
         self._slots = SlotParameters(num_slots, device)
@@ -253,6 +256,8 @@ class Decoding:
         outputs = [self._slots.of(slot).request.output for slot in slots]
         found: dict[int, TokenDetails] = {}
         details = token_details(raw.take(indices), rows.upload(chosen[indices]), outputs)
+        if self._normalize_log_probs:
+            details = with_drawn_log_probs(details, rows.select(indices), chosen[indices])
         for slot, detail in zip(slots, details, strict=True):
             found[slot] = join_details(found[slot], detail) if slot in found else detail
         return found

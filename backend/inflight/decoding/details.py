@@ -1,8 +1,12 @@
-"""Log probabilities and logits beside chosen tokens, for rows that ask: of the model's logits as they came."""
+"""Log probabilities and logits beside chosen tokens, for rows that ask: of the model's logits as they came.
+
+`with_drawn_log_probs` alone is about what became of them: the distributions that tokens were drawn from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,7 +17,8 @@ from inflight.core.batch import TokenDetails
 from inflight.core.output_config import OutputConfig
 from inflight.core.response import TopLogProbs
 from inflight.decoding.likeliest import likeliest
-from inflight.decoding.rows import take_rows
+from inflight.decoding.rows import Rows, take_rows
+from inflight.decoding.sampler import distribution
 
 
 def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputConfig]) -> list[TokenDetails]:
@@ -39,12 +44,32 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputCon
     return [TokenDetails(*parts) for parts in zip(log_probs, top, raw, strict=True)]
 
 
+def with_drawn_log_probs(
+    details: Sequence[TokenDetails], rows: Rows, chosen: NDArray[np.int64]
+) -> list[TokenDetails]:
+    """The details, those with log probabilities with the tokens' in the distributions they were drawn from too.
+
+    Args:
+        details: One per row.
+        rows: Processed.
+        chosen: [rows] the chosen tokens.
+    """
+    wanted = _which(bool(each.log_probs) for each in details)
+    result = list(details)
+    if len(wanted):
+        shares = distribution(rows.select(wanted)).gather(-1, rows.upload(chosen[wanted])[:, None])
+        for row, value in zip(wanted, shares.log()[:, 0].tolist(), strict=True):
+            result[row] = replace(details[row], drawn_log_probs=(value,))
+    return result
+
+
 def join_details(first: TokenDetails, then: TokenDetails) -> TokenDetails:
     """Details of consecutive tokens of one sequence."""
     return TokenDetails(
         first.log_probs + then.log_probs,
         first.top_log_probs + then.top_log_probs,
         first.logits + then.logits,
+        first.drawn_log_probs + then.drawn_log_probs,
     )
 
 

@@ -152,6 +152,11 @@ def next_token(
     return draw(probabilities, number) if probabilities else None
 
 
+def drawn_log_prob(logits: Sequence[float], request: Request, tokens: Sequence[int], token: int) -> float:
+    """Log probability of `token` in what the token after `tokens` is drawn from; of a greedy choice it is 0."""
+    return math.log(distribution(logits, request, tokens)[token])
+
+
 def log_probs(logits: Sequence[float]) -> list[float]:
     """log_softmax; where every token is banned, all are as impossible as the others."""
     highest = max(logits)

@@ -18,6 +18,7 @@ from inflight.server.errors import OptionError
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
 RECORD_PATH = "record_path"
+ADD_SPECIAL_TOKENS = "add_special_tokens"
 MAX_BATCH_SIZE = "max_batch_size"
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = "demo_model"
@@ -96,7 +97,7 @@ def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path)
         model: dict(known) | {key: value for key, value in settings.items() if key in known}
         for model, known in present.items()
     }
-    engines = [model for model, known in filled.items() if MODEL_PATH in known]
+    engines = [model for model, known in filled.items() if _is_engine(known)]
     own = {model for model in engines if MODEL_PATH not in settings and is_filled(filled[model][MODEL_PATH])}
     for model in engines:
         if not is_filled(filled[model][MODEL_PATH]) and (demo := _demo_model(source, model)):
@@ -137,11 +138,17 @@ def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) ->
 
 
 def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ...]:
-    return tuple(ranks.launch_of(model, known) for model, known in filled.items() if MODEL_PATH in known)
+    return tuple(ranks.launch_of(model, known) for model, known in filled.items() if _is_engine(known))
+
+
+def _is_engine(known: Mapping[str, str]) -> bool:
+    """Whether the model loads a checkpoint; tensorrtllm_backend's preprocessing is told its folder too."""
+    return MODEL_PATH in known and ADD_SPECIAL_TOKENS not in known
 
 
 def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
-    found = [known[MODEL_PATH] for known in filled.values() if is_filled(known.get(MODEL_PATH))]
+    engines = [known for known in filled.values() if _is_engine(known)]
+    found = [known[MODEL_PATH] for known in engines if is_filled(known[MODEL_PATH])]
     return ",".join(dict.fromkeys(found)) or None
 
 

@@ -1,4 +1,4 @@
-"""A word's token ids: every way in which it is likely to be spelled inside of a text.
+"""A word's token ids: every way in which it is likely to be spelled in a text, and those that a bias is for.
 
 Owns which tokenizations of a word count. Does not know what they are banned or looked for. Plain functions, any
 thread.
@@ -31,6 +31,15 @@ def word_ids(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
     found = [() if added is None else (added,)]
     found += [_ids_within_a_text(tokenizer, spelling) for spelling in spellings]
     return tuple(dict.fromkeys(ids for ids in found if ids))
+
+
+def biased_ids(tokenizer: Tokenizer, word: str) -> list[int]:
+    """The ids that a bias for `word` is added to: the word encoded like a prompt, with its special tokens.
+
+    That is tensorrtllm_backend's rule. The same weight so falls on a beginning-of-sequence token too, which nobody
+    generates, and with the few tokenizers that end a prompt with an end-of-sequence token also on that one.
+    """
+    return tokenizer.encode(word)
 
 
 def _ids_within_a_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -223,6 +223,7 @@ def cut(result: Result, deltas: Sequence[TextDelta]) -> Result:
         finish_reasons=tuple(FinishReason.STOP_WORDS if d.stopped else reason for reason, d in reasons),
         is_sequence_final=result.is_sequence_final or all(delta.stopped for delta in deltas),
         log_probs=_first_of_each(result.log_probs, kept),
+        model_log_probs=_first_of_each(result.model_log_probs, kept),
         cum_log_probs=_cum_log_probs(result, kept),
         top_log_probs=_first_of_each(result.top_log_probs, kept),
         generation_logits=_first_rows(result.generation_logits, kept),
@@ -236,9 +237,10 @@ def _first_of_each(
 
 
 def _cum_log_probs(result: Result, kept: list[int]) -> tuple[float, ...] | None:
-    if result.cum_log_probs is None or result.log_probs is None:
+    of_model = result.model_log_probs or result.log_probs
+    if result.cum_log_probs is None or of_model is None:
         return result.cum_log_probs
-    rows = zip(result.cum_log_probs, result.log_probs, kept)
+    rows = zip(result.cum_log_probs, of_model, kept)
     return tuple(cum - sum(log_probs[count:]) for cum, log_probs, count in rows)
 
 

@@ -8,8 +8,8 @@ is answered alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,11 +51,13 @@ class ServingModel:
         vocabulary: Whose tensor names its clients use.
         decoupled: Whether a request may have more than one response.
         parameters: From its config.pbtxt.
+        outputs: The data type of each output that config.pbtxt declares; without any, those of the table.
     """
 
     vocabulary: Vocabulary
     decoupled: bool
     parameters: Parameters
+    outputs: Mapping[str, str] = field(default_factory=dict)
 
 
 class FrontEnd:
@@ -81,7 +83,7 @@ class FrontEnd:
         self._close_client = close_client
         self._model = model
         self._tokenizers = tokenizers
-        self._responses = ResponseBuilder(pb_utils)
+        self._responses = ResponseBuilder(pb_utils, model.outputs)
         self._in_flight = InFlight(client)
         self._budget = ResponseBudget()
         self._sender = Sender(
@@ -133,7 +135,10 @@ class FrontEnd:
 
     def _admit(self, triton_request: Any, stream: ClientStream) -> None:
         parameters = read_request_parameters(
-            triton_request.parameters(), triton_request.timeout(), self._model.vocabulary
+            triton_request.parameters(),
+            triton_request.timeout(),
+            self._model.vocabulary,
+            self._model.parameters.ignored_request_parameters,
         )
         reader = TensorReader(triton_request.inputs(), INPUTS, self._model.vocabulary)
         if wants_stop(reader):
@@ -144,7 +149,8 @@ class FrontEnd:
         if wants_state(reader):
             self._ask_state(description, stream)
             return
-        naming = Naming.of(frozenset(triton_request.requested_output_names()), self._model.vocabulary)
+        requested = frozenset(triton_request.requested_output_names())
+        naming = Naming.of(requested, self._model.vocabulary, self._model.outputs)
         encoder = ModelTextEncoder(self._tokenizers, description.tokenizer_dir)
         check_texts(reader, encoder, description.limits)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))

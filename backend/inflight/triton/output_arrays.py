@@ -138,6 +138,7 @@ _MAKERS: dict[str, Callable[[Sequence[Output]], np.ndarray | None]] = {
     "num_input_tokens": _num_input_tokens,
     "num_output_tokens": _num_output_tokens,
     "cum_log_probs": _cum_log_probs,
+    "cumulative_logprob": _cum_log_probs,
     "output_log_probs": _output_log_probs,
     "top_log_prob_ids": _top_log_prob_ids,
     "top_log_probs": _top_log_probs,
@@ -145,6 +146,7 @@ _MAKERS: dict[str, Callable[[Sequence[Output]], np.ndarray | None]] = {
     "context_logits": _context_logits,
     "generation_logits": _generation_logits,
     "state": lambda outputs: None,  # only the answer to a state request has one
+    "context_phase_params": lambda outputs: None,
 }
 
 _OF_METRICS: dict[str, Callable[[PerfMetrics], float]] = {

@@ -59,13 +59,14 @@ def real(minimum: float, maximum: float = math.inf, above: bool = False) -> Kind
     return Kind(f"a number {low}" + ("" if math.isinf(maximum) else f" and <= {maximum:g}"), parse)
 
 
-def choice(*names: str) -> Kind:
-    """One of these names, letter for letter."""
+def choice(*names: str, any_case: bool = False) -> Kind:
+    """One of these names, letter for letter, or with `any_case` in small letters or capitals."""
 
     def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError(text)
-        return text
+        for name in names:
+            if text == name or (any_case and text.lower() == name.lower()):
+                return name
+        raise ValueError(text)
 
     return Kind(" or ".join(names), parse)
 
@@ -82,6 +83,13 @@ def member(enum: type[Enum], *but: Enum) -> Kind:
     return Kind(" or ".join(members), parse)
 
 
+def _parse_names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise ValueError(text)
+    return names
+
+
 def _integers(expected: str, minimum: int) -> Kind:
     def parse(text: str) -> tuple[int, ...]:
         values = tuple(int(part) for part in text.split(","))
@@ -95,3 +103,4 @@ def _integers(expected: str, minimum: int) -> Kind:
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
 DEVICES = _integers("numbers >= 0 with commas between", 0)
+NAMES = Kind("names with commas between", _parse_names)

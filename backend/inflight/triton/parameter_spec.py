@@ -33,6 +33,8 @@ class ParameterSpec:
         template_value: What config.pbtxt says instead of a template variable.
         neutral: None for a built row. Otherwise the only values accepted, () for none.
         read_by_triton: Whether Triton's Python backend reads it and this package does not.
+        no_effect: Why any value that parses does nothing; "" for a row of which that is not so. What was given is
+            logged with it.
         complaint: How an error about its value begins: with {key} and {text}.
     """
 
@@ -46,17 +48,21 @@ class ParameterSpec:
     neutral: tuple[Any, ...] | None = None
     read_by_triton: bool = False
     complaint: str = "{key}: got {text!r}"
+    no_effect: str = ""
 
     @property
     def built(self) -> bool:
         """Whether this version acts on it."""
-        return self.neutral is None and not self.read_by_triton
+        return self.neutral is None and not self.read_by_triton and not self.no_effect
 
     @property
     def expectation(self) -> str:
         """What may be written, for a comment."""
         if self.neutral is not None:
             return f"not available yet, {self._neutral_advice}"
+        if self.no_effect:
+            expected = "any text" if self.kind is TEXT else self.kind.expected
+            return f"no effect, {self.no_effect}; {expected}"
         default = self.default.value if isinstance(self.default, Enum) else self.default
         shown = str(default).lower() if isinstance(default, bool) else default
         expected = "" if self.kind is TEXT else self.kind.expected

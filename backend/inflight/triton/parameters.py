@@ -3,7 +3,8 @@
 TensorRT-LLM's keys come with their meaning and, where it is known, their default; then this project's own. An
 empty value or an unfilled `${…}` is absent. Every other value must parse and every key must be known: the load
 fails otherwise, with all problems in one message. Keys of TensorRT-LLM for what is not built yet are known, and
-accepted at the values that ask for nothing. Pure.
+accepted at the values that ask for nothing. Those that could do nothing here, whatever their value is, are
+accepted and logged. Pure.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from inflight.errors import ConfigError
 from inflight.triton.parameter_kinds import (
     BOOLEAN,
     DEVICES,
+    NAMES,
     TEXT,
     TOKEN_IDS,
     WINDOWS,
@@ -30,7 +32,15 @@ from inflight.triton.parameter_kinds import (
 )
 from inflight.triton.parameter_spec import ParameterSpec, Role
 
-__all__ = ["PARAMETERS", "ParameterSpec", "Parameters", "Role", "is_filled", "read_parameters"]
+__all__ = [
+    "PARAMETERS",
+    "ParameterSpec",
+    "Parameters",
+    "Role",
+    "is_filled",
+    "read_parameters",
+    "without_effect",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,9 @@ class Parameters:
     kv_cache_free_gpu_mem_fraction: float
     kv_cache_free_cpu_mem_fraction: float
     exclude_input_in_output: bool | None
+    normalize_log_probs: bool
     default_end_ids: tuple[int, ...]
+    ignored_request_parameters: tuple[str, ...]
     cancellation_check_period_ms: int
     stream_interval: int
     stats_check_period_ms: int
@@ -92,8 +104,30 @@ _POLICIES = member(CapacitySchedulerPolicy, CapacitySchedulerPolicy.STATIC_BATCH
 _NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 
 
-def _unbuilt(key: str, kind: Kind, meaning: str, *neutral: Any, template: str = "") -> ParameterSpec:
-    return ParameterSpec(key, kind, None, meaning, template=template, neutral=neutral)
+_ENGINE = frozenset({Role.ENGINE})
+_PREPROCESSING = frozenset({Role.PREPROCESSING})
+_DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
+
+
+def _unbuilt(
+    key: str,
+    kind: Kind,
+    meaning: str,
+    *neutral: Any,
+    template: str = "",
+    roles: frozenset[Role] = _ENGINE,
+) -> ParameterSpec:
+    return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral)
+
+
+def _no_effect(
+    key: str,
+    kind: Kind,
+    meaning: str,
+    reason: str,
+    roles: frozenset[Role] = _ENGINE,
+) -> ParameterSpec:
+    return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
 
 
 _BUILT: tuple[ParameterSpec, ...] = (
@@ -102,6 +136,7 @@ _BUILT: tuple[ParameterSpec, ...] = (
         TEXT,
         None,
         "folder of the checkpoint; the demo model without one",
+        frozenset({Role.ENGINE, Role.PREPROCESSING}),
         template="engine_dir",
     ),
     ParameterSpec("tokenizer_dir", TEXT, None, "folder of tokenizer.json", frozenset(Role)),
@@ -122,7 +157,7 @@ _BUILT: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec(
         "gpt_model_type",
-        choice("V1", "inflight_batching", "inflight_fused_batching"),
+        choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
         "inflight_fused_batching",
         "V1 ends a batch before it starts the next; the others are in-flight batching, context and generation in "
         "one forward pass",
@@ -175,6 +210,19 @@ _BUILT: tuple[ParameterSpec, ...] = (
         None,
         "leave the prompt out unless a request says otherwise",
         _MODELS,
+    ),
+    ParameterSpec(
+        "normalize_log_probs",
+        BOOLEAN,
+        False,
+        "output_log_probs of the distribution that a token was drawn from instead of the model's own",
+    ),
+    ParameterSpec(
+        "ignored_request_parameters",
+        NAMES,
+        (),
+        "request parameters that may come and that nobody reads, for instance HTTP headers that Triton forwards",
+        frozenset(Role),
     ),
     ParameterSpec("default_end_ids", TOKEN_IDS, (), "end ids of requests by token ids without end_id"),
     ParameterSpec(
@@ -259,22 +307,68 @@ _BUILT: tuple[ParameterSpec, ...] = (
     ),
 )
 
+_NO_ADAPTERS = "there are no adapters in this version"
+
+_NO_EFFECT: tuple[ParameterSpec, ...] = (
+    _no_effect(
+        "decoding_mode",
+        choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search"),
+        "how tokens are chosen",
+        "every request says so for itself",
+    ),
+    _no_effect(
+        "triton_backend",
+        choice("tensorrtllm", "python"),
+        "of tensorrtllm_backend, which implementation",
+        "there is one",
+    ),
+    _no_effect("executor_worker_path", TEXT, "program of a worker rank", "ranks run this package"),
+    _no_effect(
+        "max_queue_delay_microseconds",
+        integer(0),
+        "how long Triton may hold requests back to batch them",
+        "a request joins the batch in flight at once",
+    ),
+    _no_effect(
+        "encoder_input_features_data_type",
+        _DATA_TYPES,
+        "of the input encoder_input_features",
+        "no model here has an encoder",
+    ),
+    _no_effect(
+        "prompt_embedding_table_data_type",
+        _DATA_TYPES,
+        "of the input prompt_embedding_table",
+        "there are no prompt tables in this version",
+    ),
+    _no_effect("lora_cache_optimal_adapter_size", integer(0), "page size of the adapter cache", _NO_ADAPTERS),
+    _no_effect("lora_cache_max_adapter_size", integer(0), "largest rank", _NO_ADAPTERS),
+    _no_effect("lora_cache_gpu_memory_fraction", real(0, 1), "adapter cache", _NO_ADAPTERS),
+    _no_effect("lora_cache_host_memory_bytes", integer(0), "adapter cache", _NO_ADAPTERS),
+    _no_effect(
+        "max_num_images", integer(0), "most images of a prompt", "no model here takes any", _PREPROCESSING
+    ),
+    _no_effect("hf_model_path", TEXT, "checkpoint of an image model", "no model here is one", _PREPROCESSING),
+    _no_effect(
+        "tokenizer_type",
+        TEXT,
+        "of older versions of tensorrtllm_backend",
+        "tokenizer.json says it",
+        frozenset({Role.PREPROCESSING, Role.POSTPROCESSING}),
+    ),
+)
+
 _UNBUILT: tuple[ParameterSpec, ...] = (
-    _unbuilt("decoding_mode", TEXT, "how tokens are chosen", "top_k", "top_p", "top_k_top_p"),
+    _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
+    _unbuilt("visual_model_path", TEXT, "its name in older versions", roles=_PREPROCESSING),
     _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", real(0, 1), "KV cache share of an encoder", 0.0),
     _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
     _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
-    _unbuilt("normalize_log_probs", BOOLEAN, "log probs of the kept tokens alone", False),
     _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
-    _unbuilt("executor_worker_path", TEXT, "program of a worker rank"),
-    _unbuilt("lora_cache_optimal_adapter_size", integer(1), "page size of the adapter cache", 8),
-    _unbuilt("lora_cache_max_adapter_size", integer(1), "largest rank", 64),
-    _unbuilt("lora_cache_gpu_memory_fraction", real(0, 1), "adapter cache", 0.05),
-    _unbuilt("lora_cache_host_memory_bytes", integer(0), "adapter cache", 1 << 30),
     _unbuilt("lora_prefetch_dir", TEXT, "adapters to load at start"),
     _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
     _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0),
@@ -290,7 +384,7 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
 )
 
-PARAMETERS: tuple[ParameterSpec, ...] = (*_BUILT, *_UNBUILT)
+PARAMETERS: tuple[ParameterSpec, ...] = (*_BUILT, *_NO_EFFECT, *_UNBUILT)
 
 
 def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
@@ -320,6 +414,19 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     given.setdefault("max_queue_size", _queue_bound(model_config))
     values = {spec.key: given.get(spec.key, spec.default) for spec in PARAMETERS if spec.built}
     return Parameters(max_num_sequences=max_batch_size, **values)
+
+
+def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
+    """A line for each parameter that was given and does nothing, for the log."""
+    rows = {spec.key: spec for spec in PARAMETERS if spec.no_effect and role in spec.roles}
+    given = {
+        key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()
+    }
+    return [
+        f"parameter {key} is {text!r} and has no effect: {rows[key].no_effect}"
+        for key, text in given.items()
+        if key in rows and is_filled(text)
+    ]
 
 
 def is_filled(text: str) -> bool:

@@ -49,7 +49,7 @@ def _outputs(specs: Iterable[TensorSpec]) -> Iterator[str]:
 
 
 def _row(spec: TensorSpec) -> str:
-    names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS))
+    names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS)) or "–"
     text_names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TEXT)) or "–"
     return f"| {names} | {text_names} | {spec.dtype} | {spec.wire_shape} | {spec.meaning} |"
 

@@ -166,6 +166,7 @@ def _after_stop(stopped_at: Result, last: Result) -> Result:
         num_output_tokens=(0,),
         finish_reasons=(FinishReason.STOP_WORDS,),
         log_probs=None if stopped_at.log_probs is None else ((),),
+        model_log_probs=None,
         top_log_probs=None if stopped_at.top_log_probs is None else ((),),
         prompt_log_probs=None,
         context_logits=None,

@@ -4,24 +4,45 @@ tritonserver keeps its own `priority` to itself, hands `timeout` (microseconds) 
 parameter through: integers, booleans, numbers and strings over gRPC and HTTP infer, whatever JSON has over HTTP
 generate, which makes a parameter of every key that is no input of the model (of `timeout` too).
 
-Owns which parameters mean something and what may stand in them; all others are ignored, except tensors under the
-name of another model. Runs on the thread that calls execute.
+Owns which parameters mean something, what may stand in them, and which others clients send that ask for nothing.
+Any other is refused: through HTTP generate it is a misspelt or unknown input. Runs on the thread that calls
+execute.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from inflight.errors import InvalidArgument
-from inflight.triton.tensor_spec import Vocabulary
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.triton.tensor_spec import TensorTable, Vocabulary
 from inflight.triton.tensors import INPUTS
 
 PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT = "request_priority", "client_id", "allotted_time_ms", "timeout"
+_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT})
+
+HARMLESS: Mapping[str, str] = {
+    "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and its backend ignores it too",
+    "model": "GenAI-Perf and AIPerf put the model's name into the body of HTTP generate",
+    "priority": "Triton's own, for its own queue; over HTTP generate it becomes a parameter",
+    "sequence_id": "Triton's own, for models with sequences; zeros stand for none",
+    "sequence_start": "the same",
+    "sequence_end": "the same",
+    "binary_data_output": "Triton's HTTP front end's own: how outputs are encoded",
+}
+"""Request parameters that clients are known to send, that nobody here reads, and why that is no loss."""
+
+TRITONS = "triton_"
+"""Names that begin so are Triton's own, for instance triton_enable_empty_final_response."""
+
+_REQUEST_TYPE = "triton_trtllm_request_type"
+_WHOLE = "context_and_generation"
+
 _LARGEST_CLIENT_ID = (1 << 64) - 1
 _LARGEST_TIME = (1 << 63) - 1
 _EXACT = 1 << 53
@@ -46,16 +67,28 @@ class RequestParameters:
 NO_PARAMETERS = RequestParameters()
 
 
-def read_request_parameters(parameters: str, timeout_us: int, vocabulary: Vocabulary) -> RequestParameters:
+def read_request_parameters(
+    parameters: str, timeout_us: int, vocabulary: Vocabulary, ignored: Collection[str] = ()
+) -> RequestParameters:
     """What `parameters` (a JSON object) and Triton's own timeout say.
 
-    Raises InvalidArgument for a bad value, and for a tensor of the other vocabulary; the message names the
-    parameter, what came and what was expected.
+    Args:
+        parameters: As Triton hands them on.
+        timeout_us: Triton's own; 0: none.
+        vocabulary: Whose tensor names the request's client uses.
+        ignored: Parameter `ignored_request_parameters`.
+
+    Raises:
+        InvalidArgument: A bad value, or a parameter that nobody reads, a tensor of the other vocabulary for
+            instance; the message names the parameter, what came and what was expected.
+        Unsupported: A parameter that asks for one phase of a request alone.
     """
     given = json.loads(parameters) if parameters and parameters != "{}" else {}
     if not given and not timeout_us:  # nearly every request
         return NO_PARAMETERS
-    _refuse_misnamed(given, vocabulary)
+    _refuse_one_phase(given)
+    _refuse_misnamed(given, vocabulary, ignored)
+    refuse_unread(given, INPUTS, vocabulary, (*_READ, *ignored))
     return RequestParameters(
         priority=_fraction(given, PRIORITY),
         client_id=_integer(given, CLIENT_ID, _LARGEST_CLIENT_ID),
@@ -63,13 +96,47 @@ def read_request_parameters(parameters: str, timeout_us: int, vocabulary: Vocabu
     )
 
 
-def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary) -> None:
+def refuse_unread(
+    given: Mapping[str, Any], table: TensorTable, vocabulary: Vocabulary, read: Collection[str]
+) -> None:
+    """Raise InvalidArgument for the first parameter that is not in `read` and not known to ask for nothing.
+
+    Args:
+        given: The request's parameters.
+        table: The model's inputs.
+        vocabulary: Whose names these go by.
+        read: Names of parameters that somebody reads, or that the server was told to ignore.
+    """
+    inputs = [name for name, _ in table.declared(vocabulary)]
+    for key, value in given.items():
+        if key in read or key in HARMLESS or key.startswith(TRITONS):
+            continue
+        if key in inputs:
+            raise InvalidArgument(f"{key} came as a request parameter: it is an input, send it as a tensor")
+        near = difflib.get_close_matches(key, [*inputs, *read], n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:80]}…"
+        raise InvalidArgument(
+            f"this model has no input and no request parameter {key}, got {shown}: nobody would read it; {hint}"
+        )
+
+
+def _refuse_one_phase(given: Mapping[str, Any]) -> None:
+    kind = given.get(_REQUEST_TYPE)
+    if kind not in (None, "", _WHOLE):
+        raise Unsupported(
+            f"request parameter {_REQUEST_TYPE} is not available in this version: got {kind!r}; leave it out or "
+            f"send {_WHOLE!r}"
+        )
+
+
+def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: Collection[str]) -> None:
     """HTTP generate makes a parameter of a tensor that goes by another name here, and nobody would read it."""
     own = {name for name, _ in INPUTS.declared(vocabulary)}
     (other,) = set(Vocabulary) - {vocabulary}
     for key in given:
         spec = INPUTS.sent_as(key, other)
-        if spec is not None and key not in own:
+        if spec is not None and key not in own and key not in ignored:
             names = spec.names(vocabulary)
             called = f"here it is called {names[0]}" if names else "this model does not take it"
             raise InvalidArgument(f"{key} is not an input of this model: {called}")

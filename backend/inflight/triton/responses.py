@@ -1,4 +1,4 @@
-"""From outputs to Triton's InferenceResponse: exactly the wanted tensors, in the table's types.
+"""From outputs to Triton's InferenceResponse: exactly the wanted tensors, in the types that config.pbtxt declares.
 
 Owns the data types of outputs and the codes of errors. Does not know who waits for the response. Runs on the
 sender thread; errors also on the thread that calls execute.
@@ -6,7 +6,7 @@ sender thread; errors also on the thread that calls execute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,9 +22,11 @@ from inflight.triton.tensors import OUTPUTS
 class ResponseBuilder:
     """Makes responses with the `triton_python_backend_utils` module it is given."""
 
-    def __init__(self, pb_utils: Any) -> None:
+    def __init__(self, pb_utils: Any, declared: Mapping[str, str] | None = None) -> None:
+        """`declared`: data types of outputs where they are not those of the table."""
         self._pb_utils = pb_utils
-        self._types = {spec.name: NUMPY_TYPES[spec.dtype] for spec in OUTPUTS.specs}
+        dtypes = {spec.name: (declared or {}).get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
+        self._types = {name: NUMPY_TYPES[dtype] for name, dtype in dtypes.items()}
         # Clients want the same few sets again and again, in every response.
         self._in_order = lru_cache(maxsize=64)(self._typed)
 

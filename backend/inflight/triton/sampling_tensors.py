@@ -14,6 +14,7 @@ from inflight.core.tensor import FloatTensor
 from inflight.errors import InvalidArgument
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.text_encoder import TextEncoder
+from inflight.triton.word_bias import add_word_bias, check_bias
 
 _DEFAULT = SamplingConfig()
 
@@ -69,34 +70,14 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
     if bias is not None and bias.shape != (vocab_size,):
         raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
     total = np.zeros(vocab_size, np.float32) if bias is None else bias.copy()
-    for word, weight in _weighted_words(reader):
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is refused below
-            total[_tokens_of(word, vocab_size, encoder)] += weight
-    if np.isnan(total).any() or np.isposinf(total).any():
-        name = "embedding_bias_weights" if bias is None else "embedding_bias"
-        raise InvalidArgument(f"{name} must hold finite numbers, or -inf to ban a token")
+    check_bias(total, "embedding_bias")
+    add_word_bias(total, reader, "embedding_bias_words", "embedding_bias_weights", encoder.tokens)
     return as_float_tensor(total) if total.any() else None
-
-
-def _weighted_words(reader: TensorReader) -> list[tuple[str, float]]:
-    words, weights = reader.texts("embedding_bias_words"), reader.array("embedding_bias_weights")
-    values = [] if weights is None else weights.tolist()
-    if len(words) != len(values) and (any(words) or any(values)):
-        raise InvalidArgument(
-            f"embedding_bias_words has {len(words)} texts and embedding_bias_weights {len(values)} weights: "
-            "send one weight for each text"
-        )
-    return [(word, weight) for word, weight in zip(words, values) if word and weight]
 
 
 def as_float_tensor(array: np.ndarray) -> FloatTensor:
     """The same values as the core hands them through."""
     return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())
-
-
-def _tokens_of(word: str, vocab_size: int, encoder: TextEncoder) -> list[int]:
-    """Each token of the word once; a tokenizer may know tokens that the model has no logit for."""
-    return sorted({token_id for token_id in encoder.tokens(word) if token_id < vocab_size})
 
 
 def _integer(reader: TensorReader, name: str, default: int) -> int:

@@ -25,6 +25,7 @@ NUMPY_TYPES: dict[str, type] = {
     "FP32": np.float32,
     "INT32": np.int32,
     "INT64": np.int64,
+    "UINT8": np.uint8,
     "UINT64": np.uint64,
 }
 
@@ -58,9 +59,12 @@ class TensorReader:
         self._table = table
         self._vocabulary = vocabulary
         self._sent: dict[str, list[_Sent]] = {}
+        self._unknown: list[str] = []
         for tensor in tensors:
-            # What the table does not know, Triton has refused before.
-            if (spec := table.sent_as(tensor.name(), vocabulary)) is not None:
+            # Triton refuses what config.pbtxt does not declare; somebody else's may declare more than this table.
+            if (spec := table.sent_as(tensor.name(), vocabulary)) is None:
+                self._unknown.append(tensor.name())
+            else:
                 self._sent.setdefault(spec.name, []).append(_Sent(tensor.name(), tensor.as_numpy()))
 
     def rows(self) -> list[TensorReader]:
@@ -85,6 +89,7 @@ class TensorReader:
 
     def _row(self, index: int) -> TensorReader:
         row = TensorReader((), self._table, self._vocabulary)
+        row._unknown = self._unknown
         row._sent = {
             name: [_Sent(sent.wire_name, _row_of(sent.array, self._table[name], index)) for sent in found]
             for name, found in self._sent.items()
@@ -110,8 +115,10 @@ class TensorReader:
         return message
 
     def integer(self, name: str) -> int | None:
-        """A scalar INT32 or UINT64, None when absent."""
+        """A scalar INT32 or UINT64, None when absent; of a BOOL, true is 1."""
         value = self._scalar(name)
+        if value is not None and value.dtype == np.bool_:
+            return int(_is_true(value))
         return None if value is None else int(value.item())
 
     def real(self, name: str) -> float | None:
@@ -122,7 +129,7 @@ class TensorReader:
     def boolean(self, name: str) -> bool | None:
         """A scalar BOOL, None when absent. Any byte but 0 is true: load generators send random ones."""
         value = self._scalar(name)
-        return None if value is None else bool(value.view(np.uint8).any())
+        return None if value is None else _is_true(value)
 
     def text(self, name: str) -> str | None:
         """A scalar BYTES as UTF-8, None when absent."""
@@ -158,17 +165,26 @@ class TensorReader:
         return None if found is None else _without_batch(found, self._table[name])
 
     def refuse_unbuilt(self) -> None:
-        """Raise Unsupported for a tensor that asks for what this version does not do."""
+        """Raise Unsupported for a tensor that asks for what this version does not do, or that it does not know."""
+        if self._unknown:
+            raise Unsupported(
+                f"{self._unknown[0]} is declared in config.pbtxt, but this model does not know it: leave it out"
+            )
         for name in self._sent:
             spec = self._table[name]
             if spec.neutral is None:
                 continue
             found = self._find(spec)
-            if found is not None and not is_neutral(found.array, spec.neutral):
+            if found is not None and not self._asks_for_nothing(found.array, spec.neutral):
                 raise Unsupported(
                     f"{found.wire_name} is not available in this version: got {_shown(found.array)}; "
                     f"leave it out or send {spec.neutral}"
                 )
+
+    def _asks_for_nothing(self, array: np.ndarray, neutral: Neutral) -> bool:
+        if neutral.rule is NeutralRule.PAD_ID:
+            return array.size == 1 and array.item() == self.integer("pad_id")
+        return is_neutral(array, neutral)
 
     def _scalar(self, name: str) -> np.ndarray | None:
         found = self._find(self._table[name])
@@ -182,8 +198,11 @@ class TensorReader:
         """What was sent under any of the row's names, checked; None when absent or empty."""
         found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
         for sent in found:
-            if sent.array.dtype != NUMPY_TYPES[spec.dtype]:
-                raise InvalidArgument(f"{sent.wire_name} must be {spec.dtype}, got {sent.array.dtype}")
+            dtypes = (spec.dtype, *spec.other_dtypes)
+            if sent.array.dtype not in [NUMPY_TYPES[dtype] for dtype in dtypes]:
+                raise InvalidArgument(
+                    f"{sent.wire_name} must be {' or '.join(dtypes)}, got {sent.array.dtype}"
+                )
         for other in found[1:]:
             if not np.array_equal(other.array.ravel(), found[0].array.ravel()):
                 raise InvalidArgument(
@@ -204,6 +223,11 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
                 raise
             raise type(error)(f"row {index} of the batch: {error}") from None
     return results
+
+
+def _is_true(array: np.ndarray) -> bool:
+    """Whether any byte of a BOOL array is not 0; numpy itself expects 0 or 1."""
+    return bool(array.view(np.uint8).any())
 
 
 def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:

@@ -23,6 +23,7 @@ class NeutralRule(Enum):
     EMPTY = "leave it out"
     VALUES = "every element is one of `values`"
     NO_TEXT = "every string is empty"
+    PAD_ID = "it is the request's pad_id alone"
     ANY = "it has no effect beside the other tensors' neutral values"
 
 
@@ -44,6 +45,7 @@ class Neutral:
         return {
             NeutralRule.EMPTY: "an empty tensor",
             NeutralRule.NO_TEXT: '""',
+            NeutralRule.PAD_ID: "the pad_id alone",
             NeutralRule.ANY: "any value",
         }[self.rule]
 
@@ -54,7 +56,7 @@ class TensorSpec:
 
     Attributes:
         name: The specification's name, letter for letter.
-        dtype: Triton's data type: BOOL, BYTES, FP16, FP32, INT32, INT64 or UINT64.
+        dtype: Triton's data type, as in config.pbtxt: BOOL, BYTES, FP16, FP32, INT32, INT64, UINT8 or UINT64.
         dims: Shape of one request's tensor without the batch dimension, -1 for any length. () is a scalar: [1, 1]
             on the wire, [1] in the model.
         meaning: One line for the reader of config.pbtxt.
@@ -62,6 +64,8 @@ class TensorSpec:
         text_names: Its names in the text vocabulary, the main one first; none if that has no such tensor.
         neutral: None for a tensor that is built. Otherwise any other value than these is refused.
         asked_by: Of an output: the input that asks for it; "" for one that always comes.
+        other_dtypes: Of an input: more data types that it is read in, for a config.pbtxt that declares it so.
+        text_only: Whether the text vocabulary alone has it; then `text_names` has `name`.
     """
 
     name: str
@@ -72,6 +76,8 @@ class TensorSpec:
     text_names: tuple[str, ...] = ()
     neutral: Neutral | None = None
     asked_by: str = ""
+    other_dtypes: tuple[str, ...] = ()
+    text_only: bool = False
 
     @property
     def built(self) -> bool:
@@ -91,7 +97,9 @@ class TensorSpec:
 
     def names(self, vocabulary: Vocabulary) -> tuple[str, ...]:
         """Every name a client may use, the main one first; empty if the vocabulary has no such tensor."""
-        return self.text_names if vocabulary is Vocabulary.TEXT else (self.name, *self.aliases)
+        if vocabulary is Vocabulary.TEXT:
+            return self.text_names
+        return () if self.text_only else (self.name, *self.aliases)
 
 
 class TensorTable:

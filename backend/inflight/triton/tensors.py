@@ -4,10 +4,11 @@ The specification's names, shapes and types come first (Inference Request); then
 so that its clients work unchanged; then this project's own. config.pbtxt is generated from here. Rows with a
 `neutral` value are declared and not built: any other value is refused, never ignored.
 
-Left out, because no model served here could use them: encoder_*, decoder_*, cross_attention_mask,
-skip_cross_attn_blocks, mrope_* and context_phase_params.
+`early_stopping` is INT32 as the specification has it; tensorrtllm_backend's config.pbtxt declares BOOL, and a file
+that does so is served too.
 
-`early_stopping` is INT32 as the specification has it; tensorrtllm_backend declares BOOL and reads an int.
+`ensemble` also takes the names of tensorrtllm_backend's `tensorrt_llm_bls` and of TensorRT-LLM's `llmapi` model
+(`sampling_param_*`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ def _values(*values: float) -> Neutral:
 
 _EMPTY = Neutral(NeutralRule.EMPTY)
 _ZERO = _values(0)
+_FALSE = _values(False)
+# What tensorrtllm_backend's preprocessing sends with every prompt, for models that have no use for it too.
+_PAD_ID = Neutral(NeutralRule.PAD_ID)
 _NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 # Of no effect beside a tensor that has to be neutral itself.
 _ANY = Neutral(NeutralRule.ANY)
@@ -29,8 +33,17 @@ _PROMPT = (
     TensorSpec("input_ids", "INT32", (-1,), "prompt token ids; or text_input"),
     TensorSpec("input_lengths", "INT32", (), "how many of input_ids count; all by default"),
     TensorSpec("text_input", "BYTES", (), "prompt as UTF-8 text", text_names=("text_input",)),
-    TensorSpec("request_output_len", "INT32", (), "most tokens to generate; required", (), ("max_tokens",)),
-    TensorSpec("streaming", "BOOL", (), "respond at every iteration instead of once", (), ("stream",)),
+    TensorSpec(
+        "request_output_len",
+        "INT32",
+        (),
+        "most tokens to generate; required",
+        (),
+        ("max_tokens", "sampling_param_max_tokens"),
+    ),
+    TensorSpec(
+        "streaming", "BOOL", (), "respond at every iteration instead of once", (), ("stream", "streaming")
+    ),
     TensorSpec("stop", "BOOL", (), "end the request in flight with this request's id", (), ("stop",)),
     TensorSpec("state", "BOOL", (), "ask for what the batcher is doing, and nothing else", (), ("state",)),
     TensorSpec("end_id", "INT32", (), "token that ends the sequence; -1: none", (), ("end_id",)),
@@ -39,7 +52,14 @@ _PROMPT = (
         "stop_words_list", "INT32", (2, -1), "ids over end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]; returned"
     ),
     TensorSpec("bad_words_list", "INT32", (2, -1), "as stop_words_list; never generated"),
-    TensorSpec("stop_words", "BYTES", (-1,), "texts that end the output; not returned", (), ("stop_words",)),
+    TensorSpec(
+        "stop_words",
+        "BYTES",
+        (-1,),
+        "texts that end the output; not returned",
+        (),
+        ("stop_words", "sampling_param_stop"),
+    ),
     TensorSpec(
         "bad_words", "BYTES", (-1,), "texts not to generate, in their usual tokens", (), ("bad_words",)
     ),
@@ -47,16 +67,44 @@ _PROMPT = (
     TensorSpec(
         "embedding_bias_words", "BYTES", (-1,), "texts whose tokens to bias", (), ("embedding_bias_words",)
     ),
-    TensorSpec("embedding_bias_weights", "FP32", (-1,), "one per text", (), ("embedding_bias_weights",)),
+    TensorSpec(
+        "embedding_bias_weights",
+        "FP32",
+        (-1,),
+        "added for each token of its text",
+        (),
+        ("embedding_bias_weights",),
+    ),
 )
 
 _SAMPLING = (
     TensorSpec(
-        "temperature", "FP32", (), "divides the logits; 0: greedy; 1 by default", (), ("temperature",)
+        "temperature",
+        "FP32",
+        (),
+        "divides the logits; 0: greedy; 1 by default",
+        (),
+        ("temperature", "sampling_param_temperature"),
     ),
-    TensorSpec("runtime_top_k", "INT32", (), "keep the k likeliest; 0: all", (), ("top_k",)),
-    TensorSpec("runtime_top_p", "FP32", (), "keep probability p in (0, 1]; <= 0: unset", (), ("top_p",)),
-    TensorSpec("random_seed", "UINT64", (), "0 by default", ("seed",), ("seed", "random_seed")),
+    TensorSpec(
+        "runtime_top_k", "INT32", (), "keep the k likeliest; 0: all", (), ("top_k", "sampling_param_top_k")
+    ),
+    TensorSpec(
+        "runtime_top_p",
+        "FP32",
+        (),
+        "keep probability p in (0, 1]; <= 0: unset",
+        (),
+        ("top_p", "sampling_param_top_p"),
+    ),
+    TensorSpec(
+        "random_seed",
+        "UINT64",
+        (),
+        "0 by default",
+        ("seed",),
+        ("seed", "random_seed", "sampling_param_seed"),
+    ),
     TensorSpec("min_p", "FP32", (), "keep p >= min_p * largest p", (), ("min_p",)),
     TensorSpec("runtime_top_p_min", "FP32", (), "floor of a decaying top_p; 1e-6", (), ("top_p_min",)),
     TensorSpec("runtime_top_p_decay", "FP32", (), "top_p's factor per token; 1", (), ("top_p_decay",)),
@@ -72,7 +120,12 @@ _SAMPLING = (
         ("repetition_penalty",),
     ),
     TensorSpec(
-        "presence_penalty", "FP32", (), "off the logits of tokens seen; 0: none", (), ("presence_penalty",)
+        "presence_penalty",
+        "FP32",
+        (),
+        "off the logits of tokens seen; 0: none",
+        (),
+        ("presence_penalty", "sampling_param_presence_penalty"),
     ),
     TensorSpec(
         "frequency_penalty",
@@ -80,7 +133,7 @@ _SAMPLING = (
         (),
         "the same for each time a token was seen; 0: none",
         (),
-        ("frequency_penalty",),
+        ("frequency_penalty", "sampling_param_frequency_penalty"),
     ),
     TensorSpec(
         "no_repeat_ngram_size",
@@ -118,6 +171,7 @@ _BEAMS = (
         "end with enough beams: 1 at once, 0 if none is better now, other if none can be",
         (),
         ("early_stopping",),
+        other_dtypes=("BOOL",),
     ),
     TensorSpec(
         "beam_search_diversity_rate",
@@ -130,25 +184,52 @@ _BEAMS = (
 )
 
 
-def _flag(name: str, meaning: str, aliases: tuple[str, ...] = ()) -> TensorSpec:
-    return TensorSpec(name, "BOOL", (), meaning, aliases, (name, *aliases))
+def _flag(
+    name: str, meaning: str, aliases: tuple[str, ...] = (), text_aliases: tuple[str, ...] = ()
+) -> TensorSpec:
+    return TensorSpec(name, "BOOL", (), meaning, aliases, (name, *aliases, *text_aliases))
+
+
+def _text_only(
+    name: str, dtype: str, dims: tuple[int, ...], meaning: str, neutral: Neutral | None = None
+) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral, text_only=True)
 
 
 _WANTED = (
-    _flag("exclude_input_in_output", "leave the prompt out; default: the model's parameter"),
+    _flag(
+        "exclude_input_in_output",
+        "leave the prompt out; default: the model's parameter",
+        text_aliases=("sampling_param_exclude_input_from_output",),
+    ),
     _flag("return_num_input_tokens", "adds output num_input_tokens"),
     _flag("return_num_output_tokens", "adds output num_output_tokens"),
     _flag("return_log_probs", "adds outputs cum_log_probs and output_log_probs"),
     _flag("return_context_logits", "adds output context_logits"),
     _flag("return_generation_logits", "adds output generation_logits"),
     _flag("return_prompt_log_probs", "adds output prompt_log_probs"),
-    _flag("return_perf_metrics", "adds times, blocks and draft counts", ("return_kv_cache_reuse_stats",)),
+    _flag(
+        "return_perf_metrics",
+        "adds times, blocks and draft counts",
+        ("return_kv_cache_reuse_stats",),
+        ("sampling_param_return_perf_metrics",),
+    ),
     TensorSpec("num_top_log_probs", "INT32", (), "likeliest tokens to report", (), ("num_top_log_probs",)),
+    _text_only("return_finish_reason", "BOOL", (), "false: leave output finish_reason out"),
+    _text_only("return_cumulative_logprob", "BOOL", (), "adds output cumulative_logprob"),
+    _text_only("return_stop_reason", "BOOL", (), "which stop word it was", _FALSE),
 )
 
 _ADAPTERS = (
     TensorSpec(
-        "prompt_embedding_table", "FP16", (-1, -1), "[rows, hidden]", (), ("prompt_embedding_table",), _EMPTY
+        "prompt_embedding_table",
+        "FP16",
+        (-1, -1),
+        "[rows, hidden]",
+        (),
+        ("prompt_embedding_table",),
+        _EMPTY,
+        other_dtypes=("FP32",),
     ),
     TensorSpec("prompt_vocab_size", "INT32", (), "rows of that table", (), ("prompt_vocab_size",), _ANY),
     TensorSpec(
@@ -156,18 +237,27 @@ _ADAPTERS = (
         "UINT64",
         (-1,),
         "one per prompt token; 0: text",
-        (),
-        ("prompt_table_extra_id",),
-        _ZERO,
+        neutral=_ZERO,
     ),
+    _text_only("prompt_table_extra_id", "UINT64", (), "of all rows of that table", _ZERO),
     TensorSpec("lora_task_id", "UINT64", (), "names the adapter", (), ("lora_task_id",), _EMPTY),
     TensorSpec("lora_weights", "FP16", (-1, -1), "[modules, D*Hi + Ho*D]", (), ("lora_weights",), _EMPTY),
     TensorSpec("lora_config", "INT32", (-1, 3), "rows module, layer, rank", (), ("lora_config",), _EMPTY),
+    _text_only("lora_id", "UINT64", (), "names the adapter", _EMPTY),
+    _text_only("lora_name", "BYTES", (), "names the adapter", _NO_TEXT),
+    _text_only("lora_path", "BYTES", (), "folder of the adapter", _NO_TEXT),
+    _text_only("lora_ckpt_source", "BYTES", (), "format of that folder", _NO_TEXT),
 )
 
 _DRAFTS = (
     TensorSpec("draft_input_ids", "INT32", (-1,), "a guess at the first tokens, verified in one pass"),
-    TensorSpec("draft_logits", "FP32", (-1, -1), "[draft tokens, vocab_size] they were drawn from"),
+    TensorSpec(
+        "draft_logits",
+        "FP32",
+        (-1, -1),
+        "[draft tokens, vocab_size] they were drawn from",
+        other_dtypes=("FP16",),
+    ),
     TensorSpec("draft_acceptance_threshold", "FP32", (), "accept where p_target / p_draft reaches it"),
     TensorSpec("lookahead_window_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_ngram_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
@@ -180,6 +270,44 @@ _DRAFTS = (
         (),
         ("prompt_lookup_num_tokens",),
     ),
+    _text_only("num_draft_tokens", "INT32", (), "tokens to draft with another model", _ZERO),
+    _text_only("use_draft_logits", "BOOL", (), "accept these by chance", _FALSE),
+    _text_only("sampling_param_best_of", "INT32", (), "sequences to choose the best of", _values(0, 1)),
+)
+
+_OTHER_MODELS = (
+    TensorSpec(
+        "encoder_input_features",
+        "FP16",
+        (-1, -1),
+        "[frames, features] for an encoder",
+        neutral=_EMPTY,
+        other_dtypes=("FP32",),
+    ),
+    TensorSpec("encoder_output_lengths", "INT32", (), "how many of an encoder's states count", neutral=_ZERO),
+    TensorSpec(
+        "decoder_input_ids", "INT32", (-1,), "prompt of the decoder beside an encoder", neutral=_PAD_ID
+    ),
+    TensorSpec("decoder_input_lengths", "INT32", (), "how many of these count", neutral=_values(0, 1)),
+    _text_only("decoder_text_input", "BYTES", (), "prompt of the decoder beside an encoder", _NO_TEXT),
+    TensorSpec(
+        "cross_attention_mask",
+        "BOOL",
+        (-1, -1),
+        "[prompt tokens, image tiles] they attend to",
+        neutral=_EMPTY,
+    ),
+    TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether none is attended to", neutral=_FALSE),
+    TensorSpec("mrope_rotary_cos_sin", "FP32", (-1,), "rotations of image tokens", neutral=_EMPTY),
+    TensorSpec("mrope_position_deltas", "INT64", (1,), "shift of positions after images", neutral=_ZERO),
+    TensorSpec(
+        "context_phase_params", "UINT8", (-1,), "what another server's context phase left", neutral=_EMPTY
+    ),
+    _text_only("image_input", "FP16", (-1, 3, -1, -1), "pixels of images", _EMPTY),
+    _text_only("image_bytes_input", "UINT8", (-1, -1, -1, -1), "images", _EMPTY),
+    _text_only("image_url_input", "BYTES", (), "where an image is", _NO_TEXT),
+    _text_only("image_url", "BYTES", (-1,), "where images are", _NO_TEXT),
+    _text_only("video_bytes_input", "UINT8", (-1, -1, -1, -1), "frames of a video", _EMPTY),
 )
 
 
@@ -215,7 +343,18 @@ _QUEUE = (
 )
 
 INPUTS = TensorTable(
-    (*_PROMPT, *_SAMPLING, *_BEAMS, *_WANTED, *_ADAPTERS, *_DRAFTS, *_GUIDES, *_CACHE, *_QUEUE),
+    (
+        *_PROMPT,
+        *_SAMPLING,
+        *_BEAMS,
+        *_WANTED,
+        *_ADAPTERS,
+        *_DRAFTS,
+        *_GUIDES,
+        *_CACHE,
+        *_QUEUE,
+        *_OTHER_MODELS,
+    ),
 )
 
 
@@ -246,6 +385,16 @@ OUTPUTS = TensorTable(
             "return_num_output_tokens",
         ),
         _output("cum_log_probs", "FP32", (-1,), "[beams] sum so far", "return_log_probs"),
+        TensorSpec(
+            "cumulative_logprob",
+            "FP32",
+            (-1,),
+            "as cum_log_probs",
+            (),
+            ("cumulative_logprob",),
+            asked_by="return_cumulative_logprob",
+            text_only=True,
+        ),
         _output("output_log_probs", "FP32", (-1, -1), "[beams, n] of generated tokens", "return_log_probs"),
         _output("top_log_prob_ids", "INT32", (-1, -1, -1), "[beams, n, k]", "num_top_log_probs"),
         _output("top_log_probs", "FP32", (-1, -1, -1), "[beams, n, k] likeliest first", "num_top_log_probs"),
@@ -265,6 +414,13 @@ OUTPUTS = TensorTable(
         _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
         _metric("total_accepted_draft_tokens", "draft tokens accepted"),
         _metric("total_draft_tokens", "draft tokens verified"),
+        TensorSpec(
+            "context_phase_params",
+            "UINT8",
+            (-1,),
+            "never: this server does both phases itself",
+            neutral=_EMPTY,
+        ),
         _output("state", "BYTES", (1,), "JSON; the answer to a state request", "state"),
     )
 )

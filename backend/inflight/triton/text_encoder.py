@@ -11,7 +11,7 @@ from typing import Protocol
 
 from inflight.errors import Unsupported
 from inflight.text.tokenizer import Tokenizer
-from inflight.text.words import word_ids
+from inflight.text.words import biased_ids, word_ids
 from inflight.triton.completion_text import TokenizerFinder
 
 Words = tuple[tuple[int, ...], ...]
@@ -26,8 +26,8 @@ class TextEncoder(Protocol):
     def max_bytes_per_token(self) -> int | None:
         """The most bytes of UTF-8 text that one token can stand for; None if there is no bound."""
 
-    def tokens(self, text: str) -> Sequence[int]:
-        """Ids of a text as it is written, and no special tokens."""
+    def tokens(self, word: str) -> Sequence[int]:
+        """Ids that a bias for a word adds to, each as often as it is there."""
 
     def spellings(self, word: str) -> Words:
         """The ids of a word in every way in which it is likely to stand in a text."""
@@ -48,9 +48,9 @@ class ModelTextEncoder:
         """See TextEncoder."""
         return self._tokenizer().max_bytes_per_token
 
-    def tokens(self, text: str) -> Sequence[int]:
+    def tokens(self, word: str) -> Sequence[int]:
         """See TextEncoder."""
-        return self._tokenizer().encode(text, add_special_tokens=False)
+        return biased_ids(self._tokenizer(), word)
 
     def spellings(self, word: str) -> Words:
         """See TextEncoder."""

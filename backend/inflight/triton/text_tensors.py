@@ -1,12 +1,20 @@
 """The tensors of `preprocessing` and `postprocessing`, under tensorrtllm_backend's names.
 
-Left out are those of image, video and encoder-decoder models and the words-to-bias pair; a client that sends
-one is told by Triton that the input does not exist.
+Those of image, video and encoder-decoder models are declared as there; inputs are refused unless they are empty,
+and the outputs that only such models have never come.
 """
 
 from __future__ import annotations
 
-from inflight.triton.tensor_spec import TensorSpec, TensorTable
+from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable
+
+_EMPTY = Neutral(NeutralRule.EMPTY)
+_NO_TEXT = Neutral(NeutralRule.NO_TEXT)
+
+
+def _of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, meaning, neutral=_NO_TEXT if dtype == "BYTES" else _EMPTY)
+
 
 PREPROCESSING_INPUTS = TensorTable(
     (
@@ -14,8 +22,16 @@ PREPROCESSING_INPUTS = TensorTable(
         TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
         TensorSpec("BAD_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
         TensorSpec("STOP_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
+        TensorSpec("EMBEDDING_BIAS_WORDS", "BYTES", (-1,), "texts whose tokens to bias"),
+        TensorSpec("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,), "added for each token of its text"),
         TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
         TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
+        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of table rows, of which text has none"),
+        _of_other_models("DECODER_QUERY", "BYTES", (1,), "text for the decoder beside an encoder"),
+        _of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "images"),
+        _of_other_models("IMAGE_URL", "BYTES", (1,), "where an image is"),
+        _of_other_models("IMAGES", "BYTES", (-1,), "images"),
+        _of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
     )
 )
 
@@ -23,11 +39,26 @@ PREPROCESSING_OUTPUTS = TensorTable(
     (
         TensorSpec("INPUT_ID", "INT32", (-1,), "prompt token ids"),
         TensorSpec("REQUEST_INPUT_LEN", "INT32", (1,), "their number"),
+        TensorSpec("DECODER_INPUT_ID", "INT32", (-1,), "the padding id alone"),
+        TensorSpec("REQUEST_DECODER_INPUT_LEN", "INT32", (1,), "1"),
         TensorSpec("BAD_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's bad_words_list"),
         TensorSpec("STOP_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's stop_words_list"),
-        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
+        TensorSpec("EMBEDDING_BIAS", "FP32", (-1,), "[vocab_size], or empty without words"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (-1,), "handed through"),
         TensorSpec("OUT_END_ID", "INT32", (1,), "handed through"),
         TensorSpec("OUT_PAD_ID", "INT32", (1,), "handed through"),
+        TensorSpec(
+            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "with PROMPT_TABLE_EXTRA_ID: a 0 per token"
+        ),
+        _of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "of image models"),
+        _of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "of image models"),
+        _of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "of image models"),
+        _of_other_models("CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1), "of image models"),
+        _of_other_models("IMAGE_SIZES", "INT64", (-1, 2), "of image models"),
+        _of_other_models("IS_VIDEO_INPUT", "BOOL", (1,), "of video models"),
+        _of_other_models("ATTENTION_MASK", "INT64", (-1,), "of image models"),
+        _of_other_models("IMAGE_GRID_THW", "INT64", (3,), "of image models"),
+        _of_other_models("VISION_INPUT_ID", "INT32", (-1,), "of image models"),
     )
 )
 

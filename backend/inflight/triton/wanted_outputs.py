@@ -7,6 +7,7 @@ execute.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from inflight.core.output_config import OutputConfig
@@ -17,7 +18,7 @@ from inflight.triton.tensors import OUTPUTS
 BATCH_INDEX, SEQUENCE_INDEX = "batch_index", "sequence_index"
 _ID_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TOP_OUTPUTS = frozenset({"top_log_prob_ids", "top_log_probs"})
-_LOG_PROB_OUTPUTS = frozenset({"output_log_probs", "cum_log_probs"})
+_LOG_PROB_OUTPUTS = frozenset({"output_log_probs", "cum_log_probs", "cumulative_logprob"})
 _METRIC_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics")
 
 
@@ -34,10 +35,16 @@ class Naming:
     named: bool
 
     @classmethod
-    def of(cls, requested: frozenset[str], vocabulary: Vocabulary) -> Naming:
-        """From what Triton says: all outputs of the model stand for none named."""
-        every = {name for name, _ in OUTPUTS.declared(vocabulary)}
-        return cls(requested, requested != every)
+    def of(cls, requested: frozenset[str], vocabulary: Vocabulary, declared: Collection[str] = ()) -> Naming:
+        """From what Triton says: all outputs of the model stand for none named.
+
+        Args:
+            requested: Names of outputs.
+            vocabulary: Whose names the model goes by.
+            declared: Names of the outputs in its config.pbtxt; without any, those of the table.
+        """
+        known = {name for name, _ in OUTPUTS.declared(vocabulary)}
+        return cls(requested & known, requested & known != (known & frozenset(declared) or known))
 
 
 def wanted_outputs(
@@ -54,6 +61,8 @@ def wanted_outputs(
     if naming.named:
         return naming.requested
     left_out = set()
+    if reader.boolean("return_finish_reason") is False:
+        left_out.add("finish_reason")
     if not tells_prompts_apart:
         left_out.add(BATCH_INDEX)
     if not tells_sequences_apart:
@@ -61,7 +70,10 @@ def wanted_outputs(
     return frozenset(
         spec.name
         for spec in OUTPUTS.specs
-        if spec.name in naming.requested and spec.name not in left_out and _is_asked_for(spec, reader)
+        if spec.name in naming.requested
+        and spec.name not in left_out
+        and spec.built
+        and _is_asked_for(spec, reader)
     )
 
 

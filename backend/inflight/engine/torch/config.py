@@ -38,6 +38,8 @@ class TorchEngineConfig:
         cuda_graphs: Whether generation batches are recorded on a GPU; else every operation is launched by itself.
         sink_token_length: How many of a window's tokens are the first of the sequence instead of the last;
             means nothing in layers without a window. `layer_windows` says how TensorRT-LLM's differs.
+        normalize_log_probs: Whether log probabilities of generated tokens are of the distribution that they were
+            drawn from, and not the model's own. Their sum and those of the likeliest tokens are the model's own.
     """
 
     model_path: str
@@ -55,6 +57,7 @@ class TorchEngineConfig:
     num_threads: int | None = None
     attention_windows: tuple[int, ...] = ()
     sink_token_length: int = 0
+    normalize_log_probs: bool = False
     cuda_graphs: bool = True
 
     def validate(self) -> None:

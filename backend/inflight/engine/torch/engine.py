@@ -86,6 +86,7 @@ class TorchEngine:
         max_num_tokens: int,
         mapping: Mapping = _ALONE,
         capture: Capture | None = None,
+        normalize_log_probs: bool = False,
     ) -> None:
         """With `capture`, generation batches are recorded; `decoder` is all of a model and has fixed shapes."""
         self.limits = limits
@@ -118,6 +119,7 @@ class TorchEngine:
                 limits.vocab_size,
                 cache.device,
                 decoder.row_kernels,
+                normalize_log_probs,
             )
 
     @classmethod
@@ -169,7 +171,9 @@ class TorchEngine:
             num_micro_batches=mapping.pp_size,
             runs_ahead=device.type == "cuda" and mapping.world_size == 1,
         )
-        return cls(decoder, cache, limits, config.max_num_tokens, mapping, capture)
+        return cls(
+            decoder, cache, limits, config.max_num_tokens, mapping, capture, config.normalize_log_probs
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor | Pending:

@@ -69,7 +69,7 @@ class TritonPythonModel:
             self._engine = engine = self._make_engine(model, path)
             tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
             tokenizers.find(engine.client.describe().tokenizer_dir)
-            serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters)
+            serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters, model.outputs)
             self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, serving, tokenizers)
             if self._guard is not None:
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from inflight.errors import InvalidArgument
+from inflight.text.words import biased_ids
 from inflight.triton.models.text_model import TextModel
 from inflight.triton.parameters import Role
 from inflight.triton.requests import NO_ID
 from inflight.triton.tensor_reader import TensorReader, decode_utf8, each_row
 from inflight.triton.text_tensors import PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS
+from inflight.triton.word_bias import add_word_bias
+
+_BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
 class TritonPythonModel(TextModel):
@@ -32,18 +38,55 @@ class TritonPythonModel(TextModel):
         outputs = {
             "INPUT_ID": _filled_up(prompts, pads),
             "REQUEST_INPUT_LEN": [np.array([len(ids)]) for ids in prompts],
+            # What tensorrtllm_backend's ensemble hands on for every prompt, with or without an encoder.
+            "DECODER_INPUT_ID": [np.array([pad]) for pad in pads],
+            "REQUEST_DECODER_INPUT_LEN": [np.array([1]) for _ in rows],
             "OUT_END_ID": [np.array([end]) for end in ends],
             "OUT_PAD_ID": [np.array([pad]) for pad in pads],
         }
         lengths = [row.integer("REQUEST_OUTPUT_LEN") for row in rows]
         if None not in lengths:
             outputs["REQUEST_OUTPUT_LEN"] = [np.array([length]) for length in lengths]
+        if rows[0].integer("PROMPT_TABLE_EXTRA_ID") is not None:
+            # Ids beyond the vocabulary stand for rows of a table; a text has none.
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = [np.zeros(len(ids)) for ids in outputs["INPUT_ID"]]
+        outputs["EMBEDDING_BIAS"] = self._biases(rows)
         for source, target in (("BAD_WORDS_DICT", "BAD_WORDS_IDS"), ("STOP_WORDS_DICT", "STOP_WORDS_IDS")):
             outputs[target] = _word_lists(
                 each_row([partial(row.texts, source) for row in rows]),
                 lambda word: tokenizer.encode(word, add_special_tokens=False),
             )
         return outputs
+
+    def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
+        """[vocab_size] each, or [0] each if no prompt of the batch has words."""
+        if not any(_has_bias(row) for row in rows):
+            return [np.zeros(0) for _ in rows]
+        tokenizer = self.tokenizers.require()
+        folders = (self.parameters.gpt_model_path, self.parameters.tokenizer_dir)
+        size = _model_vocab_size(folders) or tokenizer.vocab_size
+
+        def bias(row: TensorReader) -> np.ndarray:
+            array = np.zeros(size, np.float32)
+            add_word_bias(array, row, *_BIAS_NAMES, lambda word: biased_ids(tokenizer, word))
+            return array
+
+        return each_row([partial(bias, row) for row in rows])
+
+
+def _model_vocab_size(folders: Sequence[str | None]) -> int | None:
+    """`vocab_size` of the first config.json in these folders; a model may have more logits than tokens."""
+    for folder in folders:
+        path = Path(folder or "", "config.json")
+        if folder and path.is_file():
+            size = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
+            return size if isinstance(size, int) else None
+    return None
+
+
+def _has_bias(reader: TensorReader) -> bool:
+    words, weights = _BIAS_NAMES
+    return any(reader.texts(words)) or reader.array(weights) is not None
 
 
 def _query(reader: TensorReader) -> str:

@@ -36,7 +36,7 @@ class RemoteModel:
         tokenizers = TokenizerFinder(parameters.tokenizer_dir)
         if parameters.tokenizer_dir:
             tokenizers.find()  # now rather than while the first request waits
-        serving = ServingModel(self.vocabulary, model.decoupled, parameters)
+        serving = ServingModel(self.vocabulary, model.decoupled, parameters, model.outputs)
         client = SocketEngineClient(path)
         self._front_end = FrontEnd(pb_utils, client, client.close, serving, tokenizers)
 

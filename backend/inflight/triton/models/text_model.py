@@ -5,6 +5,7 @@ Owns the shape of their execute. Triton calls it on one thread.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.log import log_to_triton
 from inflight.triton.model_args import read_model_args
 from inflight.triton.parameters import Role
+from inflight.triton.request_parameters import TIMEOUT, refuse_unread
 from inflight.triton.responses import triton_error
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorTable, Vocabulary
@@ -50,7 +52,12 @@ class TextModel:
 
     def _answer(self, request: Any) -> Any:
         try:
+            given = json.loads(request.parameters() or "{}")
+            refuse_unread(
+                given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
+            )
             reader = TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS)
+            reader.refuse_unbuilt()
             outputs = self.convert(reader.rows())
         except InflightError as error:
             return self._error(error)
