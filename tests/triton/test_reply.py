@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from inflight.core.output_config import OutputConfig
-from inflight.core.response import PerfMetrics, Result, TopLogProbs, ended_without_tokens
+from inflight.core.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason
 from inflight.core.tensor import FloatTensor
@@ -146,8 +146,9 @@ def test_every_sequence_stops_by_itself() -> None:
 def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:
     talk = Talk(new_text("d"))
     talk.take(delta("cd"))
-    last = talk.take(ended_without_tokens(2, FinishReason.CANCELLED))
+    last = talk.take(delta("e", FinishReason.CANCELLED))
     assert last is not None and last.result.finish_reasons == (STOP_WORDS,)
+    assert last.result.output_token_ids == ((),)
 
 
 @pytest.mark.parametrize("in_one", [True, False], ids=["in one", "decoupled"])
@@ -179,10 +180,10 @@ def test_without_a_stop_string_in_it_the_whole_is_the_plain_answer() -> None:
     assert talk.said(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
 
 
-def test_a_gathered_answer_that_is_cut_short_has_no_tokens() -> None:
-    talk = Talk(new_text("x", prompt="ab", lead=True), streaming=False, output=OutputConfig())
-    cancelled = ended_without_tokens(2, FinishReason.CANCELLED)
-    assert talk.said(delta("c"), cancelled) == [("", ("",), "CANCELLED")]
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
+def test_a_gathered_answer_that_is_cut_short_has_what_there_was(reason: FinishReason) -> None:
+    talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputConfig())
+    assert talk.said(delta("c"), delta("dx"), delta("", reason)) == [("abcdx", ("abcdx",), reason.name)]
 
 
 def test_sequences_end_apart() -> None:
@@ -226,15 +227,15 @@ def test_sequences_are_rows_of_one_response() -> None:
     assert output.texts == ("de", "f", "c")
 
 
-def test_a_sequence_that_was_cut_short_is_an_empty_row() -> None:
+def test_a_sequence_that_was_cut_short_is_a_row_of_what_there_was() -> None:
     talk = Talk(streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
-    talk.take(delta("de", LENGTH, sequence_index=0), is_last=False)
-    output = talk.take(ended_without_tokens(2, FinishReason.CANCELLED, 1), is_last=True)
+    talk.take(delta("def", LENGTH, sequence_index=0), is_last=False)
+    output = talk.take(delta("c", FinishReason.CANCELLED, sequence_index=1), is_last=True)
     assert output is not None
-    assert output.result.output_token_ids == (ids_of("de"), ())
-    assert output.result.log_probs == ((-4.0, -5.0), ())
-    assert output.result.cum_log_probs == (-9.0, 0.0)
-    assert [tensor.shape[0] for tensor in output.result.generation_logits] == [2, 0]
+    assert output.result.output_token_ids == (ids_of("def"), ids_of("c"))
+    assert output.result.log_probs == ((-4.0, -5.0, -6.0), (-3.0,))
+    assert output.result.cum_log_probs == (-15.0, -3.0)
+    assert [tensor.shape[0] for tensor in output.result.generation_logits] == [3, 1]
 
 
 def test_a_batch_in_one_response_is_in_its_order() -> None:

@@ -74,9 +74,11 @@ class Result:
             probabilities after penalties, bias and temperature and has the end id's in it. Tensor `cum_log_probs`.
         top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
             `top_log_probs`.
-        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response with tokens.
-        context_logits: [prompt tokens, vocab_size], in the sequence's first response with tokens.
-        generation_logits: Per beam [tokens in this response, vocab_size]; None with streamed beams.
+        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response alone.
+        context_logits: [prompt tokens, vocab_size]; in the sequence's first response alone. Of a sequence that was
+            cut short in its prompt, these two have the rows that were computed.
+        generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
+            streamed beams.
         perf_metrics: None if not wanted.
     """
 
@@ -110,22 +112,8 @@ class Result:
 
     @property
     def was_cut_short(self) -> bool:
-        """Whether the sequence was cancelled or ran out of time: then it returns no tokens."""
+        """Whether the sequence was cancelled or ran out of time: it may lack what it was still to generate."""
         return self.finish_reasons[0] in CUT_SHORT
-
-
-def ended_without_tokens(
-    num_input_tokens: int, reason: FinishReason, sequence_index: int = 0, num_beams: int = 1
-) -> Result:
-    """The last result of a sequence that was cut short."""
-    return Result(
-        output_token_ids=((),) * num_beams,
-        num_input_tokens=num_input_tokens,
-        num_output_tokens=(0,) * num_beams,
-        finish_reasons=(reason,) * num_beams,
-        sequence_index=sequence_index,
-        is_sequence_final=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +139,9 @@ class Response:
 
 
 def merge_responses(responses: Sequence[Response]) -> Response:
-    """One response that says what consecutive responses of one sequence say together.
-
-    Tokens that were waiting when an error or a cancellation came are dropped: it is the sequence's last word.
-    """
+    """One response that says what consecutive responses of one sequence say together; an error says it alone."""
     last = responses[-1]
-    if len(responses) == 1 or last.result is None or last.result.was_cut_short:
+    if len(responses) == 1 or last.result is None:
         return last
     results = [response.result for response in responses if response.result is not None]
     return replace(last, result=_merge(results))

@@ -147,8 +147,6 @@ class _Sequence:
         """Everything gathered, as a request that is not streamed gets it."""
         result = merge_responses([Response(0, result) for result, _ in self._gathered]).result
         assert result is not None
-        if result.was_cut_short:
-            return result, None if self._text is None else ("",)
         request = self._prompt.request
         if not request.output.exclude_input_from_output:
             whole = (*request.input_token_ids, *result.output_token_ids[0])
@@ -201,7 +199,7 @@ def _as_rows(sequences: list[Output]) -> Output:
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """The one row of every part; a sequence that was cut short has none, and nobody has one that nobody wants."""
+    """The one row of every part, `missing` where a part has none; None if nobody has one."""
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)
