@@ -137,8 +137,9 @@ class Delta(_OfTheFirst):
         sequences: One; of a beam search, the beams.
         sequence_index: Which of num_return_sequences it is about.
         is_cumulative: Whether it takes the place of the last one instead of adding to it.
-        prompt_log_probs: Log probability of each prompt token, the first 0; in a sequence's first delta.
-        context_logits: [prompt tokens, vocab_size] float32; in a sequence's first delta.
+        prompt_log_probs: Log probability of each prompt token, the first 0.
+        context_logits: [prompt tokens, vocab_size] float32. Like prompt_log_probs in every delta of a sequence,
+            or, if it is large, in the first alone.
     """
 
     sequences: tuple[Sequence, ...] = ()

@@ -54,6 +54,7 @@ class FrontEndOptions:
         prompt_text: The prompt as it came, None if it came as ids.
         include_prompt: Whether text_output starts with the prompt.
         stop_strings: Texts that end the output.
+        vocab_size: Values in a row of logits.
     """
 
     outputs: frozenset[str]
@@ -61,6 +62,7 @@ class FrontEndOptions:
     prompt_text: str | None = None
     include_prompt: bool = False
     stop_strings: tuple[str, ...] = ()
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ class _Row:
             prompt_text=prompt_text,
             include_prompt=not exclude_input and not streaming,
             stop_strings=stop_strings,
+            vocab_size=context.description.limits.vocab_size,
         )
         return Prompt(request, options)
 

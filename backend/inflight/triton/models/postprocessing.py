@@ -18,7 +18,7 @@ from inflight.triton.text_tensors import POSTPROCESSING_INPUTS, POSTPROCESSING_O
 
 
 class TritonPythonModel(TextModel):
-    """TOKENS_BATCH [beams, n] to OUTPUT [beams]."""
+    """TOKENS_BATCH [1, beams, n] to OUTPUT [beams], without a batch dimension, as tensorrtllm_backend sends it."""
 
     role = Role.POSTPROCESSING
     inputs = POSTPROCESSING_INPUTS

@@ -60,7 +60,9 @@ class TextModel:
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
     def _tensor(self, name: str, array: np.ndarray) -> Any:
-        return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[self.outputs[name].dtype])[np.newaxis])
+        spec = self.outputs[name]
+        typed = array.astype(NUMPY_TYPES[spec.dtype])
+        return self._pb_utils.Tensor(name, typed[np.newaxis] if spec.is_batched else typed)
 
     def _error(self, error: InflightError) -> Any:
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
