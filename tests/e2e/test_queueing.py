@@ -202,7 +202,10 @@ def test_a_negative_timeout_is_named(narrow_server):
 
 # -------------------------------------------------------------------- the queue's bound
 
-FULL = f"Maximum queue size of {NARROW_QUEUE} has been reached, please try again later"
+FULL = (
+    "Exceeds maximum queue size. "
+    f"Maximum queue size of {NARROW_QUEUE} has been reached, please try again later"
+)
 
 
 @contextmanager

@@ -210,8 +210,9 @@ class _Row:
         streaming = bool(self._reader.boolean("streaming"))
         if streaming and not self._context.decoupled:
             raise InvalidArgument(
-                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a "
-                "request: send streaming requests to tensorrt_llm or ensemble"
+                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a request: "
+                "leave it out, or send it to a model in decoupled mode, as tensorrt_llm and ensemble are unless "
+                "they are served with decoupled_mode false"
             )
         return streaming
 
