@@ -148,10 +148,10 @@ class _Outputs:
     def sequence(self, row: int) -> results.Sequence:
         sums = self.rows("cum_log_probs")
         length = self._length(row)
-        text, ids = self._result.as_numpy("text_output"), self._of(row, "output_ids", length)
+        texts, ids = self._result.as_numpy("text_output"), self._of(row, "output_ids", length)
         log_probs = self._log_probs(row, length)
         return results.Sequence(
-            text="" if text is None else text[row].decode(),
+            text="" if texts is None else texts.reshape(-1)[row].decode(),  # it has no batch dimension
             token_ids=() if ids is None else tuple(ids.tolist()),
             finish_reason=self._of(row, "finish_reason").decode(),
             log_probs=() if log_probs is None else tuple(log_probs.tolist()),
