@@ -27,7 +27,7 @@ class PerfMetrics:
         first_scheduled_time_ns: Its first iteration began.
         first_token_time_ns: The first token was there.
         last_token_time_ns: The last token was there.
-        kv_cache_alloc_new_blocks: KV blocks that it took.
+        kv_cache_alloc_new_blocks: KV blocks that it took for its prompt.
         kv_cache_reused_blocks: KV blocks that it found in the cache.
         kv_cache_missed_blocks: Full blocks of tokens it knew that it did not find there.
         kv_cache_alloc_total_blocks: As kv_cache_alloc_new_blocks.

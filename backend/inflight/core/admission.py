@@ -93,7 +93,8 @@ class Admission:
             if needed > self._kv_cache.num_unreserved - claimed_blocks:
                 break
             self.waiting.remove(llm_request)
-            self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules)
+            num_tokens = len(llm_request.tokens)
+            self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules, num_tokens)
             if not llm_request.has_started:
                 self.waiting.charge(llm_request)
             yield llm_request, len(match.block_ids) * self._kv_cache.tokens_per_block

@@ -20,7 +20,8 @@ class PerfMetrics:
         first_scheduled_time_ns: Its first iteration began. Output `first_scheduled_time_ns`.
         first_token_time_ns: The first token was there. Output `first_token_time_ns`.
         last_token_time_ns: The last token was there; 0 until then. Output `last_token_time_ns`.
-        num_new_blocks: KV blocks it took. Output `kv_cache_alloc_new_blocks`.
+        num_new_blocks: KV blocks that it took for the tokens it began with; those of generated ones are not
+            counted. Output `kv_cache_alloc_new_blocks`.
         num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
         num_missed_blocks: Full blocks of known tokens that it did not find there. Output `kv_cache_missed_blocks`.
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.

@@ -19,7 +19,7 @@ from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.core.tensor import FloatTensor
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
-"""Tells how many KV blocks a sequence took, found in the cache and missed there, in all its runs."""
+"""Tells how many KV blocks a sequence needed when it started, found in the cache and missed there."""
 
 
 def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
@@ -149,7 +149,7 @@ def _metrics(llm_request: LlmRequest, blocks: BlockCounts) -> PerfMetrics:
         first_scheduled_time_ns=llm_request.first_scheduled_ns,
         first_token_time_ns=llm_request.first_token_ns,
         last_token_time_ns=llm_request.last_token_ns if ended else 0,
-        num_new_blocks=blocks.taken,
+        num_new_blocks=blocks.new,
         num_reused_blocks=blocks.reused,
         num_missed_blocks=blocks.missed,
         num_draft_tokens=llm_request.num_draft_tokens,

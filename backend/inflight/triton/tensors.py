@@ -306,7 +306,7 @@ OUTPUTS = TensorTable(
             "[beams, n, vocab_size]",
             "return_generation_logits",
         ),
-        _metric("kv_cache_alloc_new_blocks", "KV blocks taken"),
+        _metric("kv_cache_alloc_new_blocks", "KV blocks taken for the prompt"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
         _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
         _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
