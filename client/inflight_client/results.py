@@ -27,7 +27,7 @@ class PerfMetrics:
         first_scheduled_time_ns: Its first iteration began.
         first_token_time_ns: The first token was there.
         last_token_time_ns: The last token was there.
-        kv_cache_alloc_new_blocks: KV blocks that it took.
+        kv_cache_alloc_new_blocks: KV blocks that it took for its prompt.
         kv_cache_reused_blocks: KV blocks that it found in the cache.
         kv_cache_missed_blocks: Full blocks of tokens it knew that it did not find there.
         kv_cache_alloc_total_blocks: As kv_cache_alloc_new_blocks.
@@ -137,8 +137,9 @@ class Delta(_OfTheFirst):
         sequences: One; of a beam search, the beams.
         sequence_index: Which of num_return_sequences it is about.
         is_cumulative: Whether it takes the place of the last one instead of adding to it.
-        prompt_log_probs: Log probability of each prompt token, the first 0; in a sequence's first delta.
-        context_logits: [prompt tokens, vocab_size] float32; in a sequence's first delta.
+        prompt_log_probs: Log probability of each prompt token, the first 0.
+        context_logits: [prompt tokens, vocab_size] float32. Like prompt_log_probs in every delta of a sequence,
+            or, if it is large, in the first alone.
     """
 
     sequences: tuple[Sequence, ...] = ()

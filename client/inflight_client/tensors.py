@@ -24,6 +24,7 @@ TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
 # Models that take a text too, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
+NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 
 Prompt = str | Sequence[int]
@@ -74,6 +75,8 @@ def generate_call(
     ids_outputs = (
         () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
     )
+    if by_text_names and "output_log_probs" in read.outputs:
+        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat what earlier ones said
     outputs = (*(("text_output",) if is_text else ()), *ids_outputs, "finish_reason", *read.outputs)
     tensors = {
         **_prompt_tensor(prompt),
@@ -143,13 +146,12 @@ class _Outputs:
         return self._read[name]
 
     def sequence(self, row: int) -> results.Sequence:
-        lengths, sums = self.rows("sequence_length"), self.rows("cum_log_probs")
-        # Rows are filled up to the longest; without lengths there is one row.
-        length = None if lengths is None else int(lengths[row])
-        text, ids = self._of(row, "text_output"), self._of(row, "output_ids", length)
-        log_probs = self._of(row, "output_log_probs", length)
+        sums = self.rows("cum_log_probs")
+        length = self._length(row)
+        texts, ids = self._result.as_numpy("text_output"), self._of(row, "output_ids", length)
+        log_probs = self._log_probs(row, length)
         return results.Sequence(
-            text="" if text is None else text.decode(),
+            text="" if texts is None else texts.reshape(-1)[row].decode(),  # it has no batch dimension
             token_ids=() if ids is None else tuple(ids.tolist()),
             finish_reason=self._of(row, "finish_reason").decode(),
             log_probs=() if log_probs is None else tuple(log_probs.tolist()),
@@ -159,11 +161,25 @@ class _Outputs:
             perf_metrics=self._perf_metrics(),
         )
 
+    def _length(self, row: int) -> int | None:
+        """How many tokens a row has: rows are filled up to the longest. Where nobody says, there is one row."""
+        lengths = self.rows("sequence_length")
+        if lengths is None:
+            lengths = self.rows(NUM_OUTPUT_TOKENS)
+        return None if lengths is None else int(lengths[row])
+
     def _of(self, row: int, name: str, length: int | None = None) -> Any:
         rows = self.rows(name)
         if rows is None:
             return None
         return rows[row] if length is None else rows[row][:length]
+
+    def _log_probs(self, row: int, length: int | None) -> np.ndarray | None:
+        """Of this response's tokens. A response of a stream may have those of all tokens before them too."""
+        rows = self.rows("output_log_probs")
+        if rows is None or length is None or len(rows) > 1:
+            return self._of(row, "output_log_probs", length)
+        return rows[0][len(rows[0]) - length :]
 
     def _top(self, row: int, length: int | None) -> tuple[tuple[TopLogProb, ...], ...]:
         ids, log_probs = self._of(row, "top_log_prob_ids", length), self._of(row, "top_log_probs", length)

@@ -105,7 +105,7 @@ def response(
     message = service_pb2.ModelInferResponse(model_name=asked.model, id=asked.request_id)
     message.parameters["triton_final_response"].bool_param = final
     if isinstance(part, str):
-        _add(message, "text_output", "BYTES", np.array([[part.encode()]], dtype=np.object_))
+        _add(message, "text_output", "BYTES", np.array([part.encode()], dtype=np.object_))
     elif part is not None:
         padded = [*part, -1]  # what is beyond sequence_length is padding
         _add(message, "output_ids", "INT32", np.array([[padded]], dtype=np.int32))

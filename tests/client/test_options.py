@@ -398,7 +398,7 @@ def test_streamed_beams_replace_one_another(server, client) -> None:
 
 
 def test_texts_of_beams(server, client) -> None:
-    text = {"text_output": as_texts("one", "zwei"), "finish_reason": as_texts("END_ID", "LENGTH")}
+    text = {"text_output": as_texts("one", "zwei")[0], "finish_reason": as_texts("END_ID", "LENGTH")}
     server.answer = lambda asked: answer(asked, text)
     assert [s.text for s in client.generate("x", beam_width=2).sequences] == ["one", "zwei"]
 
@@ -407,3 +407,25 @@ def test_sequences_that_come_in_one_response(server) -> None:
     server.answer = lambda asked: answer(asked, ids_of([5, 6], [7], reason="LENGTH"))
     done = Client(server.url, model="tensorrt_llm_infer").generate([1], num_return_sequences=2)
     assert [s.token_ids for s in done.sequences] == [(5, 6), (7,)]
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.parametrize("prompt", ["x", [1]])
+def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
+    server, client, prompt, repeats
+) -> None:
+    """A server may send those of all tokens so far in every response, or each response's own."""
+    parts = [(-0.5,), (-0.25, -1.0), ()]
+    so_far = [(-0.5,), (-0.5, -0.25, -1.0), (-0.5, -0.25, -1.0)]
+
+    def tell(part: tuple[float, ...], said: tuple[float, ...], reason: str) -> dict[str, np.ndarray]:
+        count = np.array([[len(part)]], np.int32)
+        lengths = {"num_output_tokens": count} if prompt == "x" else {"sequence_length": count}
+        log_probs = np.array([[said]], np.float32)
+        return {"finish_reason": as_texts(reason), "output_log_probs": log_probs, **lengths}
+
+    reasons = ("NOT_FINISHED", "NOT_FINISHED", "LENGTH")
+    told = [tell(*each) for each in zip(parts, so_far if repeats else parts, reasons)]
+    server.answer = lambda asked: answer(asked, *told)
+    deltas = list(client.stream(prompt, return_log_probs=True))
+    assert [delta.log_probs for delta in deltas] == parts

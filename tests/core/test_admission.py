@@ -39,7 +39,8 @@ def test_the_message_is_the_specifications():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     (response,) = driver.accept(*(make_request(number) for number in range(4)))
     assert type(response.error) is Unavailable and response.is_final
-    assert str(response.error) == "Maximum queue size of 2 has been reached, please try again later"
+    message = "Exceeds maximum queue size. Maximum queue size of 2 has been reached, please try again later"
+    assert str(response.error) == message
 
 
 def test_free_slots_are_no_queue():

@@ -61,6 +61,11 @@ def test_one_row_until_the_first_step_then_one_for_each_beam():
     assert not search.done
 
 
+def test_before_the_first_step_every_beam_is_empty():
+    empty = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
+    assert make_search(beam_width=3).hypotheses() == [empty] * 3
+
+
 def test_only_the_first_candidates_may_finish():
     """A later one that hits an end id neither finishes nor runs on."""
     search = make_search(2, early_stopping=1)

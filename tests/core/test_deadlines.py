@@ -1,4 +1,4 @@
-"""Requests that run out of time: wherever they are, without tokens, and nothing is held afterwards."""
+"""Requests that run out of time: wherever they are, with what they have, and nothing is held afterwards."""
 
 from __future__ import annotations
 
@@ -75,10 +75,13 @@ def test_ended_ones_do_not_pile_up():
 # ---------------------------------------------------------------- in a scheduler
 
 
-def assert_timed_out(response: Response, is_final: bool = True) -> None:
+def assert_timed_out(response: Response, *tokens: int, is_final: bool = True) -> None:
+    """As the last response, with these generated tokens."""
+    result = response.result
     assert response.error is None and response.is_final is is_final
-    assert response.result.finish_reasons == (FinishReason.TIMED_OUT,)
-    assert response.result.output_token_ids == ((),) and response.result.num_output_tokens == (0,)
+    assert result.finish_reasons == (FinishReason.TIMED_OUT,)
+    (ids,), (count,) = result.output_token_ids, result.num_output_tokens
+    assert (ids[len(ids) - count :], count) == (tokens, len(tokens))
 
 
 def assert_nothing_is_held(driver: Driver) -> None:
@@ -98,7 +101,7 @@ def test_in_context_and_in_generation(steps, streaming):
         driver.step()
     assert driver.accept(now_ns=5 * MS - 1) == []
     (final,) = driver.accept(now_ns=5 * MS)
-    assert_timed_out(final)
+    assert_timed_out(final, *((503, 504) if steps == 4 and not streaming else ()))
     assert_nothing_is_held(driver)
 
 
@@ -122,7 +125,7 @@ def test_while_it_is_paused():
     assert [(one.request_id, one.state) for one in driver.scheduler.state().waiting] == [(2, "PAUSED")]
     (final,) = driver.accept(now_ns=5 * MS)
     assert final.request_id == 2
-    assert_timed_out(final)
+    assert_timed_out(final, 501, 502, 503, 504, 505)
     while driver.scheduler.num_active:
         driver.step()
     assert_nothing_is_held(driver)
@@ -155,8 +158,8 @@ def test_all_sequences_time_out_started_or_not():
     driver.step()
     responses = driver.accept(now_ns=5 * MS)
     assert [response.result.sequence_index for response in responses] == [0, 1, 2]
-    for response in responses:
-        assert_timed_out(response, is_final=response is responses[-1])
+    for response, tokens in zip(responses, ((501, 502), (502,), ())):
+        assert_timed_out(response, *tokens, is_final=response is responses[-1])
     assert_nothing_is_held(driver)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tracemalloc
 
+import pytest
+
 from inflight.core.batch import ContextDetails, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.core.config import CapacitySchedulerPolicy
 from inflight.core.output_config import OutputConfig
-from inflight.core.response import Response
+from inflight.core.response import Response, TopLogProbs
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
+from inflight.core.stop import FinishReason
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -68,6 +71,53 @@ def test_perf_metrics_say_when_and_how_many_blocks():
     metrics = final.result.perf_metrics
     assert (metrics.arrival_time_ns, metrics.first_token_time_ns, metrics.last_token_time_ns) == (3, 100, 200)
     assert (metrics.num_new_blocks, metrics.num_reused_blocks) == (1, 2)
+
+
+@pytest.mark.parametrize("ended_by", ["stop", "deadline"])
+def test_what_is_cut_short_has_everything_up_to_there(ended_by):
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    output = OutputConfig(
+        return_log_probs=True,
+        num_top_log_probs=1,
+        return_prompt_log_probs=True,
+        return_context_logits=True,
+        return_generation_logits=True,
+        return_perf_metrics=True,
+    )
+    driver.accept(make_request(prompt=(7, 8), new=9, output=output, allotted_time_ms=1))
+    for token, log_prob in ((5, -1.0), (6, -2.0)):
+        details = TokenDetails((log_prob,), (TopLogProbs((token,), (log_prob,)),), (bytes([token] * 8),))
+        context = {0: ContextDetails((-3.0,), bytes(16))} if token == 5 else {}
+        assert not update(scheduler, scheduler.schedule(), (token,), details={0: details}, context=context)
+    if ended_by == "stop":
+        (final,) = driver.accept(stop=(1,))
+    else:
+        (final,) = driver.accept(now_ns=10_000_000)
+    result = final.result
+    reason = FinishReason.CANCELLED if ended_by == "stop" else FinishReason.TIMED_OUT
+    assert (final.is_final, result.finish_reasons) == (True, (reason,))
+    assert (result.output_token_ids, result.num_output_tokens) == (((7, 8, 5, 6),), (2,))
+    assert (result.log_probs, result.cum_log_probs) == (((-1.0, -2.0),), (-3.0,))
+    assert result.top_log_probs == ((TopLogProbs((5,), (-1.0,)), TopLogProbs((6,), (-2.0,))),)
+    assert result.generation_logits[0].data == bytes([5] * 8 + [6] * 8)
+    assert (result.prompt_log_probs, result.context_logits.shape) == ((0.0, -3.0), (2, 2))
+    assert result.perf_metrics.num_new_blocks == 1
+
+
+def test_what_is_cut_short_in_its_prompt_has_the_rows_that_were_computed():
+    scheduler = make_scheduler(max_num_tokens=8, chunked=True)
+    driver = Driver(scheduler)
+    output = OutputConfig(
+        return_prompt_log_probs=True, return_context_logits=True, return_generation_logits=True
+    )
+    driver.accept(make_request(prompt=10, new=9, streaming=True, output=output))
+    update(scheduler, scheduler.schedule(), context={0: ContextDetails((-1.0,) * 8, bytes(4 * 2 * 8))})
+    (final,) = driver.accept(stop=(1,))
+    assert final.result.output_token_ids == ((),)
+    assert final.result.prompt_log_probs == (0.0, *[-1.0] * 8)
+    assert final.result.context_logits.shape == (8, 2)
+    assert final.result.generation_logits[0].shape == (0, 0)
 
 
 def test_a_long_stream_does_not_keep_the_logits_it_has_sent():

@@ -213,7 +213,7 @@ def test_request_statistics():
     batch, _ = driver.step()
     assert scheduler.request_stats(batch) == (
         RequestStats(1, 0, RequestStage.GENERATION_IN_PROGRESS, 5, 2, 2, True, False, 2, 0, 1),
-        RequestStats(2, 0, RequestStage.CONTEXT_IN_PROGRESS, 8, 0, 0, True, False, 2, 0, 3),
+        RequestStats(2, 0, RequestStage.CONTEXT_IN_PROGRESS, 8, 0, 0, True, False, 4, 0, 3),
         RequestStats(3, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0),
     )
     assert [one.is_scheduled for one in scheduler.request_stats(None)] == [False, False, False]
@@ -225,7 +225,7 @@ def test_request_statistics_of_a_paused_one_keep_what_its_runs_took():
     for _ in range(6):
         batch, _ = driver.step()
     assert driver.scheduler.request_stats(batch)[1] == RequestStats(
-        2, 0, RequestStage.QUEUED, 0, 5, 5, False, True, 2, 0, 0
+        2, 0, RequestStage.QUEUED, 0, 5, 5, False, True, 1, 0, 0
     )
 
 

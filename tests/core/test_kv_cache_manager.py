@@ -19,7 +19,8 @@ def make_cache(num_blocks: int = 8, tokens_per_block: int = 4) -> KvCacheManager
 def admit(
     cache: KvCacheManager, key: int, num_blocks: int, tokens: Sequence[int] = (), rules: CacheRules = SHARED
 ) -> None:
-    cache.admit(key, cache.match_prefix(key, tokens, rules) if tokens else PrefixMatch(), num_blocks, rules)
+    match = cache.match_prefix(key, tokens, rules) if tokens else PrefixMatch()
+    cache.admit(key, match, num_blocks, rules, len(tokens))
 
 
 def found(cache: KvCacheManager, key: int, tokens: Sequence[int], rules: CacheRules = SHARED) -> PrefixMatch:
@@ -163,19 +164,19 @@ def test_a_running_sequences_counts_are_its_own_admissions():
     cache = make_cache()
     run_to_end(cache, 1, list(range(9)))
     admit(cache, 2, 5, [*range(8), 50, 51, 52, 53, 54])
-    assert cache.block_counts(2) == (0, 2, 1)
-    cache.extend(2, 13)
     counts = cache.block_counts(2)
-    assert (counts.taken, counts.reused, counts.missed) == (2, 2, 1)
+    assert (counts.new, counts.reused, counts.missed) == (2, 2, 1)
+    cache.extend(2, 17)
+    assert cache.block_counts(2) == counts, "blocks of generated tokens are not among them"
     cache.release(2)
     admit(cache, 2, 5, [*range(8), 50, 51, 52, 53, 54])
-    assert cache.block_counts(2) == (0, 2, 1)
+    assert cache.block_counts(2) == (2, 2, 1)
 
 
 def test_a_block_that_is_computed_in_any_case_is_not_missed():
     cache = make_cache()
     admit(cache, 1, 2, list(range(8)))
-    assert cache.block_counts(1) == (0, 0, 1)
+    assert cache.block_counts(1) == (2, 0, 1)
     run_to_end(cache, 2, list(range(20, 23)))
     assert cache.num_missed_blocks == 1
 
@@ -195,9 +196,9 @@ def test_what_a_sequence_holds_and_has_reserved():
 
 def test_beams_take_blocks_too():
     cache = make_beams()
-    assert cache.num_taken_blocks == cache.block_counts(1).taken == 2
+    assert cache.num_taken_blocks == 2
     cache.grow_beams(1, 7)
-    assert cache.num_taken_blocks == cache.block_counts(1).taken == 4
+    assert cache.num_taken_blocks == 4
 
 
 # ---------------------------------------------------------------------- promises
@@ -295,7 +296,7 @@ def test_other_scopes_promise_nothing():
 def test_what_was_not_looked_for_may_be_published_all_the_same():
     """Its whole context is wanted, so nothing is matched; its blocks are as good as anyone's."""
     cache, tokens = make_cache(), list(range(9))
-    cache.admit(1, PrefixMatch(), 3, SHARED)
+    cache.admit(1, PrefixMatch(), 3, SHARED, len(tokens))
     cache.extend(1, 9)
     cache.publish(1, tokens, 9)
     assert found(cache, 2, tokens).block_ids == (0, 1)

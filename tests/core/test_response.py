@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from inflight.core.response import Response, Result, TopLogProbs, ended_without_tokens, merge_responses
+import pytest
+
+from inflight.core.response import Response, Result, TopLogProbs, merge_responses
 from inflight.core.stop import FinishReason
 from inflight.core.tensor import FloatTensor
 from inflight.errors import StepFailed
@@ -68,6 +70,21 @@ def test_an_error_is_the_last_word():
     assert merge_responses([make_response(5), failed]) is failed
 
 
-def test_a_cancellation_is_the_last_word_and_carries_no_tokens():
-    cancelled = Response(1, ended_without_tokens(3, FinishReason.CANCELLED), is_final=True)
-    assert merge_responses([make_response(5), cancelled]) is cancelled
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
+def test_tokens_that_waited_when_the_sequence_was_cut_short_are_its_own_all_the_same(reason):
+    merged = merge_responses([make_response(5, 6), make_response(reason=reason)])
+    assert merged == make_response(5, 6, reason=reason)
+
+
+def test_logits_of_a_response_without_tokens_join_what_came_before():
+    nothing = FloatTensor((0, 0), b"")
+    merged = merge_responses(
+        [
+            make_response(5, generation_logits=(make_logits(1.0),)),
+            make_response(reason=FinishReason.END_ID, generation_logits=(nothing,)),
+        ]
+    )
+    assert merged.result.generation_logits == (make_logits(1.0),)
+    assert merge_responses([make_response(generation_logits=(nothing,))] * 2).result.generation_logits == (
+        nothing,
+    )

@@ -64,16 +64,18 @@ def test_streaming_sends_deltas_and_the_end_id_is_not_returned():
     assert final.result.finish_reasons[0] is FinishReason.END_ID
 
 
+@pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_stop_frees_everything_and_returns_no_further_tokens(steps):
+def test_a_stop_frees_everything_and_loses_no_token(steps, streaming):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
-    driver.accept(make_request(1, new=9, streaming=True))
-    for _ in range(steps):
-        driver.step()
+    output = OutputConfig(exclude_input_from_output=True)
+    driver.accept(make_request(1, new=9, streaming=streaming, output=output))
+    responses = [response for _ in range(steps) for response in driver.step()[1]]
     (final,) = driver.accept(stop=(1,))
     assert final.is_final and final.result.finish_reasons[0] is FinishReason.CANCELLED
-    assert final.result.output_token_ids == ((),)
+    came = [token for each in (*responses, final) for token in each.result.output_token_ids[0]]
+    assert len(came) == steps and len(responses) == (steps if streaming else 0)
     assert scheduler.kv_cache.pool.num_held == 0 and scheduler.num_active == 0
     assert driver.accept(stop=(1, 99)) == []
 

@@ -159,10 +159,11 @@ def test_rows_of_a_search_wait_for_what_came_of_the_rows_in_flight():
     assert scheduler.schedule() is None
 
 
-def test_a_cancelled_search_returns_as_many_empty_rows_as_beams():
+def test_a_cancelled_search_returns_its_beams_as_far_as_they_are():
     scheduler, _ = start_beams()
     (final,) = Driver(scheduler).accept(stop=(1,))
-    assert final.is_final and final.result.output_token_ids == ((), ())
+    assert final.is_final and final.result.num_output_tokens == (1, 1)
+    assert [ids[-1] for ids in final.result.output_token_ids] == [7, 8]
     assert final.result.finish_reasons == (FinishReason.CANCELLED,) * 2
     assert scheduler.kv_cache.pool.num_held == 0 and scheduler.kv_cache.num_reserved == 0
 

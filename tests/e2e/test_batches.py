@@ -95,7 +95,7 @@ def test_sequences_are_rows_of_the_model_that_gives_one_response(fake_server):
     ]
     assert result.as_numpy("output_ids").tolist() == [rows]
     assert result.as_numpy("sequence_length").tolist() == [[6, 6, 6]]
-    assert result.as_numpy("text_output").shape == (1, 3)
+    assert result.as_numpy("text_output").shape == (3,)
 
 
 def test_sequences_and_prompts_are_told_apart(fake_server):

@@ -97,7 +97,7 @@ def test_ensemble_calls_it_length_penalty(exact_server, oracle, tokenizer, promp
         length_penalty=2.0,
         exclude_input_in_output=True,
     )
-    texts = [text.decode() for text in answer.outputs["text_output"][0]]
+    texts = [text.decode() for text in answer.outputs["text_output"]]
     assert texts == [tokenizer.decode([*prompt, *tokens])[len(PROMPT) :] for tokens in expected]
 
 
@@ -123,7 +123,7 @@ def test_the_best_come_back_and_ragged_ones_are_filled_up(exact_server, oracle, 
     assert answer.outputs["sequence_length"].tolist() == [[len(tokens) for tokens in expected]]
     reasons = [b"LENGTH" if len(tokens) == NUM_TOKENS else b"END_ID" for tokens in expected]
     assert answer.outputs["finish_reason"].tolist() == [reasons]
-    assert answer.outputs["text_output"].shape == (1, 3)
+    assert answer.outputs["text_output"].shape == (3,)
 
 
 @pytest.mark.covers("beam_search_diversity_rate", "generation_logits", "top_log_prob_ids")
@@ -196,8 +196,8 @@ def test_beams_beside_streams_change_neither(fake_server, oracle):
 def test_a_stop_string_cuts_the_text_of_beams(exact_server, tokenizer, prompt):
     request = {"text_input": PROMPT, "request_output_len": NUM_TOKENS, "beam_width": 3, "end_id": -1}
     plain = completion(exact_server.grpc, **request)
-    texts = [text.decode() for text in plain.outputs["text_output"][0]]
+    texts = [text.decode() for text in plain.outputs["text_output"]]
     stop = texts[0][3:6]
     stopped = completion(exact_server.grpc, stop_words=[stop], **request)
-    assert not any(stop in text.decode() for text in stopped.outputs["text_output"][0])
+    assert not any(stop in text.decode() for text in stopped.outputs["text_output"])
     assert "STOP_WORDS" in {reason.decode() for reason in stopped.outputs["finish_reason"][0]}

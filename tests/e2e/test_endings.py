@@ -6,9 +6,13 @@ import json
 import re
 import socket
 
+import numpy as np
 import pytest
 
+from inflight.testing.fake_engine import expected_tokens
+
 from .clients import Stream, ask, infer, wait_until
+from .conftest import FAKE_VOCABULARY
 
 PROMPT = [3, 1, 4]
 LONG = 2000
@@ -28,22 +32,54 @@ def assert_all_blocks_are_free(server) -> None:
     assert answer.finish_reason == "LENGTH"
 
 
-def test_a_stop_ends_the_request_of_the_same_id(fake_server):
+DETAILS = {"return_log_probs": True, "num_top_log_probs": 2, "return_num_output_tokens": True}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"beam_width": 2}, {"runtime_top_k": 3, "num_return_sequences": 2}])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_stop_ends_the_request_of_the_same_id_and_loses_nothing(fake_server, streaming, sampling):
+    """Beside it runs a stream that says when there are tokens."""
+    request = {"input_ids": PROMPT, "request_output_len": LONG}
     with Stream(fake_server.grpc) as stream:
-        stream.send(
-            "tensorrt_llm", "to be stopped", input_ids=PROMPT, request_output_len=LONG, streaming=True
-        )
-        stream.receive()
+        stream.send("tensorrt_llm", "to be stopped", **request, **DETAILS, **sampling, streaming=streaming)
+        stream.send("tensorrt_llm", "beside", **request, streaming=True)
+        answers, num_beside = [], 0
+        while num_beside < 20:
+            name, answer = stream.receive()
+            num_beside += len(answer.ids) if name == "beside" else 0
+            answers += [answer] if name == "to be stopped" else []
         stream.send("tensorrt_llm", "to be stopped", stop=True, input_ids=[0], request_output_len=0)
-        finals = []
-        while len(finals) < 2:
-            _, answer = stream.receive()
-            if answer.final:
-                finals.append(answer)
-    assert [answer.error for answer in finals] == [None, None]
-    reasons = [answer.finish_reason for answer in finals if "finish_reason" in answer.outputs]
-    assert reasons == ["CANCELLED"]
-    assert all(answer.ids == [] for answer in finals)
+        while sum(answer.final for answer in answers) < 2:
+            name, answer = stream.receive()
+            answers += [answer] if name == "to be stopped" else []
+        stream.send("tensorrt_llm", "beside", stop=True)
+        while not (name == "beside" and answer.final):
+            name, answer = stream.receive()
+    assert all(answer.error is None for answer in answers)
+    (_,) = [answer for answer in answers if not answer.outputs]  # what the stop request itself gets
+    told = [answer for answer in answers if answer.outputs]
+    for index in range(sampling.get("num_return_sequences", 1)):
+        mine = [one for one in told if one.outputs.get("sequence_index", np.zeros(1)).item() == index]
+        assert set(mine[-1].outputs["finish_reason"].ravel()) == {b"CANCELLED"}
+        assert streaming or len(mine) == 1
+        check_details(mine, streaming, sampling)
+
+
+def check_details(answers: list, streaming: bool, sampling: dict) -> None:
+    echoed = 0 if streaming else len(PROMPT)
+    for answer in answers:
+        outputs = answer.outputs
+        assert outputs["sequence_length"].tolist() == [[len(ids) for ids in answer.beams]]
+        assert outputs["num_output_tokens"].item() == len(answer.beams[0]) - echoed
+        assert outputs["top_log_prob_ids"].shape[2] == len(answer.beams[0]) - echoed
+    whole = answers[-1:] if "beam_width" in sampling else answers
+    ids = [token for answer in whole for token in answer.beams[0]][echoed:]
+    assert len(ids) >= 10
+    log_probs = answers[-1].outputs["output_log_probs"][0]
+    assert log_probs.shape[1] == len(ids)
+    if not sampling:
+        assert ids == expected_tokens(PROMPT, len(ids), FAKE_VOCABULARY, None, attend_to_all=False)
+        np.testing.assert_allclose(log_probs.sum(), answers[-1].outputs["cum_log_probs"].item(), rtol=1e-4)
 
 
 def test_a_stop_for_an_unknown_id_gets_one_empty_answer(fake_server):

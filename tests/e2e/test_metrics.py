@@ -224,3 +224,27 @@ def test_static_batching_has_a_family_of_its_own(static_server):
         "total_generation_tokens": 8,
         "empty_generation_slots": 0,
     }
+
+
+def test_triton_counts_a_request_for_the_model_it_was_sent_to_and_the_engine_counts_all(fake_server):
+    def counts() -> dict[str, float]:
+        page = page_of(fake_server)
+        models = ("ensemble", "tensorrt_llm", "preprocessing", "postprocessing")
+        found = {model: page.value("nv_inference_request_success", model=model) for model in models}
+        return found | {"engine": page.value("inflight_finished_sequences_total", finish_reason="LENGTH")}
+
+    before = counts()
+    ask(fake_server.grpc, "ensemble", text_input="def f", max_tokens=3, end_id=-1)
+    wait_until(lambda: counts()["engine"] == before["engine"] + 1)
+    wait_until(lambda: counts()["ensemble"] == before["ensemble"] + 1)
+    after = counts()
+    unchanged = ("tensorrt_llm", "preprocessing", "postprocessing")
+    assert [after[model] - before[model] for model in unchanged] == [0, 0, 0]
+
+
+def test_tritons_compute_time_of_a_decoupled_model_is_no_answers_time(fake_server):
+    name = "nv_inference_compute_infer_duration_us"
+    before = page_of(fake_server).value(name, model="tensorrt_llm")
+    ask(fake_server.grpc, input_ids=[3, 1, 4], request_output_len=200)
+    after = page_of(fake_server).value(name, model="tensorrt_llm")
+    assert after - before < 200_000, "200 tokens take 400 ms"

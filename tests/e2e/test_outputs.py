@@ -52,7 +52,7 @@ SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, 
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_log_probs_are_the_models_own_and_add_up(exact_server, oracle, prompt, controls, streaming):
-    """Before temperature, penalties and what top_p keeps; a stream's are deltas."""
+    """Before temperature, penalties and what top_p keeps; in a stream, of all tokens so far."""
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,
@@ -65,14 +65,16 @@ def test_log_probs_are_the_models_own_and_add_up(exact_server, oracle, prompt, c
     )
     tokens = [token for answer in answers for token in answer.ids]
     exact = model_log_probs(oracle, prompt, tokens)
-    log_probs = joined(answers, "output_log_probs")
+    log_probs = answers[-1].outputs["output_log_probs"]
     assert log_probs.shape == (1, 1, NUM_TOKENS)
     chosen = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
     np.testing.assert_allclose(log_probs[0, 0], chosen, atol=1e-4)
-    so_far = 0.0
+    count = 0
     for answer in answers:
-        so_far += answer.outputs["output_log_probs"].sum()
-        np.testing.assert_allclose(answer.outputs["cum_log_probs"], [[so_far]], rtol=1e-5)
+        count += len(answer.ids)
+        so_far = answer.outputs["output_log_probs"]
+        assert so_far.tolist() == log_probs[..., :count].tolist()
+        np.testing.assert_allclose(answer.outputs["cum_log_probs"], [[so_far.sum()]], rtol=1e-5)
     likeliest = exact.topk(TOP)
     assert joined(answers, "top_log_prob_ids")[0, 0].tolist() == likeliest.indices.tolist()
     np.testing.assert_allclose(joined(answers, "top_log_probs")[0, 0], likeliest.values, atol=1e-4)
@@ -113,7 +115,21 @@ def test_logits_are_the_models_own(exact_server, oracle, prompt, streaming):
         torch.tensor(exact[: len(prompt) - 1]).log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])
     )
     np.testing.assert_allclose(prompt_log_probs, [[0.0, *following[:, 0].tolist()]], atol=1e-4)
-    assert not any({"context_logits", "prompt_log_probs"} & set(answer.outputs) for answer in answers[1:])
+    for name in ("context_logits", "prompt_log_probs"):
+        assert all((answer.outputs[name] == answers[0].outputs[name]).all() for answer in answers)
+
+
+def test_context_logits_that_are_too_large_to_repeat_are_in_a_streams_first_response(exact_server):
+    """700 rows of 3,072 values are more than 8 MiB."""
+    first, *others = ask(
+        exact_server.grpc,
+        outputs=["output_ids", "context_logits"],
+        input_ids=[7] * 700,
+        request_output_len=4,
+        streaming=True,
+    )
+    assert first.outputs["context_logits"].shape == (1, 700, VOCABULARY)
+    assert others and not any("context_logits" in answer.outputs for answer in others)
 
 
 @pytest.mark.covers(*METRICS[:4], "return_kv_cache_reuse_stats")
@@ -185,7 +201,7 @@ def test_a_named_output_comes_alone_and_needs_no_flag(fake_server, model, name):
         result = unary(fake_server.grpc, outputs=[name], **request)
         outputs = {one.name: result.as_numpy(one.name) for one in result.get_response().outputs}
     assert set(outputs) == {name}
-    assert outputs[name].ndim == len(OUTPUTS[name].dims) + 1
+    assert outputs[name].ndim == len(OUTPUTS[name].dims) + OUTPUTS[name].is_batched
 
 
 @pytest.mark.parametrize("name", [name for name in OF_GENERATION if OUTPUTS.sent_as(name, Vocabulary.TEXT)])

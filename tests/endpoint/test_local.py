@@ -9,12 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.response import Response, ended_without_tokens
+from inflight.core.batch import EngineLimits
+from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.output_config import OutputConfig
+from inflight.core.request import IterationInput
+from inflight.core.response import Response
 from inflight.core.sampling_config import SamplingConfig
+from inflight.core.scheduler import Scheduler
 from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import StepFailed, Unavailable, Unsupported
-from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request, make_result
 
 
 @pytest.fixture
@@ -60,11 +65,28 @@ def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) ->
     assert (result.finish_reasons, result.output_token_ids) == ((FinishReason.TIMED_OUT,), ((),))
 
 
-def test_stop_in_the_queue_answers_as_the_scheduler_would(client) -> None:
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(beam_width=2)])
+def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, sampling) -> None:
+    output = OutputConfig(
+        return_log_probs=True,
+        num_top_log_probs=1,
+        return_prompt_log_probs=True,
+        return_context_logits=True,
+        return_generation_logits=not (streaming and sampling.uses_beams),
+        return_perf_metrics=True,
+    )
+    request = make_request((5, 6), streaming=streaming, sampling=sampling, output=output)
     inbox = Inbox()
-    client.stop(client.submit(make_request((5, 6)), inbox), StopReason.CANCELLED)
+    client.stop(client.submit(request, inbox), StopReason.CANCELLED)
     client.get_inference_requests(-1)
-    assert inbox.final().result == ended_without_tokens(2, FinishReason.CANCELLED)
+    config = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, 64, False, False)
+    scheduler = Scheduler(config, EngineLimits(1000, 256, 4, 16, 4))
+    arrived = replace(
+        request, request_id=1, arrival_time_ns=inbox.final().result.perf_metrics.arrival_time_ns
+    )
+    (expected,) = scheduler.accept(IterationInput(1, 1, (arrived,), (StopSignal(1),)))
+    assert inbox.responses == [expected]
 
 
 def test_stop_in_the_queue_ends_every_sequence(client) -> None:
@@ -83,7 +105,7 @@ def test_stop_in_the_queue_has_a_row_for_each_beam(client, returned: int | None,
     request = make_request(sampling=SamplingConfig(beam_width=4, num_return_sequences=returned))
     client.stop(client.submit(request, inbox), StopReason.CANCELLED)
     client.get_inference_requests(-1)
-    assert inbox.final().result.output_token_ids == ((),) * rows
+    assert inbox.final().result.num_output_tokens == (0,) * rows
 
 
 def test_requests_carry_when_they_came(client) -> None:
@@ -236,7 +258,8 @@ def test_what_takes_longer_than_the_drain_is_ended_with_unavailable(client) -> N
     while not (signals := client.poll_stop_signals()):
         pass
     assert [signal.request_id for signal in signals] == [1]
-    client.send_response(Response(1, ended_without_tokens(3, FinishReason.CANCELLED), is_final=True))
+    cancelled = make_result(reason=FinishReason.CANCELLED, is_sequence_final=True)
+    client.send_response(Response(1, cancelled, is_final=True))
     client.get_inference_requests(-1)
     while not waiting.finished.is_set():
         client.get_inference_requests(-1)
@@ -255,7 +278,7 @@ def test_a_drain_ends_a_request_of_several_sequences_with_one_error(client) -> N
     while not client.poll_stop_signals():
         pass
     for index in (1, 0):
-        ended = ended_without_tokens(3, FinishReason.CANCELLED, index)
+        ended = make_result(reason=FinishReason.CANCELLED, sequence_index=index, is_sequence_final=True)
         client.send_response(Response(1, ended, is_final=index == 0))
     draining.join(PATIENCE_S)
     assert isinstance(inbox.final().error, Unavailable)

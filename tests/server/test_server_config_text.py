@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.config_text import is_filled, quote, read_parameters, set_parameters, unquote
+from inflight.server.config_text import (
+    is_filled,
+    quote,
+    read_parameters,
+    set_decoupled,
+    set_parameters,
+    unquote,
+)
 
 FORMS = [
     'parameters { key: "a" value { string_value: "old" } }',
@@ -70,3 +77,20 @@ def test_numeric_escapes_are_bytes_of_utf8() -> None:
 )
 def test_unfilled_placeholders_count_as_absent(value: str | None, filled: bool) -> None:
     assert is_filled(value) is filled
+
+
+POLICY = 'name: "m"\nmodel_transaction_policy { decoupled: %s }\ninput [ ]\n'
+
+
+@pytest.mark.parametrize("before", ["true", "false", "True", "${decoupled_mode}"])
+@pytest.mark.parametrize(("decoupled", "after"), [(True, "true"), (False, "false")])
+def test_decoupled_is_set_whatever_stands_there(before: str, decoupled: bool, after: str) -> None:
+    assert set_decoupled(POLICY % before, decoupled) == POLICY % after
+    lines = (POLICY % before).replace("{ dec", "{\n  dec").replace(" }\ni", "\n}\ni")
+    assert f"decoupled: {after}\n}}" in set_decoupled(lines, decoupled)
+
+
+def test_what_nobody_sets_stays_and_a_template_variable_is_true() -> None:
+    assert set_decoupled(POLICY % "false", None) == POLICY % "false"
+    assert set_decoupled(POLICY % "${decoupled_mode}", None) == POLICY % "true"
+    assert set_decoupled('name: "m"', False) == 'name: "m"', "a model that never has several responses"

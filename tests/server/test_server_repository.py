@@ -154,3 +154,19 @@ def test_the_batch_size_is_every_models(tmp_path: Path) -> None:
 def test_a_batch_size_that_is_none_is_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_batch_size"):
         assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_batch_size": value}))
+
+
+@pytest.mark.parametrize(("value", "written"), [("false", "false"), ("False", "false"), ("true", "true")])
+def test_decoupled_mode_is_a_field_of_the_models_that_have_it(
+    tmp_path: Path, value: str, written: str
+) -> None:
+    runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"decoupled_mode": value}))
+    texts = {model: (runtime.path / model / "config.pbtxt").read_text() for model in runtime.models}
+    found = {model: f"decoupled: {written} }}" in text for model, text in texts.items()}
+    assert {model for model, has_it in found.items() if has_it} == {"tensorrt_llm", "ensemble"}
+
+
+def test_a_decoupled_mode_that_is_neither_true_nor_false_is_refused(tmp_path: Path) -> None:
+    wanted = Wanted(settings={"decoupled_mode": "maybe"})
+    with pytest.raises(OptionError, match="decoupled_mode=maybe: expected true or false"):
+        assemble(default_repository(), tmp_path / "out", wanted)

@@ -35,8 +35,7 @@ class Accounts:
         self._num_freed = 0
         self._prompt_tokens = 0
         self._seen: Counter[tuple[int, int]] = Counter()  # tokens by (request id, sequence index)
-        self._whole: set[tuple[int, int]] = set()  # sequences whose last result has all of its tokens
-        self._cut_short: set[tuple[int, int]] = set()
+        self._ended: set[tuple[int, int]] = set()  # sequences that had a last result
         self._gains: Counter[int] = Counter()  # by sequence key: updates that gave it tokens
         self._have_token: set[int] = set()  # requests
         self._begin_iteration()
@@ -91,7 +90,7 @@ class Accounts:
         self._seen[name] += 0 if result.is_cumulative else result.num_output_tokens[0]
         if result.is_sequence_final:
             self._finished[result.finish_reasons[0]] += 1
-            (self._cut_short if result.was_cut_short else self._whole).add(name)
+            self._ended.add(name)
 
     # ---------------------------------------------------------------- what is told
 
@@ -175,13 +174,14 @@ class Accounts:
         assert told.num_missed_tokens == kv_cache.num_missed_blocks * size
 
     def _check_output_tokens(self, told: MetricsSnapshot) -> None:
-        """Of sequences that had a last word; of those that had all of it, as many as came back."""
+        """Of sequences that had a last word; as many as came back, however they ended."""
         total = 0
         for llm_request in self._queue.ended:
             name = llm_request.request_id, llm_request.sequence_index
-            if name in self._whole | self._cut_short:
-                total += llm_request.num_generated
-            if name in self._whole and not llm_request.request.sampling.uses_beams:
+            if name not in self._ended:
+                continue
+            total += llm_request.num_generated
+            if not llm_request.request.sampling.uses_beams:
                 assert self._seen[name] == llm_request.num_generated
         assert told.output_tokens.num_observations == self._finished.total()
         assert told.output_tokens.total == total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,6 @@ from inflight.core.beam_search import Hypothesis
 from inflight.core.request import Request
 from inflight.core.response import Result, TopLogProbs
 from inflight.core.stop import FinishReason
-from inflight.core.tensor import FloatTensor
 from inflight.testing.fake_engine import expected_beam_steps, expected_logits, expected_tokens
 from inflight.testing.fake_model import describe_tokens, log_softmax
 
@@ -87,19 +85,25 @@ def _of(beam: Hypothesis) -> Expected:
     )
 
 
-def compare_context(request: Request, first: Result, vocab_size: int) -> None:
-    """The prompt's log probabilities and logits, in the first result with tokens."""
+def compare_context(request: Request, first: Result, vocab_size: int, is_whole: bool) -> None:
+    """The prompt's log probabilities and logits, in the first result; their beginning, if it may be no more."""
     prompt, output = request.input_token_ids, request.output
     logits = []
     if output.wants_context:
         logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size, identity=request.identity)
     if output.return_prompt_log_probs:
         found = [log_softmax(values)[token] for values, token in zip(logits, prompt[1:])]
-        assert first.prompt_log_probs == (0.0, *found)
+        assert first.prompt_log_probs is not None
+        count = None if is_whole else len(first.prompt_log_probs)
+        assert first.prompt_log_probs == (0.0, *found)[:count]
     else:
         assert first.prompt_log_probs is None
     if output.return_context_logits:
-        assert first.context_logits == tensor_of([values.tobytes() for values in logits], vocab_size)
+        assert first.context_logits is not None
+        count = None if is_whole else first.context_logits.shape[0]
+        rows = [values.tobytes() for values in logits[:count]]
+        assert first.context_logits.data == b"".join(rows)
+        assert not rows or first.context_logits.shape == (len(rows), vocab_size)
     else:
         assert first.context_logits is None
 
@@ -125,9 +129,3 @@ def compare_outputs(request: Request, result: Result, expected: Sequence[Expecte
         assert found == [b"".join(each.logits) for each in expected]
     else:
         assert result.generation_logits is None
-
-
-def tensor_of(rows: list[bytes], vocab_size: int) -> FloatTensor:
-    """[rows, vocab_size]."""
-    assert all(len(row) == array("f").itemsize * vocab_size for row in rows)
-    return FloatTensor((len(rows), vocab_size), b"".join(rows))

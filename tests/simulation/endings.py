@@ -7,11 +7,12 @@ from inflight.core.response import Response, Result, merge_responses
 from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason
 from inflight.errors import InvalidArgument, Unavailable
 
-from .alone import compare_context, compare_outputs, search_alone, sequence_alone
+from .alone import Expected, compare_context, compare_outputs, search_alone, sequence_alone
 from .outcome import Outcome
 from .scenario import Scenario, time_of
 
 _MS = 1_000_000
+ENDED_FROM_OUTSIDE = frozenset(FINISH_REASON_OF_STOP.values())
 
 
 def check_endings(scenario: Scenario, outcome: Outcome) -> None:
@@ -67,38 +68,48 @@ def _check_sequence(
     alone = sequence_alone(request, index, vocab_size)
     final = results[-1]
     reason = final.finish_reasons[0]
-    if not final.is_sequence_final or final.was_cut_short:
+    if not final.is_sequence_final:
         received = [token for result in results for token in result.output_token_ids[0]]
         assert tuple(received) == alone.tokens[: len(received)]
-        assert not final.was_cut_short or final.output_token_ids == ((),)
-        assert not final.was_cut_short or _has_reason(scenario, request, index, reason)
         return
     assert whole is not None
     num_tokens = whole.num_output_tokens[0]
     if reason is not alone.reason or num_tokens < len(alone.tokens):
-        assert reason is FinishReason.STOP_WORDS and _has_reason(scenario, request, index, reason)
+        assert reason in ENDED_FROM_OUTSIDE and _has_reason(scenario, request, index, reason)
         alone = alone.stopped_after(num_tokens, reason)
     compare_outputs(request, whole, [alone], vocab_size)
     assert whole.finish_reasons == (alone.reason,)
-    if num_tokens or not _has_reason(scenario, request, index, reason):
-        compare_context(request, whole, vocab_size)
+    compare_context(request, whole, vocab_size, is_whole=bool(num_tokens) or reason not in ENDED_FROM_OUTSIDE)
 
 
 def _check_search(scenario: Scenario, request: Request, results: list[Result]) -> None:
-    """A streamed search says after every step what it would answer; its last response is its last step."""
+    """A streamed search says after every step what it would answer; its last response is its last step.
+
+    One that is cut short says what it would have answered after the last step that it took.
+    """
     vocab_size = scenario.limits.vocab_size
     steps = search_alone(request, vocab_size)
     final = results[-1]
     whole = [result for result in results if not result.was_cut_short]
     if final.was_cut_short:
         assert _has_reason(scenario, request, 0, final.finish_reasons[0])
+        _check_search_cut_short(request, final, steps, vocab_size)
     elif final.is_sequence_final:
         assert final.finish_reasons == tuple(beam.reason for beam in steps[-1])
         assert len(whole) == (len(steps) if request.streaming else 1)
     for result, beams in zip(whole, steps if request.streaming else steps[-1:]):
         compare_outputs(request, result, beams, vocab_size)
-    if whole:
-        compare_context(request, whole[0], vocab_size)
+    compare_context(request, results[0], vocab_size, is_whole=bool(whole) or any(final.num_output_tokens))
+
+
+def _check_search_cut_short(
+    request: Request, final: Result, steps: list[list[Expected]], vocab_size: int
+) -> None:
+    assert len(set(final.finish_reasons)) == 1, "what ends a search from outside ends all of its beams"
+    before = [Expected((), FinishReason.NOT_FINISHED)] * request.sampling.num_outputs
+    said = [ids[len(ids) - n :] for ids, n in zip(final.output_token_ids, final.num_output_tokens)]
+    (beams, *_) = [step for step in (before, *steps) if [beam.tokens for beam in step] == said]
+    compare_outputs(request, final, beams, vocab_size)
 
 
 def _check_metrics(outcome: Outcome, request: Request, final: Result) -> None:

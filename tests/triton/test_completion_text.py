@@ -61,8 +61,10 @@ def test_the_prompts_ids_in_the_output_are_not_the_completion() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_a_request_that_was_cut_short_has_no_text(reason: FinishReason) -> None:
-    assert only_text(make_text(lead=True), make_result((), reason)) == ""
+def test_a_request_that_was_cut_short_has_the_text_so_far(reason: FinishReason) -> None:
+    assert only_text(make_text(lead=True), make_result(ids_of("cd"), reason)) == "abcd"
+    assert only_text(make_text(lead=True), make_result((), reason)) == "ab"
+    assert only_text(make_text(), make_result((), reason)) == ""
 
 
 def test_nothing_generated() -> None:

@@ -148,7 +148,7 @@ def test_sequences_are_rows_where_there_is_one_response(in_one: Stage) -> None:
     (sent,) = sender.wait_final()
     assert sent.response is not None
     assert sent.response.arrays()["output_ids"].tolist() == [[[7, 8], [9, -1]]]
-    assert sent.response.arrays()["text_output"].tolist() == [[b"hi", b"j"]]
+    assert sent.response.arrays()["text_output"].tolist() == [b"hi", b"j"]
     assert "sequence_index" not in sent.response.arrays()
 
 

@@ -242,12 +242,12 @@ def test_postprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
         TOKENS_BATCH=np.array([[[0, 1, 2], [3, 4, 5]]], np.int32),
         SEQUENCE_LENGTH=np.array([[3, 1]], np.int32),
     ).arrays()
-    assert arrays["OUTPUT"].tolist() == [[b"abc", b"d"]]
+    assert arrays["OUTPUT"].tolist() == [b"abc", b"d"]
 
 
 def test_postprocessing_takes_all_tokens_by_default(pb_utils: FakePbUtils, folder: Path) -> None:
     response = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=np.array([[[0, 1]]], np.int32))
-    assert response.arrays()["OUTPUT"].tolist() == [[b"ab"]]
+    assert response.arrays()["OUTPUT"].tolist() == [b"ab"]
 
 
 def test_postprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folder: Path) -> None:

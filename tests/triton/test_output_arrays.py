@@ -54,7 +54,7 @@ FULL = make_result(
 def make_output(result: Result = FULL, texts: tuple[str, ...] | None = ("t",), **changes: object) -> Output:
     batch_index = changes.pop("batch_index", 0)
     request = {"output": OutputConfig(num_top_log_probs=2)} | changes
-    return Output(make_prompt(**request), result, texts, batch_index)
+    return Output(make_prompt(options={"vocab_size": VOCABULARY}, **request), result, texts, batch_index)
 
 
 def values(name: str, *outputs: Output) -> list:
@@ -70,7 +70,7 @@ SPECS = [spec for spec in OUTPUTS.specs if spec.name != "state" and spec.built]
 SAID = {
     "output_ids": [[[8, 9]]],
     "sequence_length": [[2]],
-    "text_output": [[b"t"]],
+    "text_output": [b"t"],
     "finish_reason": [[b"NOT_FINISHED"]],
     "batch_index": [[0]],
     "sequence_index": [[2]],
@@ -103,7 +103,7 @@ def test_every_output_says_it_in_the_tables_rank(spec: TensorSpec) -> None:
     array = make_array(spec.name, [make_output()])
     assert array is not None
     assert array.tolist() == SAID[spec.name]
-    assert array.ndim == len(spec.dims) + 1
+    assert array.ndim == len(spec.dims) + spec.is_batched
     assert array.astype(NUMPY_TYPES[spec.dtype]).tolist() == SAID[spec.name]
 
 
@@ -145,7 +145,7 @@ def test_ragged_beams_are_filled_up() -> None:
     logits = np.array(values("generation_logits", output))
     assert logits.shape == (1, 2, 3, VOCABULARY)
     assert logits[0, 1, 0].tolist() == [100.0, 101.0, 102.0, 103.0, 104.0] and not logits[0, 1, 1:].any()
-    assert values("text_output", output) == [[b"a", b"b"]]
+    assert values("text_output", output) == [b"a", b"b"]
     assert values("num_output_tokens", output) == [[3]]
 
 
@@ -165,7 +165,7 @@ def test_a_batch_of_different_shapes() -> None:
     ]
     assert values("output_ids", *outputs) == [[[8, 9, 50], [7, 50, 50]], [[1, 2, 3], [-1, -1, -1]]]
     assert values("sequence_length", *outputs) == [[2, 1], [3, 0]]
-    assert values("text_output", *outputs) == [[b"a", b"b"], [b"c", b""]]
+    assert values("text_output", *outputs) == [b"a", b"b", b"c", b""], "as many as sequence_length has values"
     assert values("finish_reason", *outputs) == [[b"LENGTH", b"LENGTH"], [b"NOT_FINISHED", b""]]
     assert values("cum_log_probs", *outputs) == [[-1.0, -2.0], [-5.0, 0.0]]
     assert values("prompt_log_probs", *outputs) == [[0.0, 0.0], [0.0, -1.0]]
@@ -204,6 +204,14 @@ def test_no_tokens_keep_the_number_of_alternatives() -> None:
     result = make_result((), top_log_probs=((),), log_probs=((),))
     array = make_array("top_log_probs", [make_output(result)])
     assert array is not None and array.shape == (1, 1, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["generation_logits", "context_logits"])
+def test_no_rows_of_logits_keep_the_size_of_the_vocabulary(name: str) -> None:
+    nothing = FloatTensor((0, 0), b"")
+    result = make_result((), generation_logits=(nothing,), context_logits=nothing)
+    array = make_array(name, [make_output(result)])
+    assert array is not None and array.shape[-2:] == (0, VOCABULARY)
 
 
 def test_no_drafts_no_acceptance() -> None:

@@ -77,6 +77,8 @@ GOOD = [
     ("default_end_ids", "2, 7", (2, 7)),
     ("cancellation_check_period_ms", "100", 100),
     ("stream_interval", "4", 4),
+    ("repeat_log_probs", "false", False),
+    ("max_repeated_logits_bytes", "0", 0),
     ("stats_check_period_ms", "1000", 1000),
     ("iter_stats_max_iterations", "0", 0),
     ("request_stats_max_iterations", "10", 10),

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from inflight.core.output_config import OutputConfig
-from inflight.core.response import PerfMetrics, Result, TopLogProbs, ended_without_tokens
+from inflight.core.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.stop import FinishReason
 from inflight.core.tensor import FloatTensor
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.completion_text import CompletionText
-from inflight.triton.reply import Output, PromptReply, Reply
+from inflight.triton.reply import AS_UPSTREAM, Output, PromptReply, Repetition, Reply
 from tests.triton.factories import make_beams, make_prompt, make_reply, make_result
 from tests.triton.letters import letter_tokenizer
 
@@ -58,11 +58,12 @@ class Talk:
         new_text: Callable[[], CompletionText] | None = None,
         streaming: bool = True,
         in_one: bool = False,
+        repetition: Repetition = AS_UPSTREAM,
         **request: object,
     ) -> None:
         request = {"streaming": True, "output": EXCLUDE, "input_token_ids": ids_of("ab")} | request
         prompt = make_prompt(options={"streaming": streaming}, **request)
-        self.reply = Reply([PromptReply(prompt, new_text)], in_one)
+        self.reply = Reply([PromptReply(prompt, new_text, repetition=repetition)], in_one)
 
     def take(self, result: Result, is_last: bool | None = None) -> Output | None:
         is_last = result.is_sequence_final if is_last is None else is_last
@@ -146,8 +147,9 @@ def test_every_sequence_stops_by_itself() -> None:
 def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:
     talk = Talk(new_text("d"))
     talk.take(delta("cd"))
-    last = talk.take(ended_without_tokens(2, FinishReason.CANCELLED))
+    last = talk.take(delta("e", FinishReason.CANCELLED))
     assert last is not None and last.result.finish_reasons == (STOP_WORDS,)
+    assert last.result.output_token_ids == ((),)
 
 
 @pytest.mark.parametrize("in_one", [True, False], ids=["in one", "decoupled"])
@@ -179,10 +181,10 @@ def test_without_a_stop_string_in_it_the_whole_is_the_plain_answer() -> None:
     assert talk.said(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
 
 
-def test_a_gathered_answer_that_is_cut_short_has_no_tokens() -> None:
-    talk = Talk(new_text("x", prompt="ab", lead=True), streaming=False, output=OutputConfig())
-    cancelled = ended_without_tokens(2, FinishReason.CANCELLED)
-    assert talk.said(delta("c"), cancelled) == [("", ("",), "CANCELLED")]
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
+def test_a_gathered_answer_that_is_cut_short_has_what_there_was(reason: FinishReason) -> None:
+    talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputConfig())
+    assert talk.said(delta("c"), delta("dx"), delta("", reason)) == [("abcdx", ("abcdx",), reason.name)]
 
 
 def test_sequences_end_apart() -> None:
@@ -226,15 +228,15 @@ def test_sequences_are_rows_of_one_response() -> None:
     assert output.texts == ("de", "f", "c")
 
 
-def test_a_sequence_that_was_cut_short_is_an_empty_row() -> None:
+def test_a_sequence_that_was_cut_short_is_a_row_of_what_there_was() -> None:
     talk = Talk(streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
-    talk.take(delta("de", LENGTH, sequence_index=0), is_last=False)
-    output = talk.take(ended_without_tokens(2, FinishReason.CANCELLED, 1), is_last=True)
+    talk.take(delta("def", LENGTH, sequence_index=0), is_last=False)
+    output = talk.take(delta("c", FinishReason.CANCELLED, sequence_index=1), is_last=True)
     assert output is not None
-    assert output.result.output_token_ids == (ids_of("de"), ())
-    assert output.result.log_probs == ((-4.0, -5.0), ())
-    assert output.result.cum_log_probs == (-9.0, 0.0)
-    assert [tensor.shape[0] for tensor in output.result.generation_logits] == [2, 0]
+    assert output.result.output_token_ids == (ids_of("def"), ids_of("c"))
+    assert output.result.log_probs == ((-4.0, -5.0, -6.0), (-3.0,))
+    assert output.result.cum_log_probs == (-15.0, -3.0)
+    assert [tensor.shape[0] for tensor in output.result.generation_logits] == [3, 1]
 
 
 def test_a_batch_in_one_response_is_in_its_order() -> None:
@@ -250,3 +252,79 @@ def test_a_batch_that_comes_apart_is_tagged() -> None:
     reply = make_reply(make_prompt(), make_prompt())
     (output,) = reply.take(1, delta("b", LENGTH), is_last=False)
     assert output.batch_index == 1
+
+
+# ---------------------------------------------------------------- what a stream says again
+
+CURIOUS = OutputConfig(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
+PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
+
+
+def streamed(*results: Result, repetition: Repetition = AS_UPSTREAM) -> list[Result]:
+    """What a stream of one prompt that asked for all of it makes of the engine's results."""
+    talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
+    first, *others = results
+    first = replace(first, context_logits=PROMPT_LOGITS, prompt_log_probs=(0.0, -1.0))
+    outputs = [talk.take(result) for result in (first, *others)]
+    return [output.result for output in outputs if output]
+
+
+def test_every_response_of_a_stream_repeats_what_is_known_of_the_prompt() -> None:
+    results = streamed(delta("c"), delta("d"), delta("", LENGTH))
+    assert [result.context_logits for result in results] == [PROMPT_LOGITS] * 3
+    assert [result.prompt_log_probs for result in results] == [(0.0, -1.0)] * 3
+
+
+def test_what_is_larger_than_may_be_repeated_is_in_the_first_response_alone() -> None:
+    for max_bytes, count in ((8, 2), (7, 1)):
+        results = streamed(delta("c"), delta("d", LENGTH), repetition=Repetition(max_bytes=max_bytes))
+        assert [result.context_logits for result in results if result.context_logits] == [
+            PROMPT_LOGITS
+        ] * count
+
+
+def test_every_response_of_a_stream_has_the_log_probs_of_all_tokens_so_far() -> None:
+    results = streamed(delta("c"), delta("de"), delta("", LENGTH))
+    assert [result.log_probs for result in results] == [
+        ((-3.0,),),
+        ((-3.0, -4.0, -5.0),),
+        ((-3.0, -4.0, -5.0),),
+    ]
+    assert [len(result.top_log_probs[0]) for result in results] == [1, 2, 0]
+
+
+def test_or_those_of_its_own_tokens() -> None:
+    results = streamed(delta("c"), delta("de"), delta("", LENGTH), repetition=Repetition(log_probs=False))
+    assert [result.log_probs for result in results] == [((-3.0,),), ((-4.0, -5.0),), ((),)]
+
+
+def test_a_stream_that_a_stop_string_has_ended_repeats_it_too() -> None:
+    results = streamed(delta("cx"), delta("yze"), delta("f", STOP_WORDS))
+    assert [text_of(result.output_token_ids[0]) for result in results] == ["cx", "yz", ""]
+    assert results[-1].log_probs == ((-3.0, -24.0, -25.0, -26.0),)
+    assert results[-1].context_logits == PROMPT_LOGITS
+    assert results[-1].generation_logits == (FloatTensor((0, 0), b""),)
+
+
+def test_every_sequence_repeats_its_own() -> None:
+    talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    texts = (("c", 0), ("d", 1), ("e", 0), ("f", 1))
+    outputs = [talk.take(delta(text, sequence_index=index), is_last=False) for text, index in texts]
+    log_probs = [output.result.log_probs for output in outputs if output]
+    assert log_probs == [((-3.0,),), ((-4.0,),), ((-3.0, -5.0),), ((-4.0, -6.0),)]
+
+
+def test_streamed_beams_are_whole_already() -> None:
+    talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(beam_width=2))
+    said = {"is_cumulative": True, "log_probs": ((-3.0,), (-4.0,))}
+    beams = make_beams(ids_of("c"), ids_of("d"), reason=NOT_FINISHED, **said)
+    results = [output.result for _ in range(2) if (output := talk.take(beams))]
+    assert [result.log_probs for result in results] == [((-3.0,), (-4.0,))] * 2
+
+
+def test_what_is_not_streamed_to_the_client_is_said_once() -> None:
+    talk = Talk(new_text("xyz"), streaming=False, output=CURIOUS)
+    assert talk.take(delta("c", context_logits=PROMPT_LOGITS)) is None
+    output = talk.take(delta("d", LENGTH))
+    assert output is not None and output.result.log_probs == ((-3.0, -4.0),)
+    assert output.result.context_logits == PROMPT_LOGITS

@@ -33,7 +33,7 @@ def test_values_and_shapes() -> None:
     assert arrays["output_ids"].tolist() == [[[8, 9]]]
     assert arrays["sequence_length"].tolist() == [[2]]
     assert arrays["finish_reason"].tolist() == [[b"LENGTH"]]
-    assert arrays["text_output"].tolist() == [["téxt".encode()]]
+    assert arrays["text_output"].tolist() == ["téxt".encode()]
     assert arrays["num_input_tokens"].tolist() == [[3]]
     assert arrays["num_output_tokens"].tolist() == [[2]]
 

@@ -46,7 +46,12 @@ class Admission:
             return
         room = bound + self._running.slots.num_free - request.sampling.num_sequences
         if self.waiting.num_new_at_all > room and self.waiting.num_new(request.priority) > room:
-            raise Unavailable(f"Maximum queue size of {bound} has been reached, please try again later")
+            # The first sentence is Triton's own, of its dynamic batcher, the second TensorRT-LLM's: clients look
+            # for either.
+            raise Unavailable(
+                "Exceeds maximum queue size. "
+                f"Maximum queue size of {bound} has been reached, please try again later"
+            )
 
     def queue_siblings(self, group: RequestGroup) -> None:
         """The prompt is computed: the request's other sequences find its full blocks and go on from there.
@@ -88,7 +93,8 @@ class Admission:
             if needed > self._kv_cache.num_unreserved - claimed_blocks:
                 break
             self.waiting.remove(llm_request)
-            self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules)
+            num_tokens = len(llm_request.tokens)
+            self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules, num_tokens)
             if not llm_request.has_started:
                 self.waiting.charge(llm_request)
             yield llm_request, len(match.block_ids) * self._kv_cache.tokens_per_block

@@ -57,6 +57,8 @@ class Hypothesis:
 
 _NOTHING = Hypothesis((), _NO_SCORE, _NO_SCORE, FinishReason.LENGTH)
 """Takes the place of a beam that the bans left no token for."""
+_NOT_BEGUN = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
+"""What every beam is before the first step."""
 
 
 class _Node:
@@ -198,6 +200,9 @@ class BeamSearch:
 
     def hypotheses(self) -> list[Hypothesis]:
         """The outputs, best first, as many as the request wants back, as if the search ended now."""
+        wanted = self._request.sampling.num_outputs
+        if not self._num_generated:
+            return [_NOT_BEGUN] * wanted
         ranked = list(self._ended)
         if not self.done:
             ranked += [
@@ -206,7 +211,6 @@ class BeamSearch:
                 if node is not None and score > _POSSIBLE
             ]
             ranked.sort(key=lambda beam: -beam.score)
-        wanted = self._request.sampling.num_outputs
         found = [self._hypothesis(beam) for beam in ranked[:wanted]]
         return found + [_NOTHING] * (wanted - len(found))
 

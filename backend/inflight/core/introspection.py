@@ -141,7 +141,7 @@ class Introspection:
             num_generation_iterations=llm_request.num_iterations,
             is_scheduled=is_scheduled,
             is_paused=llm_request.state is RequestState.PAUSED,
-            num_taken_blocks=blocks.taken,
+            num_new_blocks=blocks.new,
             num_reused_blocks=blocks.reused,
             num_missed_blocks=blocks.missed,
         )

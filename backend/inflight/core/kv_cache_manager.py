@@ -37,15 +37,15 @@ class PrefixMatch:
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of a sequence since it was admitted.
+    """Blocks of the tokens of a sequence that were known when it was admitted.
 
     Attributes:
-        taken: From the free ones.
+        new: Not found in the cache, to be taken from the free ones.
         reused: Found in the cache.
-        missed: Full blocks of the tokens known then that were looked for and not found.
+        missed: Full blocks that were looked for and not found.
     """
 
-    taken: int
+    new: int
     reused: int
     missed: int
 
@@ -75,7 +75,7 @@ class _Table:
     parent: bytes | None  # digest of the last published block; None: nothing is shared
     num_reused: int
     num_missed: int
-    num_taken: int = 0
+    num_new: int
     # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
     # beginning, so that a step costs what the beams differ in and not what they have in common.
     tails: list[list[int]] = field(default_factory=list)
@@ -124,9 +124,9 @@ class KvCacheManager:
         return tuple(self._tables[key].block_ids)
 
     def block_counts(self, key: int) -> BlockCounts:
-        """What the blocks of a running sequence cost and saved, since it was admitted."""
+        """What a running sequence found in the cache when it was admitted, and what not."""
         table = self._tables[key]
-        return BlockCounts(table.num_taken, table.num_reused, table.num_missed)
+        return BlockCounts(table.num_new, table.num_reused, table.num_missed)
 
     def held(self, key: int) -> tuple[int, int]:
         """(distinct blocks held, blocks reserved beyond them) of a running sequence."""
@@ -173,8 +173,12 @@ class KvCacheManager:
         """Free blocks it takes to set aside `num_blocks` blocks, of which the matched ones are there."""
         return num_blocks - match.num_held
 
-    def admit(self, key: int, match: PrefixMatch, num_blocks: int, rules: CacheRules) -> None:
+    def admit(
+        self, key: int, match: PrefixMatch, num_blocks: int, rules: CacheRules, num_tokens: int = 0
+    ) -> None:
         """Open a block table that begins with the matched blocks and reserves `num_blocks` blocks in all.
+
+        The sequence has `num_tokens` tokens now, which is for its `block_counts`.
 
         With a scope, full blocks become findable for others of that scope as they are published. Until then those
         of the tokens that `match_prefix` saw are promised.
@@ -186,7 +190,8 @@ class KvCacheManager:
         missed = self._num_sought(known.num_tokens) - shared if known else 0
         parent = digests[shared - 1] if shared else rules.scope
         reserved = max(0, num_blocks - shared)
-        table = _Table(list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed)
+        new = max(0, self.blocks_for(num_tokens) - shared)
+        table = _Table(list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed, new)
         self._tables[key] = table
         self.pool.share(match.block_ids)
         for index, block_id in enumerate(match.block_ids):
@@ -229,12 +234,8 @@ class KvCacheManager:
         self.num_reserved -= from_reserved
         taken = self.pool.take(count)
         table.block_ids.extend(taken)
-        self._count_taken(table, count)
-        return taken
-
-    def _count_taken(self, table: _Table, count: int) -> None:
-        table.num_taken += count
         self.num_taken_blocks += count
+        return taken
 
     # ---------------------------------------------------------------- beams
 
@@ -277,7 +278,7 @@ class KvCacheManager:
             if place < len(tail) and self.pool.is_held_once(tail[place]):
                 continue
             (block_id,) = self.pool.take(1)
-            self._count_taken(table, 1)
+            self.num_taken_blocks += 1
             if place == len(tail):
                 tail.append(block_id)
                 growth.appended.append((beam, block_id))

@@ -20,7 +20,8 @@ class PerfMetrics:
         first_scheduled_time_ns: Its first iteration began. Output `first_scheduled_time_ns`.
         first_token_time_ns: The first token was there. Output `first_token_time_ns`.
         last_token_time_ns: The last token was there; 0 until then. Output `last_token_time_ns`.
-        num_new_blocks: KV blocks it took. Output `kv_cache_alloc_new_blocks`.
+        num_new_blocks: KV blocks that it took for the tokens it began with; those of generated ones are not
+            counted. Output `kv_cache_alloc_new_blocks`.
         num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
         num_missed_blocks: Full blocks of known tokens that it did not find there. Output `kv_cache_missed_blocks`.
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
@@ -76,9 +77,11 @@ class Result:
             probabilities after penalties, bias and temperature and has the end id's in it. Tensor `cum_log_probs`.
         top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
             `top_log_probs`.
-        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response with tokens.
-        context_logits: [prompt tokens, vocab_size], in the sequence's first response with tokens.
-        generation_logits: Per beam [tokens in this response, vocab_size]; None with streamed beams.
+        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response alone.
+        context_logits: [prompt tokens, vocab_size]; in the sequence's first response alone. Of a sequence that was
+            cut short in its prompt, these two have the rows that were computed.
+        generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
+            streamed beams.
         perf_metrics: None if not wanted.
     """
 
@@ -113,22 +116,8 @@ class Result:
 
     @property
     def was_cut_short(self) -> bool:
-        """Whether the sequence was cancelled or ran out of time: then it returns no tokens."""
+        """Whether the sequence was cancelled or ran out of time: it may lack what it was still to generate."""
         return self.finish_reasons[0] in CUT_SHORT
-
-
-def ended_without_tokens(
-    num_input_tokens: int, reason: FinishReason, sequence_index: int = 0, num_beams: int = 1
-) -> Result:
-    """The last result of a sequence that was cut short."""
-    return Result(
-        output_token_ids=((),) * num_beams,
-        num_input_tokens=num_input_tokens,
-        num_output_tokens=(0,) * num_beams,
-        finish_reasons=(reason,) * num_beams,
-        sequence_index=sequence_index,
-        is_sequence_final=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +143,9 @@ class Response:
 
 
 def merge_responses(responses: Sequence[Response]) -> Response:
-    """One response that says what consecutive responses of one sequence say together.
-
-    Tokens that were waiting when an error or a cancellation came are dropped: it is the sequence's last word.
-    """
+    """One response that says what consecutive responses of one sequence say together; an error says it alone."""
     last = responses[-1]
-    if len(responses) == 1 or last.result is None or last.result.was_cut_short:
+    if len(responses) == 1 or last.result is None:
         return last
     results = [response.result for response in responses if response.result is not None]
     return replace(last, result=_merge(results))

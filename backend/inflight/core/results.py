@@ -10,19 +10,29 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.beam_search import BeamSearch
+from inflight.core.block_keys import CacheRules
 from inflight.core.kv_cache_manager import BlockCounts
 from inflight.core.llm_request import LlmRequest, RequestGroup
-from inflight.core.response import PerfMetrics, Response, Result, ended_without_tokens
+from inflight.core.request import Request
+from inflight.core.response import PerfMetrics, Response, Result
 from inflight.core.stop import CUT_SHORT, FinishReason
 from inflight.core.tensor import FloatTensor
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
-"""Tells how many KV blocks a sequence took, found in the cache and missed there, in all its runs."""
+"""Tells how many KV blocks a sequence needed when it started, found in the cache and missed there."""
 
 
 def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
     """As `make_result`, to be sent; final if the request's other sequences have said their last words."""
     return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
+
+
+def ended_before_start(request: Request, reason: FinishReason) -> list[Response]:
+    """The last responses of a request's sequences, all of which have ended before anything was computed."""
+    sequences = RequestGroup(request, 0, CacheRules(None), request.arrival_time_ns).sequences
+    for llm_request in sequences:
+        llm_request.finish(reason)
+    return [make_response(each, lambda _: BlockCounts(0, 0, 0), each is sequences[-1]) for each in sequences]
 
 
 def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
@@ -35,11 +45,7 @@ def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
     request, reason = llm_request.request, llm_request.finish_reason
     if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
         return _delta(llm_request)
-    if reason in CUT_SHORT:
-        result = ended_without_tokens(
-            request.prompt_length, reason, llm_request.sequence_index, request.sampling.num_outputs
-        )
-    elif llm_request.beams is not None:
+    if llm_request.beams is not None:
         result = _of_beams(llm_request, llm_request.beams)
     else:
         result = _of_sequence(llm_request)
@@ -82,9 +88,7 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
             model_log_probs=log_probs if drawn else None,
             cum_log_probs=(llm_request.cum_log_prob,) if output.return_log_probs else None,
             top_log_probs=(tuple(llm_request.top_log_probs),) if output.num_top_log_probs else None,
-            generation_logits=(_stacked(llm_request.logits),)
-            if output.return_generation_logits and tokens
-            else None,
+            generation_logits=(_stacked(llm_request.logits),) if output.return_generation_logits else None,
         )
         llm_request.forget_details()
     return _with_context(result, llm_request) if first == 0 else result
@@ -92,15 +96,17 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
 
 def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     request, output = llm_request.request, llm_request.request.output
-    best = beams.hypotheses()
-    final = llm_request.finish_reason is not FinishReason.NOT_FINISHED
+    best, reason = beams.hypotheses(), llm_request.finish_reason
+    final = reason is not FinishReason.NOT_FINISHED
+    # What ends a search from outside, or does not end it, is said of all its beams.
+    is_common = not final or reason in CUT_SHORT
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()
     result = Result(
         tuple((*prompt, *beam.token_ids) for beam in best),
         request.prompt_length,
         tuple(len(beam.token_ids) for beam in best),
-        tuple(beam.finish_reason if final else FinishReason.NOT_FINISHED for beam in best),
+        tuple(reason if is_common else beam.finish_reason for beam in best),
         is_sequence_final=final,
         is_cumulative=request.streaming,
         log_probs=tuple(beam.log_probs for beam in best) if output.return_log_probs else None,
@@ -132,10 +138,10 @@ def _context_logits(group: RequestGroup) -> FloatTensor:
     return tensor
 
 
-def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int = 0) -> FloatTensor:
+def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int | None = None) -> FloatTensor:
     """[rows, vocab_size] from pieces of rows; one row a piece unless `num_rows` says how many there are."""
     data = b"".join(pieces)
-    rows = num_rows or len(pieces)
+    rows = len(pieces) if num_rows is None else num_rows
     return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)
 
 
@@ -146,7 +152,7 @@ def _metrics(llm_request: LlmRequest, blocks: BlockCounts) -> PerfMetrics:
         first_scheduled_time_ns=llm_request.first_scheduled_ns,
         first_token_time_ns=llm_request.first_token_ns,
         last_token_time_ns=llm_request.last_token_ns if ended else 0,
-        num_new_blocks=blocks.taken,
+        num_new_blocks=blocks.new,
         num_reused_blocks=blocks.reused,
         num_missed_blocks=blocks.missed,
         num_draft_tokens=llm_request.num_draft_tokens,

@@ -36,20 +36,20 @@ class Running:
         if llm_request.slots:
             self.sequences.remove(llm_request)
             counts = self.block_counts(llm_request)
-            llm_request.num_new_blocks = counts.taken
+            llm_request.num_new_blocks = counts.new
             llm_request.num_reused_blocks = counts.reused
             llm_request.num_missed_blocks = counts.missed
         self._kv_cache.release(llm_request.key)
         self.slots.release(llm_request.slots)
 
     def block_counts(self, llm_request: LlmRequest) -> BlockCounts:
-        """KV blocks taken, found in the cache and missed there, in all runs of a sequence."""
-        taken, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks
+        """KV blocks of known tokens that were new, found in the cache and missed there, over all starts."""
+        new, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks
         missed = llm_request.num_missed_blocks
         if not llm_request.slots:
-            return BlockCounts(taken, reused, missed)
+            return BlockCounts(new, reused, missed)
         now = self._kv_cache.block_counts(llm_request.key)
-        return BlockCounts(taken + now.taken, reused + now.reused, missed + now.missed)
+        return BlockCounts(new + now.new, reused + now.reused, missed + now.missed)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the sequences and the slots agree."""

@@ -311,7 +311,7 @@ class RequestStats:
         num_generation_iterations: Iterations that gave it tokens.
         is_scheduled: Whether it was in this iteration's batch.
         is_paused: Whether it is paused.
-        num_taken_blocks, num_reused_blocks, num_missed_blocks: KV blocks, in all its runs.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: KV blocks of the tokens it had at its starts.
     """
 
     request_id: int
@@ -322,7 +322,7 @@ class RequestStats:
     num_generation_iterations: int
     is_scheduled: bool
     is_paused: bool
-    num_taken_blocks: int
+    num_new_blocks: int
     num_reused_blocks: int
     num_missed_blocks: int
 
@@ -337,8 +337,8 @@ class RequestStats:
             "scheduled": self.is_scheduled,
             "paused": self.is_paused,
             "disServingStats": None,
-            "allocTotalBlocksPerRequest": self.num_taken_blocks,
-            "allocNewBlocksPerRequest": self.num_taken_blocks,
+            "allocTotalBlocksPerRequest": self.num_new_blocks,
+            "allocNewBlocksPerRequest": self.num_new_blocks,
             "reusedBlocksPerRequest": self.num_reused_blocks,
             "missedBlocksPerRequest": self.num_missed_blocks,
             "kvCacheHitRatePerRequest": hit_rate(self.num_reused_blocks, self.num_missed_blocks),

@@ -26,7 +26,7 @@ class StopReason(Enum):
 
 
 CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishReason.CANCELLED})
-"""Reasons whose last response carries no tokens, not even those that were waiting to be sent."""
+"""Reasons from outside: the last response carries what there is so far."""
 
 
 @dataclass(frozen=True, slots=True)

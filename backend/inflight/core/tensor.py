@@ -27,8 +27,9 @@ class FloatTensor:
 
 
 def concatenate_rows(tensors: list[FloatTensor]) -> FloatTensor:
-    """Tensors [n, …] of equal further dimensions, one after another along the first."""
-    if len(tensors) == 1:
-        return tensors[0]
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return FloatTensor((rows, *tensors[0].shape[1:]), b"".join(tensor.data for tensor in tensors))
+    """Tensors [n, …], one after another along the first dimension; the further ones are equal where n > 0."""
+    filled = [tensor for tensor in tensors if tensor.data]
+    if len(filled) <= 1:
+        return filled[0] if filled else tensors[0]
+    rows = sum(tensor.shape[0] for tensor in filled)
+    return FloatTensor((rows, *filled[0].shape[1:]), b"".join(tensor.data for tensor in filled))

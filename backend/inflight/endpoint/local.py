@@ -21,7 +21,8 @@ from dataclasses import replace
 from inflight.core.description import EngineDescription
 from inflight.core.ports import SendResponseCallback
 from inflight.core.request import Request
-from inflight.core.response import Response, ended_without_tokens
+from inflight.core.response import Response
+from inflight.core.results import ended_before_start
 from inflight.core.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
 from inflight.errors import InflightError, Unavailable, Unsupported
 
@@ -88,7 +89,9 @@ class LocalEngineClient:
         with self._lock:
             waiting = self._queue.pop(request_id, None) if sequence_index is None else None
             if waiting is not None:
-                self._stopped_in_queue[request_id] = _ended_without_tokens(waiting, reason)
+                self._stopped_in_queue[request_id] = ended_before_start(
+                    waiting, FINISH_REASON_OF_STOP[reason]
+                )
             elif request_id in self._callbacks and request_id not in self._stopped_in_queue:
                 self._stop_signals.append(StopSignal(request_id, reason, sequence_index, time.monotonic_ns()))
             else:
@@ -201,20 +204,6 @@ class LocalEngineClient:
                 _deliver_farewell(on_response, response, farewell)
             else:
                 _deliver(on_response, response)
-
-
-def _ended_without_tokens(request: Request, reason: StopReason) -> list[Response]:
-    """As the scheduler would answer: the last result of every sequence."""
-    num_sequences, num_beams = request.sampling.num_sequences, request.sampling.num_outputs
-    finish_reason = FINISH_REASON_OF_STOP[reason]
-    return [
-        Response(
-            request.request_id,
-            ended_without_tokens(request.prompt_length, finish_reason, index, num_beams),
-            is_final=index == num_sequences - 1,
-        )
-        for index in range(num_sequences)
-    ]
 
 
 def _deliver_farewell(on_response: SendResponseCallback, response: Response, farewell: InflightError) -> None:

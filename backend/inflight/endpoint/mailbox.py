@@ -131,7 +131,7 @@ class Mailbox:
 def _num_joined(backlog: list[Response]) -> int:
     """How many responses, from the first on, to join: all, unless there are too many logits."""
     last = backlog[-1].result
-    if last is None or last.generation_logits is None or last.was_cut_short or last.is_cumulative:
+    if last is None or last.generation_logits is None or last.is_cumulative:
         return len(backlog)
     num_bytes = 0
     for count, response in enumerate(backlog):

@@ -63,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Start tritonserver in the foreground and say READY when every model is.",
         epilog="--no-venv, first seen by the script, uses the active Python environment instead of .venv. "
         "model_repository/tensorrt_llm/config.pbtxt says what can be --set; "
-        "--set max_batch_size=N is how many sequences run at a time.",
+        "--set max_batch_size=N is how many sequences run at a time; --set decoupled_mode=false has tensorrt_llm "
+        "and ensemble give one response to a request.",
         allow_abbrev=False,
     )
     add = parser.add_argument

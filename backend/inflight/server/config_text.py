@@ -65,6 +65,25 @@ def set_max_batch_size(text: str, size: int) -> str:
     return re.sub(r"^max_batch_size\s*:\s*\d+", f"max_batch_size: {size}", text, flags=re.MULTILINE)
 
 
+_DECOUPLED = re.compile(
+    r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decoupled\s*:\s*)(?P<value>\$\{[^}]*\}|\w+)"
+)
+
+
+def set_decoupled(text: str, decoupled: bool | None) -> str:
+    """The text with another `decoupled` in its `model_transaction_policy`, if it has one.
+
+    None leaves what stands there; a template variable that nobody has filled in becomes true.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        if decoupled is None and is_filled(match["value"]):
+            return match[0]
+        return match["head"] + ("false" if decoupled is False else "true")
+
+    return _DECOUPLED.sub(replace, text)
+
+
 def is_filled(value: str | None) -> bool:
     """Whether a parameter says anything: empty text and an unfilled `${...}` count as absent."""
     return bool(value) and not re.fullmatch(r"\$\{[^}]*\}", value or "")

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.server import ranks
-from inflight.server.config_text import is_filled, read_parameters, set_max_batch_size, set_parameters
+from inflight.server.config_text import (
+    is_filled,
+    read_parameters,
+    set_decoupled,
+    set_max_batch_size,
+    set_parameters,
+)
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
 RECORD_PATH = "record_path"
 ADD_SPECIAL_TOKENS = "add_special_tokens"
-MAX_BATCH_SIZE = "max_batch_size"
+MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = "demo_model"
 
@@ -68,6 +74,7 @@ def assemble(
     _check_ranks_known(ranks_wanted or {}, present, source)
     settings = {**wanted.settings, **(ranks_wanted or {})}
     batch_size = _batch_size(settings.pop(MAX_BATCH_SIZE, None))
+    decoupled = _decoupled(settings.pop(DECOUPLED_MODE, None))
     filled = fill(present, replace(wanted, settings=settings), source)
     launches = _launches(filled)
     for launch in launches:
@@ -78,7 +85,7 @@ def assemble(
         folder.mkdir(parents=True)
         _lay_out(source / model, folder)
         changed = {key: value for key, value in filled[model].items() if value != present[model][key]}
-        text = set_parameters(text, changed)
+        text = set_decoupled(set_parameters(text, changed), decoupled)
         if batch_size is not None:
             text = set_max_batch_size(text, batch_size)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -169,6 +176,15 @@ def _batch_size(value: str | None) -> int | None:
     if value is not None and not (value.isdecimal() and int(value) > 0):
         raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
     return None if value is None else int(value)
+
+
+def _decoupled(value: str | None) -> bool | None:
+    """Whether models that may have several responses to a request have: a field of Triton's own, too."""
+    if value is None:
+        return None
+    if value.lower() not in ("true", "false"):
+        raise OptionError(f"--set {DECOUPLED_MODE}={value}: expected true or false")
+    return value.lower() == "true"
 
 
 def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:

@@ -136,12 +136,11 @@ class CompletionText:
         lead = ""
         if self._row is None:
             self._row = self._start_row()
-            lead = "" if result.was_cut_short else self._prompt()
+            lead = self._prompt()
         return (self._row.add(new_tokens(result)[0], result.is_sequence_final, lead),)
 
     def _whole(self, ids: tuple[int, ...], result: Result) -> TextDelta:
-        lead = "" if result.was_cut_short else self._prompt()
-        return self._start_row().add(ids, result.is_sequence_final, lead)
+        return self._start_row().add(ids, result.is_sequence_final, self._prompt())
 
     def _start_row(self) -> _RowText:
         prefix_ids = self._prompt_ids[-_PREFIX_TOKENS:]

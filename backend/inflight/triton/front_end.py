@@ -23,7 +23,7 @@ from inflight.triton.client_stream import ClientStream
 from inflight.triton.completion_text import CompletionText, TokenizerFinder
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest, error_of_ending
 from inflight.triton.parameters import Parameters
-from inflight.triton.reply import NewText, PromptReply, Reply
+from inflight.triton.reply import NewText, PromptReply, Repetition, Reply
 from inflight.triton.request_parameters import RequestParameters, read_request_parameters
 from inflight.triton.requests import Prompt, ServingContext, client_of, convert, wants_state, wants_stop
 from inflight.triton.response_size import ResponseBudget
@@ -94,6 +94,9 @@ class FrontEnd:
             model.parameters.stream_interval,
         )
         self._lanes = ClientLanes(_TOKENIZING_THREADS)
+        self._repetition = Repetition(
+            model.parameters.repeat_log_probs, model.parameters.max_repeated_logits_bytes
+        )
         self._states = StateRequests(client, self._responses)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000
@@ -196,7 +199,7 @@ class FrontEnd:
         """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
         prompts = convert(reader, naming, self._context(description), encoder, parameters)
         replies = [
-            PromptReply(prompt, self._new_text(prompt, naming, description), index)
+            PromptReply(prompt, self._new_text(prompt, naming, description), index, self._repetition)
             for index, prompt in enumerate(prompts)
         ]
         in_one = not self._model.decoupled

@@ -1,8 +1,8 @@
 """From outputs to numpy arrays in the table's shapes, by tensor name.
 
-Owns how ragged rows are filled up: ids with the prompt's pad_id (else -1), numbers with 0. One response is an
-array's first dimension however many prompts it holds, then come rows: beams, or sequences. Knows nothing of
-Triton. Pure.
+Owns how ragged rows are filled up: ids with the prompt's pad_id (else -1), numbers with 0. An array's first
+dimension is the prompts of the response, then come rows: beams, or sequences; texts are one flat list of all rows.
+Knows nothing of Triton. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Rows = Sequence[Sequence[Any]]
 
 
 def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
-    """The output tensor `name` of one response, [prompts, …]; None if there is nothing to say.
+    """The output tensor `name` of one response, [prompts, …] or flat; None if there is nothing to say.
 
     Types are numpy's choice; KeyError for a name that no table knows.
     """
@@ -43,9 +43,10 @@ def _sequence_length(outputs: Sequence[Output]) -> np.ndarray:
 def _text_output(outputs: Sequence[Output]) -> np.ndarray | None:
     if any(output.texts is None for output in outputs):
         return None
-    return _table(
+    table = _table(
         [[text.encode("utf-8") for text in output.texts or ()] for output in outputs], b"", np.object_
     )
+    return table.reshape(-1)
 
 
 def _finish_reason(outputs: Sequence[Output]) -> np.ndarray:
@@ -94,12 +95,12 @@ def _context_logits(outputs: Sequence[Output]) -> np.ndarray | None:
     tensors = [output.result.context_logits for output in outputs]
     if _all_missing(tensors):
         return None
-    return _stack_tensors([[tensor] if tensor else [] for tensor in tensors])[:, 0]
+    return _stack_tensors([[tensor] if tensor else [] for tensor in tensors], outputs)[:, 0]
 
 
 def _generation_logits(outputs: Sequence[Output]) -> np.ndarray | None:
     tensors = [output.result.generation_logits for output in outputs]
-    return None if _all_missing(tensors) else _stack_tensors([rows or () for rows in tensors])
+    return None if _all_missing(tensors) else _stack_tensors([rows or () for rows in tensors], outputs)
 
 
 def _batch_index(outputs: Sequence[Output]) -> np.ndarray:
@@ -199,14 +200,14 @@ def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[in
     return stack
 
 
-def _stack_tensors(rows: Sequence[Sequence[FloatTensor]]) -> np.ndarray:
-    """[prompts, rows, longest, vocab_size]; a single tensor is not copied."""
-    arrays = [[_as_array(tensor) for tensor in of_prompt] for of_prompt in rows]
+def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], outputs: Sequence[Output]) -> np.ndarray:
+    """[prompts, rows, longest, vocab_size], also of no tokens; a single tensor is not copied."""
+    width = outputs[0].prompt.options.vocab_size
+    arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
     if len(arrays) == 1 and len(arrays[0]) == 1:
         return arrays[0][0][np.newaxis, np.newaxis]
-    width = max((array.shape[1] for of_prompt in arrays for array in of_prompt), default=0)
     return _stack(arrays, None, np.float32, (width,))
 
 
-def _as_array(tensor: FloatTensor) -> np.ndarray:
-    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+def _as_array(tensor: FloatTensor, width: int) -> np.ndarray:
+    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape[0], width)

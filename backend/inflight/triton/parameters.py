@@ -77,6 +77,8 @@ class Parameters:
     ignored_request_parameters: tuple[str, ...]
     cancellation_check_period_ms: int
     stream_interval: int
+    repeat_log_probs: bool
+    max_repeated_logits_bytes: int
     stats_check_period_ms: int
     iter_stats_max_iterations: int
     request_stats_max_iterations: int
@@ -237,6 +239,20 @@ _BUILT: tuple[ParameterSpec, ...] = (
         integer(1),
         1,
         "tokens of a streamed response, but for the first and the last: each costs time that the model could have",
+        _MODELS,
+    ),
+    ParameterSpec(
+        "repeat_log_probs",
+        BOOLEAN,
+        True,
+        "every response of a stream has the output_log_probs of all tokens so far; else those of its own tokens",
+        _MODELS,
+    ),
+    ParameterSpec(
+        "max_repeated_logits_bytes",
+        integer(0),
+        8 << 20,
+        "context_logits up to this size are in every response of a stream, larger ones in its first alone",
         _MODELS,
     ),
     ParameterSpec("stats_check_period_ms", integer(1), 100, "how often statistics are published"),

@@ -42,10 +42,12 @@ def _inputs(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]
 
 
 def _outputs(specs: Iterable[TensorSpec]) -> Iterator[str]:
-    yield "| name | in `ensemble` | type | shape | meaning | asked for by its name or |"
-    yield "|---|---|---|---|---|---|"
+    head = "| name | in `ensemble` | type | shape | meaning | asked for by its name or |"
+    yield f"{head} in each response of a stream |"
+    yield "|---|---|---|---|---|---|---|"
     for spec in specs:
-        yield _row(spec) + (f" `{spec.asked_by}` |" if spec.asked_by else " – |")
+        asked_by = f"`{spec.asked_by}`" if spec.asked_by else "–"
+        yield f"{_row(spec)} {asked_by} | {spec.in_stream.value if spec.in_stream else '–'} |"
 
 
 def _row(spec: TensorSpec) -> str:

@@ -2,8 +2,8 @@
 
 A Triton request is one prompt or a batch of them, each an engine request of its own, and each of these has one or
 several sequences. Owns what is held back: results that are gathered because the client wants one response where
-the engine gives several, and whatever comes after a text stop string. Knows neither tensors nor Triton. Belongs to
-the sender thread.
+the engine gives several, and whatever comes after a text stop string. Owns what is said again in every response of
+a stream. Knows neither tensors nor Triton. Belongs to the sender thread.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ NewText = Callable[[], CompletionText]
 
 _T = TypeVar("_T")
 _NO_LOGITS = FloatTensor((0, 0), b"")
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,22 @@ class Output:
     batch_index: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """What every response of a stream says again, as those of tensorrtllm_backend do.
+
+    Attributes:
+        log_probs: Whether the log probabilities of all tokens so far; else those of its own tokens.
+        max_bytes: How large context outputs may be to be repeated; larger ones come in the first response alone.
+    """
+
+    log_probs: bool = True
+    max_bytes: int = 8 << 20
+
+
+AS_UPSTREAM = Repetition()
+
+
 class PromptReply:
     """The outputs of one prompt.
 
@@ -50,15 +67,23 @@ class PromptReply:
         has_just_stopped: Whether with the result taken last a stop string has ended its sequence.
     """
 
-    def __init__(self, prompt: Prompt, new_text: NewText | None, batch_index: int = 0) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        new_text: NewText | None,
+        batch_index: int = 0,
+        repetition: Repetition = AS_UPSTREAM,
+    ) -> None:
         """Args:
         prompt: What was asked.
         new_text: For its text; None if it has none.
         batch_index: Which of the Triton request's prompts it is.
+        repetition: What every response of a stream says again.
         """
         self._prompt = prompt
         self._new_text = new_text
         self._batch_index = batch_index
+        self._repetition = repetition
         self._sequences: dict[int, _Sequence] = {}
         self.has_just_stopped = False
 
@@ -67,7 +92,8 @@ class PromptReply:
         sequence = self._sequences.get(result.sequence_index)
         if sequence is None:
             text = self._new_text() if self._new_text else None
-            sequence = self._sequences[result.sequence_index] = _Sequence(self._prompt, text)
+            sequence = _Sequence(self._prompt, text, self._repetition)
+            self._sequences[result.sequence_index] = sequence
         was_stopped = sequence.stopped
         taken = sequence.take(result)
         self.has_just_stopped = sequence.stopped and not was_stopped
@@ -108,9 +134,12 @@ class Reply:
 class _Sequence:
     """One sequence, or the beams of one search."""
 
-    def __init__(self, prompt: Prompt, text: CompletionText | None) -> None:
+    def __init__(self, prompt: Prompt, text: CompletionText | None, repetition: Repetition) -> None:
         self._prompt = prompt
         self._text = text
+        output = prompt.request.output
+        repeats = prompt.options.streaming and (output.wants_context or output.return_log_probs)
+        self._repeated = _Repeated(repetition) if repeats else None
         # The engine streams where text has to be looked at before anyone knows whether it goes on.
         self._gathers = prompt.request.streaming and not prompt.options.streaming
         self._gathered: list[tuple[Result, tuple[str, ...] | None]] = []
@@ -128,6 +157,8 @@ class _Sequence:
             taken = (_after_stop(self._stopped_at, result), None if self._text is None else ("",))
         else:
             taken = self._with_text(result)
+        if self._repeated is not None:
+            return self._repeated.add(taken[0]), taken[1]
         if not self._gathers:
             return taken
         self._gathered.append(taken)
@@ -147,8 +178,6 @@ class _Sequence:
         """Everything gathered, as a request that is not streamed gets it."""
         result = merge_responses([Response(0, result) for result, _ in self._gathered]).result
         assert result is not None
-        if result.was_cut_short:
-            return result, None if self._text is None else ("",)
         request = self._prompt.request
         if not request.output.exclude_input_from_output:
             whole = (*request.input_token_ids, *result.output_token_ids[0])
@@ -156,6 +185,34 @@ class _Sequence:
         if self._text is None:
             return result, None
         return result, ("".join(chain.from_iterable(texts or () for _, texts in self._gathered)),)
+
+
+class _Repeated:
+    """What the responses of one stream have said, as far as the next ones say it again."""
+
+    def __init__(self, rules: Repetition) -> None:
+        self._rules = rules
+        self._log_probs: list[float] = []
+        self._context_logits: FloatTensor | None = None
+        self._prompt_log_probs: tuple[float, ...] | None = None
+
+    def add(self, result: Result) -> Result:
+        """`result`, with what came before it."""
+        logits, prompt = result.context_logits, result.prompt_log_probs
+        if logits is not None and len(logits.data) <= self._rules.max_bytes:
+            self._context_logits = logits
+        if prompt is not None and _FLOAT_BYTES * len(prompt) <= self._rules.max_bytes:
+            self._prompt_log_probs = prompt
+        log_probs = result.log_probs
+        if log_probs is not None and self._rules.log_probs and not result.is_cumulative:
+            self._log_probs += log_probs[0]
+            log_probs = (tuple(self._log_probs),)
+        return replace(
+            result,
+            log_probs=log_probs,
+            context_logits=self._context_logits if logits is None else logits,
+            prompt_log_probs=self._prompt_log_probs if prompt is None else prompt,
+        )
 
 
 def _after_stop(stopped_at: Result, last: Result) -> Result:
@@ -170,7 +227,7 @@ def _after_stop(stopped_at: Result, last: Result) -> Result:
         top_log_probs=None if stopped_at.top_log_probs is None else ((),),
         prompt_log_probs=None,
         context_logits=None,
-        generation_logits=None,
+        generation_logits=None if stopped_at.generation_logits is None else (_NO_LOGITS,),
         perf_metrics=last.perf_metrics,
     )
 
@@ -202,7 +259,7 @@ def _as_rows(sequences: list[Output]) -> Output:
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """The one row of every part; a sequence that was cut short has none, and nobody has one that nobody wants."""
+    """The one row of every part, `missing` where a part has none; None if nobody has one."""
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)

@@ -56,6 +56,7 @@ class FrontEndOptions:
         prompt_text: The prompt as it came, None if it came as ids.
         include_prompt: Whether text_output starts with the prompt.
         stop_strings: Texts that end the output.
+        vocab_size: Values in a row of logits.
     """
 
     outputs: frozenset[str]
@@ -63,6 +64,7 @@ class FrontEndOptions:
     prompt_text: str | None = None
     include_prompt: bool = False
     stop_strings: tuple[str, ...] = ()
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class _Row:
             prompt_text=prompt_text,
             include_prompt=not exclude_input and not streaming,
             stop_strings=stop_strings,
+            vocab_size=context.description.limits.vocab_size,
         )
         return Prompt(request, options)
 
@@ -219,8 +222,9 @@ class _Row:
         streaming = bool(self._reader.boolean("streaming"))
         if streaming and not self._context.decoupled:
             raise InvalidArgument(
-                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a "
-                "request: send streaming requests to tensorrt_llm or ensemble"
+                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a request: "
+                "leave it out, or send it to a model in decoupled mode, as tensorrt_llm and ensemble are unless "
+                "they are served with decoupled_mode false"
             )
         return streaming
 

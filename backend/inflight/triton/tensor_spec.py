@@ -50,6 +50,14 @@ class Neutral:
         }[self.rule]
 
 
+class InStream(Enum):
+    """What each response of a stream says in an output; of streamed beams, all so far in every output."""
+
+    NEW = "the new tokens'"
+    SO_FAR = "all so far"
+    SAME = "the same in each"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One row of a table of tensors.
@@ -66,6 +74,8 @@ class TensorSpec:
         asked_by: Of an output: the input that asks for it; "" for one that always comes.
         other_dtypes: Of an input: more data types that it is read in, for a config.pbtxt that declares it so.
         text_only: Whether the text vocabulary alone has it; then `text_names` has `name`.
+        in_stream: Of an output: what each response of a stream has in it; None for one that is in no stream.
+        is_batched: Whether it has a batch dimension on the wire; one that has none is flat.
     """
 
     name: str
@@ -78,6 +88,8 @@ class TensorSpec:
     asked_by: str = ""
     other_dtypes: tuple[str, ...] = ()
     text_only: bool = False
+    in_stream: InStream | None = None
+    is_batched: bool = True
 
     @property
     def built(self) -> bool:
@@ -91,9 +103,9 @@ class TensorSpec:
 
     @property
     def wire_shape(self) -> str:
-        """The shape a client sends, as text for messages: [1, 1], [1, n], [1, 2, n]."""
+        """The shape on the wire, as text for messages: [1, 1], [1, n], [1, 2, n]."""
         lengths = ["n" if length == -1 else str(length) for length in self.dims or (1,)]
-        return f"[1, {', '.join(lengths)}]"
+        return f"[{', '.join(['1', *lengths] if self.is_batched else lengths)}]"
 
     def names(self, vocabulary: Vocabulary) -> tuple[str, ...]:
         """Every name a client may use, the main one first; empty if the vocabulary has no such tensor."""

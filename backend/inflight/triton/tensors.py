@@ -13,7 +13,7 @@ that does so is served too.
 
 from __future__ import annotations
 
-from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable
+from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
 
 
 def _values(*values: float) -> Neutral:
@@ -358,33 +358,62 @@ INPUTS = TensorTable(
 )
 
 
-def _output(name: str, dtype: str, dims: tuple[int, ...], meaning: str, asked_by: str = "") -> TensorSpec:
+_NEW, _SO_FAR, _SAME = InStream.NEW, InStream.SO_FAR, InStream.SAME
+
+
+def _output(
+    name: str,
+    dtype: str,
+    dims: tuple[int, ...],
+    in_stream: InStream | None,
+    meaning: str,
+    asked_by: str = "",
+    is_batched: bool = True,
+) -> TensorSpec:
     # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
     text_names = () if name in ("output_ids", "sequence_length") else (name,)
-    return TensorSpec(name, dtype, dims, meaning, (), text_names, asked_by=asked_by)
+    return TensorSpec(
+        name,
+        dtype,
+        dims,
+        meaning,
+        (),
+        text_names,
+        asked_by=asked_by,
+        in_stream=in_stream,
+        is_batched=is_batched,
+    )
 
 
 def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
-    return _output(name, dtype, (1,), meaning, "return_perf_metrics")
+    return _output(name, dtype, (1,), _SO_FAR, meaning, "return_perf_metrics")
 
 
 OUTPUTS = TensorTable(
     (
-        _output("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens"),
-        _output("sequence_length", "INT32", (-1,), "[beams] ids in this response"),
-        _output("text_output", "BYTES", (-1,), "[beams] text; streaming: the new text"),
-        _output("finish_reason", "BYTES", (-1,), "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
-        _output("batch_index", "INT32", (1,), "which prompt of a batch; only then"),
-        _output("sequence_index", "INT32", (1,), "which of num_return_sequences; only then"),
-        _output("num_input_tokens", "INT32", (1,), "prompt tokens", "return_num_input_tokens"),
+        _output("output_ids", "INT32", (-1, -1), _NEW, "[beams, n]; streaming: the new tokens"),
+        _output("sequence_length", "INT32", (-1,), _NEW, "[beams] ids in this response"),
+        _output(
+            "text_output",
+            "BYTES",
+            (-1,),
+            _NEW,
+            "text of each beam; streaming: the new text",
+            is_batched=False,
+        ),
+        _output("finish_reason", "BYTES", (-1,), _SO_FAR, "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
+        _output("batch_index", "INT32", (1,), _SAME, "which prompt of a batch; only then"),
+        _output("sequence_index", "INT32", (1,), _SAME, "which of num_return_sequences; only then"),
+        _output("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens", "return_num_input_tokens"),
         _output(
             "num_output_tokens",
             "INT32",
             (1,),
+            _NEW,
             "generated in this response, first beam's",
             "return_num_output_tokens",
         ),
-        _output("cum_log_probs", "FP32", (-1,), "[beams] sum so far", "return_log_probs"),
+        _output("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
         TensorSpec(
             "cumulative_logprob",
             "FP32",
@@ -393,17 +422,41 @@ OUTPUTS = TensorTable(
             (),
             ("cumulative_logprob",),
             asked_by="return_cumulative_logprob",
+            in_stream=_SO_FAR,
             text_only=True,
         ),
-        _output("output_log_probs", "FP32", (-1, -1), "[beams, n] of generated tokens", "return_log_probs"),
-        _output("top_log_prob_ids", "INT32", (-1, -1, -1), "[beams, n, k]", "num_top_log_probs"),
-        _output("top_log_probs", "FP32", (-1, -1, -1), "[beams, n, k] likeliest first", "num_top_log_probs"),
-        _output("prompt_log_probs", "FP32", (-1,), "[prompt tokens], the first 0", "return_prompt_log_probs"),
-        _output("context_logits", "FP32", (-1, -1), "[prompt tokens, vocab_size]", "return_context_logits"),
         _output(
-            "generation_logits", "FP32", (-1, -1, -1), "[beams, n, vocab_size]", "return_generation_logits"
+            "output_log_probs",
+            "FP32",
+            (-1, -1),
+            _SO_FAR,
+            "[beams, n] of generated tokens",
+            "return_log_probs",
         ),
-        _metric("kv_cache_alloc_new_blocks", "KV blocks taken"),
+        _output("top_log_prob_ids", "INT32", (-1, -1, -1), _NEW, "[beams, n, k]", "num_top_log_probs"),
+        _output(
+            "top_log_probs", "FP32", (-1, -1, -1), _NEW, "[beams, n, k] likeliest first", "num_top_log_probs"
+        ),
+        _output(
+            "prompt_log_probs",
+            "FP32",
+            (-1,),
+            _SAME,
+            "[prompt tokens], the first 0",
+            "return_prompt_log_probs",
+        ),
+        _output(
+            "context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]", "return_context_logits"
+        ),
+        _output(
+            "generation_logits",
+            "FP32",
+            (-1, -1, -1),
+            _NEW,
+            "[beams, n, vocab_size]",
+            "return_generation_logits",
+        ),
+        _metric("kv_cache_alloc_new_blocks", "KV blocks taken for the prompt"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
         _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
         _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
@@ -421,6 +474,6 @@ OUTPUTS = TensorTable(
             "never: this server does both phases itself",
             neutral=_EMPTY,
         ),
-        _output("state", "BYTES", (1,), "JSON; the answer to a state request", "state"),
+        _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", "state"),
     )
 )

@@ -69,4 +69,6 @@ POSTPROCESSING_INPUTS = TensorTable(
     )
 )
 
-POSTPROCESSING_OUTPUTS = TensorTable((TensorSpec("OUTPUT", "BYTES", (-1,), "[beams] text"),))
+POSTPROCESSING_OUTPUTS = TensorTable(
+    (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
+)

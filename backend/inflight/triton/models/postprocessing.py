@@ -19,7 +19,7 @@ from inflight.triton.text_tensors import POSTPROCESSING_INPUTS, POSTPROCESSING_O
 
 
 class TritonPythonModel(TextModel):
-    """TOKENS_BATCH [batch, beams, n] to OUTPUT [batch, beams]."""
+    """TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it."""
 
     role = Role.POSTPROCESSING
     inputs = POSTPROCESSING_INPUTS

@@ -68,7 +68,9 @@ class TextModel:
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
     def _tensor(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
-        return self._pb_utils.Tensor(name, np.stack(arrays).astype(NUMPY_TYPES[self.outputs[name].dtype]))
+        spec = self.outputs[name]
+        array = np.stack(arrays) if spec.is_batched else np.concatenate(arrays)
+        return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[spec.dtype]))
 
     def _error(self, error: InflightError) -> Any:
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))

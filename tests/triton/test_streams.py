@@ -1,0 +1,99 @@
+"""Every output in the responses of a stream and in one that is not streamed, as the table of tensors says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from inflight.core.response import PerfMetrics, Response, Result, TopLogProbs
+from inflight.core.stop import FinishReason
+from inflight.core.tensor import FloatTensor
+from inflight.triton.tensor_spec import InStream, TensorSpec
+from inflight.triton.tensors import OUTPUTS
+from tests.triton.factories import (
+    make_description,
+    make_limits,
+    make_result,
+    make_triton_request,
+    token_inputs,
+)
+from tests.triton.letters import letter_tokenizer
+from tests.triton.stage import Stage
+
+MINE = [spec for spec in OUTPUTS.specs if spec.in_stream]
+VOCABULARY = 3
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.front_end.close()
+
+
+def engine_result(ids: str, is_first: bool, is_last: bool) -> Result:
+    """What the engine says of some tokens, with every detail."""
+    count = len(ids)
+    result = make_result(
+        letter_tokenizer().encode(ids),
+        FinishReason.LENGTH if is_last else FinishReason.NOT_FINISHED,
+        log_probs=(tuple(-1.0 for _ in ids),),
+        cum_log_probs=(-1.0 * ord(ids[-1]),),
+        top_log_probs=(tuple(TopLogProbs((7,), (-0.5,)) for _ in ids),),
+        generation_logits=(FloatTensor((count, VOCABULARY), bytes(4 * VOCABULARY * count)),),
+        perf_metrics=PerfMetrics(*[ord(ids[-1])] * 7, 100 + ord(ids[-1]), ord(ids[-1])),
+    )
+    if not is_first:
+        return result
+    logits = FloatTensor((3, VOCABULARY), bytes(4 * VOCABULARY * 3))
+    return replace(result, prompt_log_probs=(0.0, -1.0, -2.0), context_logits=logits)
+
+
+def every_output(stage: Stage, streaming: bool, *parts: str) -> list[dict[str, np.ndarray]]:
+    """The arrays of all responses to a request whose engine gives `parts`."""
+    stage.client.description = make_description(
+        tokenizer_dir="letters", limits=make_limits(vocab_size=VOCABULARY)
+    )
+    flags = {spec.asked_by: 1 for spec in MINE if spec.asked_by}
+    inputs = token_inputs(input_ids=[[0, 1, 2]], streaming=streaming, exclude_input_in_output=True, **flags)
+    sender = stage.take(make_triton_request(inputs, outputs=frozenset(spec.name for spec in MINE)))
+    for number, ids in enumerate(parts):
+        result = engine_result(ids, number == 0, number == len(parts) - 1)
+        stage.client.respond(Response(stage.client.last_id, result, is_final=result.is_sequence_final))
+        while streaming and len(sender.sent) <= number:  # else what waits would be joined
+            time.sleep(0.001)
+    return [sent.response.arrays() for sent in sender.wait_final() if sent.response is not None]
+
+
+@pytest.mark.parametrize("spec", MINE, ids=lambda spec: spec.name)
+def test_a_stream_says_in_every_output_what_the_table_says(stage: Stage, spec: TensorSpec) -> None:
+    (whole,) = every_output(stage, False, "cde")
+    first, second = every_output(stage, True, "c", "de")
+    assert spec.name in whole and spec.name in first and spec.name in second
+    assert whole[spec.name].ndim == len(spec.dims) + spec.is_batched
+    one, two, three = (_said(arrays[spec.name]) for arrays in (first, second, whole))
+    if spec.in_stream is InStream.SAME:
+        assert one == two == three
+    elif spec.in_stream is InStream.SO_FAR:
+        assert one != two == three
+    else:
+        assert one != two != three
+        assert _joined(spec.name, first, second) == three
+
+
+def _said(array: np.ndarray) -> tuple:
+    return (array.shape, array.tobytes() if array.dtype != np.object_ else tuple(array.ravel()))
+
+
+def _joined(name: str, first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> tuple:
+    """What two responses say together of new tokens: counts add up, and the rest goes on along its tokens."""
+    one, two = first[name], second[name]
+    if name in ("sequence_length", "num_output_tokens"):
+        return _said(one + two)
+    if name == "text_output":
+        return _said(one + two)
+    return _said(np.concatenate([one, two], axis=2))
