@@ -14,9 +14,11 @@ from pathlib import Path
 from inflight.server import ranks
 from inflight.server.config_text import is_filled, read_parameters, set_max_batch_size, set_parameters
 from inflight.server.errors import OptionError
+from inflight.server.model_sizes import check_rank_sizes
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
+FAKE_ENGINE = "fake_engine"
 RECORD_PATH = "record_path"
 MAX_BATCH_SIZE = "max_batch_size"
 _CONFIG = "config.pbtxt"
@@ -137,7 +139,14 @@ def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) ->
 
 
 def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ...]:
-    return tuple(ranks.launch_of(model, known) for model, known in filled.items() if MODEL_PATH in known)
+    launches = []
+    for model, known in filled.items():
+        if MODEL_PATH not in known:
+            continue
+        launches.append(launch := ranks.launch_of(model, known))
+        if is_filled(known[MODEL_PATH]) and not is_filled(known.get(FAKE_ENGINE)):
+            check_rank_sizes(Path(known[MODEL_PATH]), launch.tp, launch.pp)
+    return tuple(launches)
 
 
 def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
