@@ -1,7 +1,7 @@
 # Sourced by the scripts beside it: finds a Python, makes .venv, installs what is missing.
 #
-# `bootstrap serve` or `bootstrap test` leaves the environment's interpreter in $PYTHON. What was installed is
-# noted in a stamp file, so that a later call costs a few milliseconds. Everything is said on stderr.
+# `bootstrap serve`, `bootstrap test` or `bootstrap client` leaves the environment's interpreter in $PYTHON. What was
+# installed is noted in a stamp file, so that a later call costs a few milliseconds. Everything is said on stderr.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
@@ -14,25 +14,35 @@ IN_RANGE='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-# bootstrap serve|test [--no-venv]
+# bootstrap serve|test|client [--no-venv]
+#
+# A client's tools are not installed beside a server that may be running: they have an environment of their own, unless
+# the tests' is there, which has them too.
 bootstrap() {
   local purpose=$1 stamp wanted
+  [ "$purpose" != client ] || are_tests_installed || VENV="$ROOT/.venv-client"
   if [ "${2:-}" = --no-venv ]; then use_active_environment; else use_venv_if_made; fi
   wanted="$(fingerprint)"
   if [ -n "$PYTHON" ]; then
     stamp="$(stamp_file "$purpose")"
+    [ "$purpose" != client ] || [ "$VENV" = "$ROOT/.venv-client" ] || return 0
     [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$wanted" ] || return 0
   fi
   # Two first starts at the same time must not install over each other.
   exec 9<"$ROOT"
   command -v flock >/dev/null && flock 9
   [ -n "$PYTHON" ] || make_venv
-  ensure_libpython
+  [ "$purpose" = client ] || ensure_libpython
   # The tests ask the server as README's readers do.
   [ "$purpose" != test ] || command -v curl >/dev/null || apt_install curl || say "the tests need curl; install it"
   install "$purpose"
   printf '%s' "$wanted" >"$(stamp_file "$purpose")"
   exec 9<&-
+}
+
+are_tests_installed() {
+  local stamp="$VENV/.inflight-test"
+  [ -x "$VENV/bin/perf_analyzer" ] && [ -f "$stamp" ] && [ "$(<"$stamp")" = "$(fingerprint)" ]
 }
 
 # A .venv that is broken or was never finished is made again; one of another Python may be somebody's.
@@ -62,7 +72,7 @@ make_venv() {
   local base version
   base="$(find_python)"
   version="$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
-  say "making .venv with $base (Python $version)"
+  say "making $(basename "$VENV") with $base (Python $version)"
   if ! "$base" -m venv --clear "$VENV" >/dev/null 2>&1; then
     # Debian keeps ensurepip in a package of its own.
     apt_install "python$version-venv" && "$base" -m venv --clear "$VENV" >&2 ||
@@ -108,6 +118,11 @@ install() {
   (
     cd "$ROOT"
     pip() { "$PYTHON" -m pip --disable-pip-version-check install --no-warn-conflicts "${quiet[@]}" -c constraints.txt "$@" >&2; }
+    if [ "$1" = client ]; then
+      # perf_analyzer is in one wheel, libraries that it needs in the other.
+      pip --no-deps tritonclient nvidia-pytriton
+      return
+    fi
     # The server's wheel asks for a client stack that nothing here uses.
     pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii
   ) || die "installing failed"

@@ -12,6 +12,7 @@ from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.batch_manager.watchdog import Watchdog
 from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.request import Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
@@ -71,6 +72,29 @@ def test_the_guilty_request_ends_and_the_others_never_notice(in_decode, policy, 
         expected = expected_tokens(prompts[i], 12, LIMITS.vocab_size)
         assert tokens == (expected if i % 2 == 0 else [*prompts[i], *expected])
     assert 1 <= engine.num_failures <= 4  # of four rows: four, two, one
+
+
+@pytest.mark.parametrize("from_token", [0, 9], ids=["at its admission", "in generation"])
+def test_a_request_that_cannot_be_scheduled_ends_and_the_others_never_notice(monkeypatch, from_token):
+    harness = Harness()
+    original = MicroBatchScheduler.select
+
+    def select(self, running, num_in_flight=0):
+        if any(r.request_id == 3 and r.next_position >= from_token for r in running):
+            raise ValueError("no such luck")
+        return original(self, running, num_in_flight)
+
+    monkeypatch.setattr(MicroBatchScheduler, "select", select)
+    harness.pending += [Request(i, (i, 7, 7), 12) for i in range(1, 7)]
+    while harness.manager.step():
+        pass
+    assert not harness.deaths
+    finals = {response.request_id: response for response in harness.responses if response.is_final}
+    assert sorted(finals) == list(range(1, 7))
+    assert "could not be scheduled: ValueError: no such luck" in str(finals[3].error)
+    for i in set(finals) - {3}:
+        expected = [i, 7, 7, *expected_tokens((i, 7, 7), 12, LIMITS.vocab_size)]
+        assert list(finals[i].result.output_token_ids[0]) == expected
 
 
 def test_a_failure_that_does_not_come_again_ends_nobody():

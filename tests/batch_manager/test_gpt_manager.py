@@ -219,7 +219,7 @@ def test_when_the_loop_itself_dies_everyone_is_answered():
     harness = Harness()
     harness.pending.append(Request(1, (1, 2), 9))
     harness.manager.step()
-    harness.manager._scheduler.schedule = lambda: 1 / 0
+    harness.manager._scheduler.accept = lambda _: 1 / 0
     harness.manager._loop()
     assert isinstance(harness.responses[-1].error, Unavailable) and harness.responses[-1].is_final
     assert len(harness.deaths) == 1
@@ -245,6 +245,6 @@ def test_the_death_of_the_loop_is_told_although_the_receiver_raises():
     harness = Harness()
     harness.pending.append(Request(1, (1, 2), 9))
     harness.manager.step()
-    harness.manager._send_response = harness.manager._scheduler.schedule = lambda *_: 1 / 0
+    harness.manager._send_response = harness.manager._scheduler.accept = lambda *_: 1 / 0
     harness.manager._loop()
     assert len(harness.deaths) == 1

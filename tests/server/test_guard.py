@@ -33,7 +33,7 @@ import os, sys, time
 if sys.argv[2]:
     from inflight.processes import ProcessId
     from inflight.server.guard import Guard
-    guard = Guard(os.environ["PYTHON"])
+    guard = Guard(os.environ["PYTHON"], "some_model")
     pid, folder = sys.argv[2].split(" ")
     guard.watch(ProcessId.of(int(pid)), folder)
     print(guard._process.pid, flush=True)
@@ -120,7 +120,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
 def test_a_model_that_is_killed_takes_everything_with_it(stage: Stage):
     stage.model.signal(signal.SIGKILL)
     assert stage.is_gone()
-    assert stage.cause().endswith("guard.py] the process of the model has ended: the server ends")
+    assert stage.cause().endswith("guard.py] the process of the model some_model has ended: the server ends")
     assert not stage.ranks_folder.exists()
     assert not any(region.exists() for region in stage.regions)
 
@@ -135,7 +135,7 @@ def test_a_model_that_is_stopped_is_taken_for_dead(stage: Stage):
     assert not stage.guard.wait(2.5)
     stage.model.signal(signal.SIGSTOP)
     assert stage.is_gone()
-    assert "guard.py] the process of the model has been silent for 1 s" in stage.cause()
+    assert "guard.py] the process of the model some_model has been silent for 1 s" in stage.cause()
 
 
 def test_a_guard_that_was_stopped_with_the_model_goes_on(stage: Stage):

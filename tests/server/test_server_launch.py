@@ -129,7 +129,7 @@ def test_a_model_that_fails_to_load_is_the_cause(counting_repository: Path) -> N
 
 
 def test_a_server_that_dies_is_reported(counting_repository: Path) -> None:
-    with command(counting_repository) as serving:
+    with command(counting_repository, "--restarts", "0") as serving:
         serving.ready_line()
         server = serving.server()
         os.kill(server, signal.SIGKILL)

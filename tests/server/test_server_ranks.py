@@ -1,5 +1,6 @@
 """How many ranks, and who starts them: what the command line and config.pbtxt come to."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from inflight.server import mpirun, ranks
 from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions, TritonServer
-from inflight.server.repository import Wanted, assemble
+from inflight.server.model_sizes import check_rank_sizes
+from inflight.server.repository import Wanted, assemble, default_repository
 
 MODEL = "tensorrt_llm"
 PMIX = {"PMIX_RANK": "0"}
@@ -26,7 +28,7 @@ def test_one_rank_needs_nobody_to_start_it() -> None:
 
 def test_several_ranks_have_an_orchestrator_unless_something_else_is_said() -> None:
     sizes = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}
-    assert launch(**sizes) == ranks.Launch(MODEL, 6, "orchestrator")
+    assert launch(**sizes) == ranks.Launch(MODEL, 6, "orchestrator", tp=2, pp=3)
     assert launch(**sizes, launch_mode="leader").mode == "leader"
     assert launch(launch_mode="orchestrator") == ranks.Launch(MODEL, 1, "orchestrator")
 
@@ -94,7 +96,7 @@ def test_options_become_parameters(ranked_repository: Path, tmp_path: Path) -> N
     assert written["pipeline_parallel_size"] == ""
     assert written["launch_mode"] == "orchestrator"
     assert written["mpirun_arguments"] == "--hostfile hosts"
-    assert runtime.launches == (ranks.Launch(MODEL, 2, "orchestrator", "--hostfile hosts"),)
+    assert runtime.launches == (ranks.Launch(MODEL, 2, "orchestrator", "--hostfile hosts", tp=2),)
 
 
 def test_a_repository_that_says_nothing_is_not_changed(ranked_repository: Path, tmp_path: Path) -> None:
@@ -139,3 +141,62 @@ def test_hosts_that_are_named_have_slots() -> None:
     over_hosts = command("--hostfile 'my hosts'")
     assert "--bind-to none --hostfile 'my hosts' -n 1" in over_hosts
     assert "oversubscribe" not in over_hosts
+
+
+# ---------------------------------------------------------------- what the model can be cut into
+
+LLAMA = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+
+
+def checkpoint(folder: Path, **config: int) -> Path:
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 48} | config))
+    return folder
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 6), (2, 3), (4, 1), (12, 6)])
+def test_sizes_that_divide_a_model_are_taken(tmp_path: Path, tp: int, pp: int) -> None:
+    check_rank_sizes(checkpoint(tmp_path, **LLAMA), tp, pp)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "message"),
+    [
+        (1, 7, r"--pp 7: every stage needs a layer, and \S+ has 6 layers, so --pp can be 1 to 6"),
+        (3, 1, r"--tp 3: .* 12 heads, 4 key heads and an MLP of 96, so --tp can be 1, 2, 4, 12"),
+        (24, 2, r"--tp 24: .* so --tp can be 1, 2, 4, 12"),
+    ],
+)
+def test_sizes_that_do_not_are_refused_with_those_that_would_do(
+    tmp_path: Path, tp: int, pp: int, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        check_rank_sizes(checkpoint(tmp_path, **LLAMA), tp, pp)
+
+
+def test_gpt2_calls_its_sizes_otherwise(tmp_path: Path) -> None:
+    gpt2 = checkpoint(tmp_path, hidden_size=None, n_layer=2, n_head=4, n_embd=16)
+    check_rank_sizes(gpt2, 4, 2)
+    with pytest.raises(OptionError, match="has 2 layers"):
+        check_rank_sizes(gpt2, 1, 3)
+    with pytest.raises(OptionError, match="4 heads, 4 key heads and an MLP of 64, so --tp can be 1, 2, 4"):
+        check_rank_sizes(gpt2, 3, 1)
+
+
+def test_a_model_that_does_not_say_its_sizes_is_left_to_the_engine(tmp_path: Path) -> None:
+    check_rank_sizes(checkpoint(tmp_path), 3, 99)
+    check_rank_sizes(tmp_path / "nowhere", 3, 99)
+
+
+def test_the_demo_model_is_checked_before_anything_is_started() -> None:
+    for options, message in (
+        (ServerOptions(pp=99), "--pp 99: .* so --pp can be 1 to 4"),
+        (ServerOptions(tp=3), "--tp 3: .* so --tp can be 1, 2, 4"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            TritonServer(options)
+
+
+def test_a_fake_engine_has_no_model_to_cut(tmp_path: Path) -> None:
+    wanted = {"pipeline_parallel_size": "99"}
+    settings = Wanted(settings={"fake_engine": "vocab=100"})
+    assert assemble(default_repository(), tmp_path, settings, wanted).launches[0].num_ranks == 99

@@ -86,6 +86,7 @@ class GptManager:
         else:
             self._send_response = _drop
             self._inputs = LeadersInputs(scheduler, ranks)
+        self._has_other_ranks = ranks is not None
         self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # what `forward` returned, or its error
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
@@ -189,7 +190,7 @@ class GptManager:
         if not is_idle:
             self._instruments.begin(inputs.iteration, self._scheduler)
         responses = self._scheduler.accept(inputs)
-        batch = self._scheduler.schedule()
+        batch = self._schedule(responses)
         if not is_idle:
             self._instruments.scheduled(inputs, batch)
         if batch is not None:
@@ -204,6 +205,18 @@ class GptManager:
         self._instruments.end()
         self._inspections.answer()
         return had_work or bool(inputs.new_requests) or has_more
+
+    def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
+        """The next batch; where making it fails, what that ends is added to `responses`."""
+        try:
+            return self._scheduler.schedule()
+        except Exception as error:
+            if self._has_other_ranks:  # they may have made a batch, which they cannot run without this one
+                raise
+            _log.exception("the scheduler failed: whose fault it was is being found out")
+            failure = StepFailed(f"this request could not be scheduled: {type(error).__name__}: {error}")
+            responses += self._scheduler.recover(failure, len(self._in_flight))
+            return None
 
     def _forward(self, batch: ScheduledBatch) -> Any:
         try:

@@ -25,12 +25,14 @@ class Admission:
 
     Attributes:
         waiting: Who waits.
+        considered: Who was looked at by `admit`, whether let in or not, since somebody cleared this.
     """
 
     def __init__(
         self, capacity: CapacityScheduler, kv_cache: KvCacheManager, running: Running, max_queue_size: int
     ) -> None:
         self.waiting = WaitingQueue()
+        self.considered: list[LlmRequest] = []
         self._capacity = capacity
         self._kv_cache = kv_cache
         self._running = running
@@ -78,6 +80,7 @@ class Admission:
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
         for llm_request in self._in_turn(on_trial):
+            self.considered.append(llm_request)
             if llm_request.num_slots > self._running.slots.num_free:
                 break
             # Who is to fill a static batch does not wait for a prompt: it would wait for the end of the batch.

@@ -341,6 +341,14 @@ class KvCacheManager:
                 # Later blocks are of no use without the earlier ones: they are to be evicted first.
                 self.pool.release(reversed(block_ids))
 
+    def clear(self) -> None:
+        """Close every table and forget all that blocks hold, whatever state that is in; what was counted stays."""
+        self.pool = BlockPool(self.pool.num_blocks)
+        self.num_reserved = 0
+        self._tables.clear()
+        self._prompts.clear()
+        self._promises.clear()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every reference and promise is some table's and reservations add up."""
         self.pool.check_integrity()

@@ -2,7 +2,8 @@
 
 Nobody knows what a device that raised has done with a batch, so every sequence that was in it gives up slots and
 blocks, and is computed again from its known tokens. Halves of the requests are tried apart (`isolation.py`) until
-the guilty one is alone. Called by the scheduler, on the loop thread.
+the guilty one is alone. A request that makes the scheduler's own `schedule` raise is found in the same way. Called
+by the scheduler, on the loop thread.
 """
 
 from __future__ import annotations
@@ -73,6 +74,33 @@ class Recovery:
             certain = self.isolation.failed(request_ids, was_alone=len(blamed) == len(rows))
             guilty = () if certain is None else (certain,)
         return Verdict(guilty, tuple(rows))
+
+    def blame(
+        self, touched: Sequence[LlmRequest], groups: Mapping[int, RequestGroup]
+    ) -> tuple[LlmRequest, ...]:
+        """`schedule` raised when it had looked at these sequences: who is to be tried apart, in this order.
+
+        To be called while they are as it left them. Of those on trial, if anybody is, and of everybody there is
+        where it had not got as far as looking at anyone.
+        """
+        on_trial = self.isolation.on_trial
+        if on_trial:
+            suspects = [s for i in on_trial if i in groups for s in groups[i].sequences]
+        else:
+            suspects = list(touched) or [s for group in groups.values() for s in group.sequences]
+        for llm_request in dict.fromkeys((*touched, *suspects)):
+            # Known tokens come back as one context. Whether the next one can be scheduled shows only after that.
+            llm_request.retry_until = llm_request.next_position + 2
+        self._is_back.clear()
+        return tuple(dict.fromkeys(s for s in suspects if s.state is not RequestState.FINISHED))
+
+    def sentence(self, suspects: Sequence[LlmRequest], touched: Sequence[LlmRequest]) -> int | None:
+        """Which request made `schedule` raise, if that is certain: it was on its own. Else halves are tried."""
+        request_ids = tuple(dict.fromkeys(llm_request.request_id for llm_request in suspects))
+        if not request_ids:
+            return None
+        was_alone = all(llm_request.request_id in request_ids for llm_request in touched)
+        return self.isolation.failed(request_ids, was_alone)
 
     def _rows(self, batch: ScheduledBatch) -> dict[LlmRequest, int]:
         """Who is in a batch and with how many tokens."""

@@ -42,6 +42,12 @@ class Running:
         self._kv_cache.release(llm_request.key)
         self.slots.release(llm_request.slots)
 
+    def clear(self) -> None:
+        """Take all slots and blocks back, in whatever state the books about them are."""
+        self.sequences.clear()
+        self.slots.clear()
+        self._kv_cache.clear()
+
     def block_counts(self, llm_request: LlmRequest) -> BlockCounts:
         """KV blocks of known tokens that were new, found in the cache and missed there, over all starts."""
         new, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks

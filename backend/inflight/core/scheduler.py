@@ -27,6 +27,7 @@ from inflight.core.metrics import MetricsSnapshot
 from inflight.core.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.observations import Observations
 from inflight.core.outcomes import Outcomes
+from inflight.core.rebuild import rebuild
 from inflight.core.recovery import Recovery
 from inflight.core.request import IterationInput, Request
 from inflight.core.response import Response
@@ -77,6 +78,10 @@ class Scheduler:
         self._iteration = 0
         self._now_ns = 0
         self._num_in_flight = 0  # batches
+        self._num_disowned = (
+            0  # of these, made before `schedule` raised: what comes of them counts for nothing
+        )
+        self._ran_before: tuple[LlmRequest, ...] = ()  # when `schedule` was called last
 
     @property
     def num_active(self) -> int:
@@ -149,7 +154,14 @@ class Scheduler:
     # ---------------------------------------------------------------- what runs
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, or None when nothing can run before an update or a new request."""
+        """The next batch, or None when nothing can run before an update or a new request.
+
+        Where it raises, whatever it raises, `recover` has to be called next.
+        """
+        if self._num_disowned:
+            return None
+        self._ran_before = tuple(self._running.sequences)
+        self._admission.considered.clear()
         self.kv_cache.expire(self._now_ns)
         isolation = self._recovery.isolation
         while not (self._num_in_flight and (isolation.is_active or self._recovery.has_void)):
@@ -224,6 +236,8 @@ class Scheduler:
         """
         self._now_ns = now_ns or self._now_ns
         self._num_in_flight -= 1
+        if self._is_disowned():
+            return []
         responses = self._outcomes.take(batch, output, self._now_ns)
         self._observed.updated(self._now_ns)
         self._recovery.restart()
@@ -240,6 +254,8 @@ class Scheduler:
         `Unavailable` all requests of the batch end.
         """
         self._num_in_flight -= 1
+        if self._is_disowned():
+            return []
         verdict = self._recovery.judge(batch, error)
         responses: list[Response] = []
         for request_id in verdict.guilty:
@@ -251,6 +267,35 @@ class Scheduler:
                 responses += self._endings.drain(llm_request, self._now_ns)
         self._recovery.retry(batch, verdict.rows)
         return responses
+
+    def recover(self, error: InflightError, num_in_flight: int) -> list[Response]:
+        """`schedule` raised: end the guilty request with `error`; the others go on, their tokens unchanged.
+
+        Everything that runs begins again (`rebuild.py`), and the guilty request is looked for as after a failed
+        iteration. No batch is made before those in flight, which count for nothing, have come back.
+
+        Args:
+            error: For the guilty request.
+            num_in_flight: Batches that were made and have not come back.
+        """
+        touched = tuple(dict.fromkeys((*self._ran_before, *self._admission.considered)))
+        suspects = self._recovery.blame(touched, self._groups)
+        ended = rebuild(self._groups.values(), self._running, self._waiting, suspects)
+        self._num_in_flight = self._num_disowned = num_in_flight
+        responses: list[Response] = []
+        for llm_request in ended:
+            responses += self._endings.drain(llm_request, self._now_ns)
+        guilty = self._recovery.sentence(suspects, touched)
+        if guilty is not None:
+            responses += self._endings.fail(self._groups[guilty], error, self._now_ns)
+        return responses
+
+    def _is_disowned(self) -> bool:
+        """Whether the batch that has come back counts for nothing; they come back in order."""
+        if not self._num_disowned:
+            return False
+        self._num_disowned -= 1
+        return True
 
     def fail_all(self, error: InflightError) -> list[Response]:
         """End every request there is, in flight or not: the engine is gone."""

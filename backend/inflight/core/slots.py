@@ -43,6 +43,12 @@ class Slots:
             heapq.heappush(self._free, slot)
             self._released.append(slot)
 
+    def clear(self) -> None:
+        """Take all slots back; the device is to forget every one of them."""
+        self.owners.clear()
+        self._free = list(range(self.count))
+        self._released = list(range(self.count))
+
     def tell_again(self, slots: Iterable[int]) -> None:
         """Slots given back earlier, of which the device may not have heard; not those that are taken again."""
         known = {*self._released, *self.owners}

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from inflight.core.llm_request import LlmRequest
+from inflight.core.llm_request import LlmRequest, RequestState
 
 _MOST_ABSENT = 1024
 _MOST_FOLLOWED = 8
@@ -93,11 +93,14 @@ class WaitingQueue:
 
     def add(self, llm_request: LlmRequest) -> None:
         """A new request's first sequence: behind those of its client."""
-        request = llm_request.request
-        client, level = request.client_id, self._level(request.priority)
-        account = self._enter(client)
+        account = self._enter(llm_request.request.client_id)
         if not account.num_queued:
             account.served += max(0, self._virtual_time - account.settled)
+        self._add_new(llm_request, account)
+
+    def _add_new(self, llm_request: LlmRequest, account: _Client) -> None:
+        request = llm_request.request
+        client, level = request.client_id, self._level(request.priority)
         account.num_queued += 1
         queue = level.clients.setdefault(client, OrderedDict())
         queue[llm_request.key] = llm_request
@@ -209,6 +212,44 @@ class WaitingQueue:
         if account.num_present == 0:
             self._part_with(client)
 
+    def rebuild(self, sequences: Iterable[LlmRequest], in_front: Collection[LlmRequest]) -> None:
+        """Set the queue up anew, whatever state it was in; what clients were served is kept.
+
+        Args:
+            sequences: All that have not had their last response, of which none runs. Those that have ended and
+                siblings that are still to be queued only count for their clients.
+            in_front: Goes before all others of its priority, in this order; then what ran before, oldest first.
+        """
+        present = sorted(sequences, key=lambda sequence: sequence.key)
+        self._levels, self._priorities, self._followed = {}, [], {}
+        self._size = self._num_new = 0
+        self._recount(present)
+        queued = dict.fromkeys(sequence for sequence in present if _is_queued(sequence))
+        first = [sequence for sequence in in_front if sequence in queued]
+        for sequence in first:
+            del queued[sequence]
+        ran = [s for s in queued if s.state is RequestState.PAUSED or s.sequence_index > 0]
+        for sequence in ran:
+            del queued[sequence]
+        for sequence in queued:
+            self._add_new(sequence, self._clients[sequence.request.client_id])
+        for sequence in reversed([*first, *ran]):
+            self.add_in_front(sequence)
+
+    def _recount(self, present: list[LlmRequest]) -> None:
+        """Who is here, and what is charged for those that started; the rest of what was charged is given back."""
+        known, self._clients = self._clients, {}
+        for sequence in present:
+            if sequence.sequence_index and not sequence.has_started:
+                continue
+            client = sequence.request.client_id
+            if client not in self._clients and (account := known.get(client)) is not None:
+                self._clients[client] = _Client(account.settled)
+            account = self._enter(client)
+            if sequence.has_started:
+                account.served += _cost(sequence)
+                account.promised += _cost(sequence)
+
     def _part_with(self, client: int) -> None:
         """A client has nothing here any more."""
         settled = self._clients.pop(client).settled
@@ -271,6 +312,13 @@ class WaitingQueue:
         assert all(account.num_present > 0 for account in self._clients.values())
         assert queued == Counter({client: account.num_queued for client, account in self._clients.items()})
         assert not self._absent.keys() & self._clients.keys() and len(self._absent) <= _MOST_ABSENT
+
+
+def _is_queued(llm_request: LlmRequest) -> bool:
+    """Whether a sequence that does not run is in the queue; siblings come when the prompt is computed."""
+    if llm_request.state is RequestState.WAITING:
+        return llm_request.leads or llm_request.group.has_context
+    return llm_request.state is RequestState.PAUSED
 
 
 def _cost(llm_request: LlmRequest) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from inflight.distributed.mapping import Mapping
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
+from inflight.rank_sizes import tensor_parallel_sizes
 
 Range = tuple[int, int]
 """First and behind the last."""
@@ -38,10 +39,9 @@ class Shard:
     def check(self, decoder: DecoderConfig) -> None:
         """Raise ConfigError, with sizes that would do, if the model cannot be split so."""
         heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, decoder.intermediate_size
-        fits = heads % self.size == 0 and inner % self.size == 0
-        if fits and (kv_heads % self.size == 0 or self.size % kv_heads == 0):
+        sizes = tensor_parallel_sizes(heads, kv_heads, inner)
+        if self.size in sizes:
             return
-        sizes = [n for n in range(1, heads + 1) if _divides(n, decoder)]
         raise ConfigError(
             f"tensor parallelism over {self.size} ranks does not divide this model: {heads} heads, {kv_heads} key "
             f"heads, MLP of {inner}; it can be {', '.join(map(str, sizes))}"
@@ -109,15 +109,6 @@ class Part:
             num_layers=end - begin,
             sliding_windows=decoder.sliding_windows[begin:end],
         )
-
-
-def _divides(size: int, decoder: DecoderConfig) -> bool:
-    kv_heads = decoder.num_kv_heads
-    return (
-        decoder.num_heads % size == 0
-        and decoder.intermediate_size % size == 0
-        and (kv_heads % size == 0 or size % kv_heads == 0)
-    )
 
 
 def _scaled(part: Range, width: int) -> Range:

@@ -1,13 +1,15 @@
 """The command line of `scripts/serve`: options in, a READY line out, signals passed on.
 
-Runs on the main thread alone; the server's log is copied to stderr by a thread of `log.ServerLog`.
+Keeping the server up is `supervisor.py`'s affair. Runs on the main thread alone; the server's log is copied to
+stderr by a thread of `log.ServerLog`.
 """
 
 import argparse
-import contextlib
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -15,10 +17,11 @@ from typing import get_args
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer
-from inflight.server.option_types import count, port, seconds, setting
+from inflight.server.option_types import count, port, seconds, setting, whole
 from inflight.server.ports import Ports
 from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
+from inflight.server.supervisor import Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -49,6 +52,8 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         tritonserver=given.tritonserver,
         log_verbose=given.log_verbose,
         exit_timeout_s=given.exit_timeout,
+        ready_timeout_s=given.ready_timeout,
+        restarts=given.restarts,
         model_control=given.model_control,
         tp=given.tp,
         pp=given.pp,
@@ -96,6 +101,22 @@ def _parser() -> argparse.ArgumentParser:
         help="for requests in flight at the end (default: %(default)s)",
     )
     add(
+        "--ready-timeout",
+        type=seconds,
+        default=300,
+        metavar="SECONDS",
+        help="give up a server that is not ready and has made no progress for so long: no line in its log, no "
+        "file read, no memory filled (default: %(default)s)",
+    )
+    add(
+        "--restarts",
+        type=whole,
+        default=5,
+        metavar="N",
+        help="start a server that has ended by itself again, and give up after N starts in a row that came to "
+        "nothing; 0: never start it again (default: %(default)s)",
+    )
+    add(
         "--model-control",
         choices=("none", "explicit"),
         default="none",
@@ -136,21 +157,10 @@ def _refuse_unavailable(given: argparse.Namespace) -> None:
 
 
 def _serve(options: ServerOptions) -> int:
-    server = TritonServer(options, echo=sys.stderr)
-    with _Signals() as signals, contextlib.closing(server):
-        server.start()
-        ready = server.wait_ready(interrupted=signals.any)
-        if ready:
-            print(ready_line(server), flush=True)
-            signals.wait(until=lambda: server.returncode is not None)
-            if not signals.any():
-                raise server.ended()
-        in_order = server.shut_down(hurry=signals.several)
-        if signals.several():
-            return 128 + signals.received[-1]
-        if ready and not in_order:
-            raise ServeError(f"tritonserver had not finished after {options.exit_timeout_s} s and was ended")
-        return 0
+    with _Signals() as signals:
+        return Supervisor(
+            options, signals, sys.stderr, lambda server: print(ready_line(server), flush=True)
+        ).run()
 
 
 def ready_line(server: TritonServer) -> str:
@@ -186,7 +196,15 @@ class _Signals:
     def several(self) -> bool:
         return len(self.received) > 1
 
-    def wait(self, until: Callable[[], bool]) -> None:
-        """Sleep until a signal arrives or, looked at whenever a child process ends, `until` is true."""
+    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Sleep until a signal arrives or, looked at whenever a child process ends, `until` is true.
+
+        For `timeout` seconds at most; None: for as long as it takes.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not self.received and not until():
-            os.read(self._wakeup, 64)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            if select.select([self._wakeup], [], [], left)[0]:
+                os.read(self._wakeup, 64)

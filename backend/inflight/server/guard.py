@@ -1,9 +1,10 @@
-"""A process beside a model that several ranks compute for: it ends the server if the model's process is killed.
+"""A process beside that of every model: it ends the server if the model's process is killed.
 
-Triton neither answers the requests of a model whose process is gone nor takes the model for unready. `Guard` is
-the model's side; `python -m inflight.server.guard` the other. It reads a pipe that only the model's process holds:
-one that ends without a goodbye, falls silent or asks for it has the server ended within seconds, and with it the
-other models' processes, the ranks, and what all of them had in shared memory.
+tritonserver 2.51 neither answers the requests of a model whose process is gone nor starts another one, and takes
+the model for ready all the while. `Guard` is the model's side; `python -m inflight.server.guard` the other. It
+reads a pipe that only the model's process holds: one that ends without a goodbye, falls silent or asks for it has
+the server ended within seconds, and with it the other models' processes, the ranks, and what all of them had in
+shared memory. `scripts/serve` then starts the server again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from inflight.processes import ProcessId, this_parent
+from inflight.server.process import note_loss
 
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
@@ -38,14 +40,15 @@ _STOPPED = 1.5  # a wait that takes so many times as long: this process was stop
 class Guard:
     """One for each process of the model; tritonserver is its parent. Any thread."""
 
-    def __init__(self, python: str, *kept_open: int) -> None:
+    def __init__(self, python: str, model: str, *kept_open: int) -> None:
         """Args:
         python: The interpreter.
+        model: The model's name, for the log.
         kept_open: File descriptors that the guard holds as long as it lives.
         """
         self._process = subprocess.Popen(
             # Its own region too, as the arguments of a process that has been killed cannot be read.
-            [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid())],
+            [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid()), model],
             bufsize=0,  # so that a line is one write, from any thread
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -97,6 +100,11 @@ class Guard:
             self._process.stdin.write(line + b"\n")
 
 
+def guard_in_server(model: str) -> Guard | None:
+    """A guard of this process; None where it is not a stub of tritonserver's, and so has no server to end."""
+    return Guard(sys.executable, model) if _region(os.getpid()) else None
+
+
 class _Word(Enum):
     """How the wait for the model's process ends."""
 
@@ -110,7 +118,8 @@ class _Leftovers:
     """What there is to end beside the server.
 
     Attributes:
-        region: The name of the model's shared memory.
+        region: The name of the shared memory of the model's process.
+        model: The model's name.
         launcher: The process that ends the ranks.
         folder: The ranks' folder in shared memory.
         files: What the paths of other files start with.
@@ -118,6 +127,7 @@ class _Leftovers:
     """
 
     region: str
+    model: str
     launcher: ProcessId | None = None
     folder: str = ""
     files: str = ""
@@ -133,11 +143,11 @@ class _Leftovers:
             self.timeout_s = float(about)
 
 
-def main(server: ProcessId, region: str) -> None:
+def main(server: ProcessId, region: str, model: str) -> None:
     """Wait for the word or the end of the model's process, or for the server's end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the server
-    leftovers = _Leftovers(region)
+    leftovers = _Leftovers(region, model)
     with server.opened() as server_end:
         word = _Word.END if server_end is None else _listen(server_end, leftovers)
     if word is _Word.END:
@@ -161,7 +171,8 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
                 return _Word.DISMISS if word == _DISMISS else _Word.REST
             leftovers.note(word, os.fsdecode(about))
     if server_end not in ready:
-        _say("has ended" if ready else f"has been silent for {leftovers.timeout_s:g} s")
+        what = "has ended" if ready else f"has been silent for {leftovers.timeout_s:g} s"
+        _say(f"the process of the model {leftovers.model} {what}")
     return _Word.END
 
 
@@ -179,12 +190,13 @@ def _say(what: str) -> None:
     when = time.strftime("E%m%d %H:%M:%S.000000")
     with contextlib.suppress(OSError):  # nobody reads it any more
         print(
-            f"{when} {os.getpid()} guard.py] the process of the model {what}: the server ends",
+            f"{when} {os.getpid()} guard.py] {what}: the server ends",
             file=sys.stderr,
         )
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
+    note_loss()  # first of all: once told, the server may end as if somebody had wanted it to
     stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
     # Exact names, as two servers may share a prefix.
     regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}
@@ -226,4 +238,4 @@ def _arguments(pid: int) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    main(ProcessId.parse(sys.argv[1]), sys.argv[2])
+    main(ProcessId.parse(sys.argv[1]), *sys.argv[2:])

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from inflight.server import installation, mpirun, probe, ranks, runtime_directory
+from inflight.server import belongings, installation, mpirun, probe, ranks, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.farewell import Farewell
 from inflight.server.idle import IdleWatch, stubs_processor_time
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
 from inflight.server.ports import Ports, resolve_host, resolve_ports
-from inflight.server.process import PID_FILE, ServerProcess
+from inflight.server.process import PID_FILE, ServerProcess, was_lost
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
+from inflight.server.startup import Startup, num_bytes
 
 _POLL_INTERVAL_S = 0.1
 _UNREADY_GRACE_S = 5.0
@@ -40,6 +41,8 @@ class ServerOptions:
 
     Attributes:
         ports: Those that are 0 are chosen free.
+        ready_timeout_s: Most seconds without progress before it is ready; None: for ever.
+        restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
         tp, pp, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
@@ -52,6 +55,8 @@ class ServerOptions:
     tritonserver: Path | None = None
     log_verbose: bool = False
     exit_timeout_s: int = 30
+    ready_timeout_s: int | None = None
+    restarts: int = 0
     model_control: Literal["none", "explicit"] = "none"
     tp: int | None = None
     pp: int | None = None
@@ -126,25 +131,49 @@ class TritonServer:
         self._log = ServerLog(self._process.output, self._echo, _has_gpu() or self._options.log_verbose)
 
     def wait_ready(
-        self, timeout: float | None = None, interrupted: Callable[[], bool] = lambda: False
+        self,
+        timeout: float | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+        say: Callable[[str], None] | None = None,
     ) -> bool:
         """True when every model answers that it is ready, False as soon as `interrupted` says so.
 
-        Raises ServeError with the cause if the server ends by itself or takes longer than `timeout` seconds.
+        Raises ServeError with the cause if the server ends by itself, takes longer than `timeout` seconds, or
+        makes no progress for the `ready_timeout_s` of its options. `say` gets a line about what is waited for,
+        now and then.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        startup = self._make_startup(say)
         while not self._answers_ready():
             self._wait(_POLL_INTERVAL_S)
             if interrupted():
                 return False
             if self.returncode is not None:
                 raise self.ended()
+            if stalled := startup.check():
+                raise ServeError(f"{stalled}; {_where_log_is(self._echo)}\n{find_cause(self.log_text())}")
             if deadline is not None and time.monotonic() > deadline:
                 raise ServeError(f"not ready after {timeout:g} s:\n{find_cause(self.log_text())}")
         self._ready = True
         if self._log:
             self._log.settle(quiet=0.05, timeout=0.5)
         return True
+
+    def _make_startup(self, say: Callable[[str], None] | None) -> Startup:
+        assert self._log is not None, "who waits has started the server"
+        tell = None if say is None else lambda line: say(f"{line}; {_where_log_is(self._echo)}")
+        return Startup(
+            self.repository.models,
+            self._log,
+            lambda: num_bytes(belongings.find(self._folder)),
+            self._options.ready_timeout_s,
+            tell,
+        )
+
+    @property
+    def was_lost(self) -> bool:
+        """Of a server that has ended: whether nobody had told it to, as a signal to tritonserver does."""
+        return self.returncode != 0 or was_lost(self._folder)
 
     def ended(self) -> ServeError:
         """What to say of a server that has ended although nobody asked it to."""
@@ -296,6 +325,17 @@ def serve(
 
 def _find(program: Path | None, folder: Path) -> installation.Installation:
     return installation.embedded(folder) if program is None else installation.external(program, folder)
+
+
+def _where_log_is(echo: TextIO | None) -> str:
+    """For people. The log is copied to wherever `echo` leads."""
+    if echo is None:
+        return "its log ends with"
+    try:
+        file = Path(os.readlink(f"/proc/self/fd/{echo.fileno()}"))
+    except (OSError, ValueError):
+        file = Path()
+    return f"its log is in {file}" if file.is_file() else "its log is above"
 
 
 def _has_gpu() -> bool:

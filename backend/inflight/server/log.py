@@ -23,13 +23,18 @@ _WITHOUT_GPU = (
 
 
 class ServerLog:
-    """Everything the server has written, line by line."""
+    """Everything the server has written, line by line.
+
+    Attributes:
+        num_lines: How many lines that is.
+    """
 
     def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool) -> None:
         self._stream = stream
         self._echo = echo
         self._unwanted = () if has_gpu else _WITHOUT_GPU
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self.num_lines = 0
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
@@ -58,6 +63,7 @@ class ServerLog:
                 continue
             with self._changed:
                 self._lines.append(line)
+                self.num_lines += 1
                 self._last_line_at = time.monotonic()
                 self._changed.notify_all()
             self._pass_on(line)

@@ -30,3 +30,10 @@ def seconds(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number of seconds, got {text!r}")
     return int(text)
+
+
+def whole(text: str) -> int:
+    """Zero or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
+    return int(text)

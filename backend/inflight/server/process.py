@@ -19,6 +19,9 @@ from inflight.server import belongings
 PID_FILE = "tritonserver.pid"
 """In the server's folder: tritonserver's process id, on a line."""
 
+_LOSS_FILE = "lost"
+"""In the server's folder: a guard has ended the server, whatever its exit status says."""
+
 # What ranks may take to end once tritonserver has; one that is stopped never does.
 _RANKS_END_S = 10.0
 _START_CHECK_S = 0.1
@@ -30,6 +33,19 @@ def read_pid(folder: Path) -> int | None:
         text = (folder / PID_FILE).read_text()
         return int(text) if text.endswith("\n") else None
     return None
+
+
+def note_loss() -> None:
+    """Say, from a process of the server's, that it is ended because it cannot serve any more."""
+    folder = Path(os.environ.get(belongings.MARK, "."))
+    if read_pid(folder) is not None:  # else nobody has made the folder for the server
+        with contextlib.suppress(OSError):
+            (folder / _LOSS_FILE).touch()
+
+
+def was_lost(folder: Path) -> bool:
+    """Whether somebody has said so."""
+    return (folder / _LOSS_FILE).exists()
 
 
 class ServerProcess:

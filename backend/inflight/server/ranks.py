@@ -37,12 +37,15 @@ class Launch:
         mode: in_process: one rank, the model's own process. leader: rank 0 is the model's own process, the others
             were started together with it. orchestrator: the model starts all of them.
         mpirun_arguments: More arguments for mpirun, in a shell's words.
+        tp, pp: Tensor-parallel ranks, and pipeline stages.
     """
 
     model: str
     num_ranks: int
     mode: Mode
     mpirun_arguments: str = ""
+    tp: int = 1
+    pp: int = 1
 
 
 def settings(
@@ -77,7 +80,9 @@ def launch_of(
         )
     if mode == "leader" and tp * pp == 1:
         raise OptionError(f"{model}: --mode leader is for several ranks, and --tp {tp} --pp {pp} makes one")
-    return Launch(model, tp * pp, mode, _mpirun_arguments(model, parameters.get(MPIRUN_ARGUMENTS, "")))
+    return Launch(
+        model, tp * pp, mode, _mpirun_arguments(model, parameters.get(MPIRUN_ARGUMENTS, "")), tp, pp
+    )
 
 
 def find_leader(launches: Sequence[Launch]) -> Launch | None:

@@ -20,9 +20,11 @@ from inflight.server.config_text import (
     set_parameters,
 )
 from inflight.server.errors import OptionError
+from inflight.server.model_sizes import check_rank_sizes
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
+FAKE_ENGINE = "fake_engine"
 RECORD_PATH = "record_path"
 ADD_SPECIAL_TOKENS = "add_special_tokens"
 MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
@@ -145,7 +147,14 @@ def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) ->
 
 
 def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ...]:
-    return tuple(ranks.launch_of(model, known) for model, known in filled.items() if _is_engine(known))
+    launches = []
+    for model, known in filled.items():
+        if not _is_engine(known):
+            continue
+        launches.append(launch := ranks.launch_of(model, known))
+        if is_filled(known[MODEL_PATH]) and not is_filled(known.get(FAKE_ENGINE)):
+            check_rank_sizes(Path(known[MODEL_PATH]), launch.tp, launch.pp)
+    return tuple(launches)
 
 
 def _is_engine(known: Mapping[str, str]) -> bool:

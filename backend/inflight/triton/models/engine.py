@@ -19,7 +19,7 @@ from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
 from inflight.job import Job
 from inflight.processes import this_parent
-from inflight.server.guard import Guard
+from inflight.server.guard import Guard, guard_in_server
 from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.launch_mode import LaunchMode, find_launch_mode, waits_for_leader
@@ -71,7 +71,7 @@ class TritonPythonModel:
             tokenizers.find(engine.client.describe().tokenizer_dir)
             serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters, model.outputs)
             self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, serving, tokenizers)
-            if self._guard is not None:
+            if self._guard is not None and self._mode is not LaunchMode.IN_PROCESS:
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000)
         except BaseException:  # Triton calls no finalize where initialize fails
             if self._engine is not None:
@@ -113,17 +113,18 @@ class TritonPythonModel:
         if self._mode is LaunchMode.ORCHESTRATOR:
             return self._orchestrate(job, model.name)
         if self._mode is LaunchMode.LEADER:
-            return self._lead(job)
+            return self._lead(job, model.name)
         from inflight.factory import UNLOAD_TIMEOUT_S, build_engine
 
+        self._guard = guard_in_server(model.name)
         # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
         # nor memory for two engines.
         retire_predecessor(path, UNLOAD_TIMEOUT_S)
         return build_engine(job.parameters, job.version_dir, path, self._publish)
 
-    def _lead(self, job: Job) -> Leader:
+    def _lead(self, job: Job, name: str) -> Leader:
         with take_seat() as seat:
-            self._guard = guard = Guard(sys.executable, seat.fileno())
+            self._guard = guard = Guard(sys.executable, name, seat.fileno())
         leader = Leader(job, self._publish, self._end_server)
         guard.remove_later(leader.shared_memory)
         return leader
@@ -131,7 +132,7 @@ class TritonPythonModel:
     def _orchestrate(self, job: Job, name: str) -> Orchestrator:
         from inflight.factory import UNLOAD_TIMEOUT_S
 
-        self._guard, server = Guard(sys.executable), this_parent()
+        self._guard, server = Guard(sys.executable, name), this_parent()
         control = TritonModelControl(self._pb_utils, name) if has_explicit_control(server) else None
         around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
         return Orchestrator(job, around)

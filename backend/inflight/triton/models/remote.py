@@ -1,7 +1,8 @@
 """A serving model without an engine of its own: it talks to the engine endpoint of `tensorrt_llm`.
 
-Owns nothing but its front end. Loads whether or not the engine is there yet, imports no torch, and answers
-UNAVAILABLE until the engine can be reached. Triton calls it on one thread.
+Owns nothing but its front end, and the guard that ends the server if this process is killed. Loads whether or not
+the engine is there yet, imports no torch, and answers UNAVAILABLE until the engine can be reached. Triton calls it
+on one thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.path import endpoint_path
+from inflight.server.guard import guard_in_server
 from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.log import log_to_triton
@@ -39,6 +41,7 @@ class RemoteModel:
         serving = ServingModel(self.vocabulary, model.decoupled, parameters, model.outputs)
         client = SocketEngineClient(path)
         self._front_end = FrontEnd(pb_utils, client, client.close, serving, tokenizers)
+        self._guard = guard_in_server(model.name)  # last, as Triton calls no finalize where this fails
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests; their responses come later, from the sender thread."""
@@ -47,3 +50,5 @@ class RemoteModel:
     def finalize(self) -> None:
         """Answer what is in flight."""
         self._front_end.close()
+        if self._guard is not None:
+            self._guard.dismiss()

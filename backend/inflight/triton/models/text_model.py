@@ -1,6 +1,7 @@
 """What `preprocessing` and `postprocessing` share: a tokenizer, and an answer to every request on the spot.
 
-Owns the shape of their execute. Triton calls it on one thread.
+Owns the shape of their execute, and the guard that ends the server if this process is killed. Triton calls it on
+one thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from inflight.errors import InflightError, StepFailed
+from inflight.server.guard import guard_in_server
 from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.log import log_to_triton
 from inflight.triton.model_args import read_model_args
@@ -38,13 +40,18 @@ class TextModel:
         self.parameters = read_model_args(args, self.role).parameters
         self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
         self.tokenizers.find()
+        self._guard = guard_in_server(
+            args["model_name"]
+        )  # last, as Triton calls no finalize where this fails
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in order."""
         return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
-        """Nothing to release."""
+        """Say goodbye to the guard; there is nothing in flight."""
+        if self._guard is not None:
+            self._guard.dismiss()
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
         """Outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""

@@ -1,0 +1,111 @@
+"""Whether a server that has been started gets anywhere: what it waits for, since when, and when to give up.
+
+Progress is a line in the server's log, or processes that read files or come to new memory: a large checkpoint may
+take many minutes, and does both all the while; one that waits in vain does neither, even if it spins. Runs on the
+thread that waits.
+"""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from inflight.processes import ProcessId
+
+_LOADED = re.compile(r"successfully loaded '([^']+)'")
+_TELL_EVERY_S = 30.0
+_SAMPLE_EVERY_S = 5.0
+_LEAST_BYTES = 4_000_000  # in that time; a server that only answers whether it is ready stays far below
+_PAGE_BYTES = 4096
+
+
+class Log(Protocol):
+    """Of the server."""
+
+    num_lines: int
+
+    def text(self) -> str:
+        """All of it."""
+
+
+class Startup:
+    """Asked again and again while a server starts.
+
+    Args:
+        models: Those that have to be ready.
+        log: Of the server.
+        num_bytes: How much its processes have read, and how much memory they have come to.
+        stall_timeout_s: Most seconds without progress; None: for ever.
+        say: Takes a line for people, from time to time; None: nobody wants it.
+        now: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        log: Log,
+        num_bytes: Callable[[], int],
+        stall_timeout_s: float | None,
+        say: Callable[[str], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._models = models
+        self._log = log
+        self._count_bytes = num_bytes
+        self._stall_timeout_s = stall_timeout_s
+        self._say = say
+        self._now = now
+        self._begun_s = self._last_progress_s = self._told_s = self._sampled_s = now()
+        self._num_lines = self._num_bytes = 0
+
+    def check(self) -> str | None:
+        """What to say of a server that has not got any further for too long; None while it may go on."""
+        now = self._now()
+        if self._has_progress(now):
+            self._last_progress_s = now
+        if self._say is not None and now - self._told_s >= _TELL_EVERY_S:
+            self._told_s = now
+            self._say(f"not ready yet: {self._state(now)}")
+        if self._stall_timeout_s is None or now - self._last_progress_s < self._stall_timeout_s:
+            return None
+        return f"not ready, and no progress in {self._stall_timeout_s:g} s: {self._state(now)}"
+
+    def _has_progress(self, now: float) -> bool:
+        num_lines, self._num_lines = self._num_lines, self._log.num_lines
+        if self._num_lines != num_lines:
+            return True
+        if now - self._sampled_s < _SAMPLE_EVERY_S:
+            return False
+        self._sampled_s = now
+        num_bytes, self._num_bytes = self._num_bytes, self._count_bytes()
+        return abs(self._num_bytes - num_bytes) >= _LEAST_BYTES
+
+    def _state(self, now: float) -> str:
+        loaded = _LOADED.findall(self._log.text())
+        missing = [model for model in self._models if model not in loaded]
+        what = f"{', '.join(missing)} to be loaded" if missing else "it to answer, with all models loaded"
+        waited_s, idle_s = now - self._begun_s, now - self._last_progress_s
+        return f"waiting for {what}, for {waited_s:.0f} s; the last progress was {idle_s:.0f} s ago"
+
+
+def num_bytes(processes: Sequence[ProcessId]) -> int:
+    """Bytes that these processes have read, and of memory that they came to, since they began."""
+    return sum(_bytes_read(process.pid) + _PAGE_BYTES * _page_faults(process.pid) for process in processes)
+
+
+def _bytes_read(pid: int) -> int:
+    try:
+        fields = dict(line.split(": ", 1) for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    except (OSError, ValueError):  # it has ended meanwhile, or is another user's
+        return 0
+    return int(fields.get("rchar", 0))
+
+
+def _page_faults(pid: int) -> int:
+    try:
+        # Behind the name, which may hold anything: state, parent, and at 7 and 9 minor and major faults.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[7]) + int(fields[9])

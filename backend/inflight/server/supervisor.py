@@ -1,0 +1,131 @@
+"""Keeps a server up: one that ends although nobody has asked it to is started again, on the same ports.
+
+A model's process that is killed takes the server with it (`guard`), and this version of tritonserver aborts on
+some uses of it; either way the requests in flight end with their connections. Owns when to start again, and when
+to give up. Runs on the main thread.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, TextIO
+
+from inflight.server.errors import ServeError
+from inflight.server.launch import ServerOptions, TritonServer
+
+_PAUSES_S = (0.0, 0.5, 1.0, 2.0)
+"""Before a start, by how many servers have been lost in a row; the last for all further ones."""
+
+_PROVEN_S = 60.0
+"""A server that was ready for so long is no part of a row."""
+
+
+class Signals(Protocol):
+    """What this process is told."""
+
+    received: list[int]
+
+    def any(self) -> bool:
+        """Whether it is to end."""
+
+    def several(self) -> bool:
+        """Whether it is to end at once."""
+
+    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Sleep until a signal arrives, or `until` is true, or for `timeout` seconds."""
+
+
+class Supervisor:
+    """One after the other, servers of the same options.
+
+    Args:
+        options: Of all of them.
+        signals: Say when to end.
+        echo: Where their log goes, and what there is to say.
+        on_ready: Called with each one that is ready.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        signals: Signals,
+        echo: TextIO,
+        on_ready: Callable[[TritonServer], None],
+    ) -> None:
+        self._options = options
+        self._signals = signals
+        self._echo = echo
+        self._on_ready = on_ready
+        self._has_served = False
+        self._num_lost = 0  # in a row; this and the next
+        self._num_failed_starts = 0
+
+    def run(self) -> int:
+        """Serve until told to end; the exit status. ServeError where there is nothing to be done any more."""
+        while (server := self._start()) is not None:
+            with contextlib.closing(server):
+                loss = self._watch(server)
+            if loss is None:
+                break
+            self._pause(loss)
+        return 128 + self._signals.received[-1] if self._signals.several() else 0
+
+    def _start(self) -> TritonServer | None:
+        """A server that is ready; None if told to end before there is one."""
+        while not (self._has_served and self._signals.any()):
+            try:
+                return self._start_once()
+            except ServeError as error:
+                self._num_failed_starts += 1
+                if not self._has_served or self._num_failed_starts >= self._options.restarts:
+                    raise
+                self._pause(str(error).splitlines()[0].rstrip(":"))
+        return None
+
+    def _start_once(self) -> TritonServer | None:
+        server = TritonServer(self._options, self._echo)
+        # The next one is to be found where this one is.
+        self._options = replace(self._options, ports=server.ports)
+        try:
+            server.start()
+            if server.wait_ready(interrupted=self._signals.any, say=self._say):
+                return server
+            server.shut_down(hurry=self._signals.several)
+        except BaseException:
+            server.close()
+            raise
+        server.close()
+        return None
+
+    def _watch(self, server: TritonServer) -> str | None:
+        """How a ready server was lost; None if it was told to end, and did. ServeError if it is not replaced."""
+        self._has_served, self._num_failed_starts = True, 0
+        ready_at = time.monotonic()
+        self._on_ready(server)
+        self._signals.wait(until=lambda: server.returncode is not None)
+        if self._signals.any():
+            self._shut_down(server)
+            return None
+        if not (server.was_lost and self._options.restarts):
+            raise server.ended()
+        if time.monotonic() - ready_at > _PROVEN_S:
+            self._num_lost = 0
+        return str(server.ended()).splitlines()[0].rstrip(":")
+
+    def _shut_down(self, server: TritonServer) -> None:
+        in_order = server.shut_down(hurry=self._signals.several)
+        if not (in_order or self._signals.several()):
+            timeout = self._options.exit_timeout_s
+            raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
+
+    def _pause(self, loss: str) -> None:
+        pause_s = _PAUSES_S[min(self._num_lost, len(_PAUSES_S) - 1)]
+        self._num_lost += 1
+        when = f"in {pause_s:g} s" if pause_s else "now"
+        self._say(f"{loss}; what was in flight is lost, and the server is started again {when}")
+        self._signals.wait(until=lambda: False, timeout=pause_s)
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(f"serve: {line}", file=self._echo, flush=True)

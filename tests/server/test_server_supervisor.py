@@ -1,0 +1,95 @@
+"""A server that is lost is started again by the command that started it. A real tritonserver, a trivial model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from .test_server_launch import ask, command, eventually, group_members, shared_memory_of
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_server_that_dies_is_started_again_on_the_same_ports(counting_repository: Path) -> None:
+    numbers: Queue[int | Exception] = Queue()
+    with command(counting_repository) as serving:
+        ready, server, folder = serving.ready_line(), serving.server(), serving.folder()
+        client = ask(ready["grpc"], 1000, 20, numbers)
+        assert numbers.get(timeout=10) == 0
+        os.kill(server, signal.SIGKILL)
+        assert serving.ready_line() == ready
+        while isinstance(number := numbers.get(timeout=10), int):
+            pass
+        assert isinstance(number, InferenceServerException)
+        client.close()
+        assert serving.server() != server and group_members(server) == []
+        assert not folder.exists() and not shared_memory_of(folder.name)
+        again: Queue[int | Exception] = Queue()
+        client = ask(ready["grpc"], 3, 0, again)
+        assert [again.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        client.close()
+        serving.process.terminate()
+        _, errors = serving.process.communicate(timeout=30)
+    assert serving.process.returncode == 0
+    said = [line for line in errors.splitlines() if line.startswith("serve: ")]
+    assert said == [
+        "serve: tritonserver ended (exit status -9); what was in flight is lost, "
+        "and the server is started again now"
+    ]
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up(counting_repository: Path) -> None:
+    config = counting_repository / "tensorrt_llm" / "config.pbtxt"
+    with command(counting_repository, "--restarts", "2") as serving:
+        serving.ready_line()
+        folder = serving.folder()
+        text = config.read_text()
+        config.write_text(re.sub(r'("fail_with" value \{ string_value: )""', r'\1"no more"', text))
+        os.kill(serving.server(), signal.SIGKILL)
+        output, errors = serving.process.communicate(timeout=60)
+    assert serving.process.returncode == 1 and output == ""
+    said = [line for line in errors.splitlines() if line.startswith("serve: ")]
+    assert len(said) == 3 and "before it was ready" in said[1] and "started again in 0.5 s" in said[1]
+    assert "ValueError: no more" in errors.rpartition("serve: ")[2]
+    assert not folder.exists() and not shared_memory_of(folder.name)
+
+
+def test_a_tritonserver_that_somebody_tells_to_end_stays_away(counting_repository: Path) -> None:
+    with command(counting_repository) as serving:
+        serving.ready_line()
+        os.kill(serving.server(), signal.SIGTERM)
+        _, errors = serving.process.communicate(timeout=30)
+    assert serving.process.returncode == 1
+    assert "tritonserver ended (exit status 0)" in errors and "started again" not in errors
+
+
+def test_a_signal_ends_the_command_while_the_server_starts_again(counting_repository: Path) -> None:
+    with command(counting_repository) as serving:
+        serving.ready_line()
+        server = serving.server()
+        os.kill(server, signal.SIGKILL)
+        assert eventually(lambda: not Path(f"/proc/{server}").exists())
+        serving.process.terminate()
+        assert serving.process.wait(30) == 0
+
+
+def test_a_server_that_never_becomes_ready_is_given_up_and_says_why(
+    counting_repository: Path, tmp_path: Path
+) -> None:
+    model = counting_repository / "tensorrt_llm" / "1" / "model.py"
+    model.write_text(model.read_text().replace("reason = ", "time.sleep(600); reason = "))
+    with command(counting_repository, "--ready-timeout", "3") as serving:
+        output, errors = serving.process.communicate(timeout=60)
+    assert serving.process.returncode == 1 and output == ""
+    line = next(line for line in errors.splitlines() if line.startswith("serve: "))
+    assert re.fullmatch(
+        r"serve: not ready, and no progress in 3 s: waiting for tensorrt_llm to be loaded, for \d+ s; "
+        r"the last progress was 3 s ago; its log is above",
+        line,
+    )

@@ -1,0 +1,245 @@
+"""Random runs in which `schedule` itself raises, at any line of the core or at a request of its own choice.
+
+Every request that is not at fault must have had what it would have had alone, and the books must agree afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import inflight.core
+from inflight.core.admission import Admission
+from inflight.core.batch_builder import BatchBuilder
+from inflight.core.kv_cache_manager import KvCacheManager
+from inflight.core.llm_request import LlmRequest
+from inflight.core.micro_batch_scheduler import MicroBatchScheduler
+from inflight.core.running import Running
+from inflight.core.scheduler import Scheduler
+from inflight.errors import StepFailed
+from inflight.testing.fake_engine import FakeEngine
+
+from .endings import check_endings
+from .outcome import Outcome
+from .scenario import Breakdowns, Scenario, draw, time_of_answer
+
+CORE = str(Path(inflight.core.__file__).parent)
+MOST_ITERATIONS = 3000
+PLANTED = StepFailed("planted")
+
+
+class Planted(Exception):
+    """A defect of the scheduler."""
+
+
+class RandomLines:
+    """Makes `schedule` raise before any line of the core, now and then.
+
+    Args:
+        rng: Says when.
+        most: How many times.
+    """
+
+    def __init__(self, rng: random.Random, most: int) -> None:
+        self._rng = rng
+        self._left = most
+        self._countdown = rng.randint(1, 3000)
+        self.places: list[tuple[str, int]] = []
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """For the length of one call."""
+        before = sys.gettrace()
+        if self._left:
+            sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(CORE):
+            return None
+        if event == "line" and self._left:
+            self._countdown -= 1
+            if self._countdown == 0:
+                self._left -= 1
+                self._countdown = self._rng.randint(1, 3000)
+                self.places.append((Path(frame.f_code.co_filename).name, frame.f_lineno))
+                raise Planted
+        return self._trace
+
+
+class Run:
+    """A scenario from its beginning to its end on a scheduler that may raise.
+
+    Attributes:
+        outcome: What came of it; `convicted` are those that ended with the scheduler's error.
+        num_faults: How often `schedule` raised.
+        num_crowded: Of these, with several requests running before.
+    """
+
+    def __init__(self, scenario: Scenario, lines: RandomLines | None = None) -> None:
+        self.scenario = scenario
+        self.scheduler = Scheduler(scenario.config, scenario.limits)
+        self.outcome = Outcome()
+        self.num_faults = self.num_crowded = 0
+        self._lines = lines
+        self._engine = FakeEngine(scenario.limits)
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+        self._lone: set[int] = set()
+
+    def to_the_end(self) -> Outcome:
+        """Check as it goes, and at the end."""
+        iteration = 0
+        while iteration <= self.scenario.last_event or self.scheduler.num_active or self._in_flight:
+            assert iteration < MOST_ITERATIONS, "the scheduler makes no progress"
+            self._step(iteration)
+            iteration += 1
+        assert self.scheduler.kv_cache.pool.num_held == self.scheduler.kv_cache.num_reserved == 0
+        check_endings(self.scenario, self.outcome)
+        return self.outcome
+
+    def _step(self, iteration: int) -> None:
+        """As `GptManager.step` makes it."""
+        scheduler = self.scheduler
+        responses = scheduler.accept(self.scenario.inputs(iteration))
+        self.outcome.refused |= {
+            r.request_id
+            for r in responses
+            if r.error is not None and r.request_id not in self.scenario.invalid
+        }
+        running = {sequence.request_id for sequence in scheduler.running_sequences}
+        try:
+            with self._lines.armed() if self._lines else _unarmed():
+                batch = scheduler.schedule()
+        except Planted:
+            self.num_faults += 1
+            self.num_crowded += len(running) > 1
+            recovered = scheduler.recover(PLANTED, len(self._in_flight))
+            responses += recovered
+            self._note_convicted(recovered, running)
+            batch = None
+        scheduler.check_integrity()
+        if batch is not None:
+            self._in_flight.append((batch, self._engine.forward(batch)))
+        for _ in range(self.scenario.limits.num_due(len(self._in_flight), batch)):
+            batch, logits = self._in_flight.popleft()
+            output = self._engine.decode(batch, logits)
+            responses += scheduler.update(batch, output, now_ns=time_of_answer(iteration))
+        scheduler.check_integrity()
+        self.outcome.record(iteration, responses)
+
+    def _note_convicted(self, responses: list[Any], running: set[int]) -> None:
+        convicted = {r.request_id for r in responses if r.error is PLANTED}
+        self.outcome.convicted |= convicted
+        assert not convicted or running <= convicted, "somebody else may have been at fault"
+
+
+@contextmanager
+def _unarmed() -> Iterator[None]:
+    yield
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Without a failing device, on one of the ways in which batches can be in flight."""
+    kind = (Scenario.in_turn, Scenario.ahead, lambda s: s.ahead().undemanding(), lambda s: s.pipelined(2))
+    scenario = replace(kind[seed % 4](draw(seed)), breakdowns=Breakdowns())
+    # What was found in the cache before is not counted for who begins again.
+    arrivals = {
+        at: tuple(replace(r, output=replace(r.output, return_perf_metrics=False)) for r in requests)
+        for at, requests in scenario.arrivals.items()
+    }
+    return replace(scenario, arrivals=arrivals)
+
+
+def test_a_fault_at_any_line_of_the_core_leaves_everybody_with_what_he_has_alone():
+    num_faults, num_crowded, places = 0, 0, set()
+    for seed in range(400):
+        rng = random.Random(seed)
+        lines = RandomLines(rng, most=rng.randint(1, 4))
+        run = Run(scenario_of(seed), lines)
+        run.to_the_end()
+        num_faults += run.num_faults
+        num_crowded += run.num_crowded
+        places.update(lines.places)
+    assert num_crowded > 100
+    assert len(places) > 150 and len({name for name, _ in places}) > 10, "the faults are all in one place"
+
+
+# ---------------------------------------------------------------- a request that always makes it raise
+
+
+SITES: dict[str, tuple[type, str, Callable[..., list[Any]]]] = {
+    "admission": (Admission, "blocks_needed", lambda self, one: [one]),
+    "start": (Running, "start", lambda self, one, num_reused: [one]),
+    "selection": (MicroBatchScheduler, "select", lambda self, running, num_in_flight=0: list(running)),
+    "context": (BatchBuilder, "add_chunk", lambda self, one, num_rows: [one]),
+    "blocks": (KvCacheManager, "extend", lambda self, key, num_tokens: [key]),
+}
+"""Where it raises: a method of the core, and whom its arguments are about (sequences, or their keys)."""
+
+
+class Defect:
+    """A method of the core that raises whenever it deals with one request that has come so far.
+
+    Args:
+        site: Which method.
+        is_late: Whether it does what it has to do before it raises.
+        run: Where.
+        guilty: The request.
+        position: From this position of its next token on.
+    """
+
+    def __init__(self, site: str, is_late: bool, run: Run, guilty: int, position: int) -> None:
+        self._owner, self._name, self._about = SITES[site]
+        self._original = getattr(self._owner, self._name)
+        self._is_late, self._run, self._guilty, self._position = is_late, run, guilty, position
+
+    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the method."""
+
+        def planted(core: Any, *arguments: Any) -> Any:
+            fails = any(self._is_at_fault(one) for one in self._about(core, *arguments))
+            if fails and not self._is_late:
+                raise Planted
+            result = self._original(core, *arguments)
+            if fails:
+                raise Planted
+            return result
+
+        monkeypatch.setattr(self._owner, self._name, planted)
+
+    def _is_at_fault(self, one: LlmRequest | int) -> bool:
+        if isinstance(one, int):
+            groups = self._run.scheduler._groups.values()
+            one = next(s for group in groups for s in group.sequences if s.key == one)
+        return one.request_id == self._guilty and one.next_position >= self._position
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("site", SITES)
+def test_the_request_that_makes_schedule_raise_ends_and_nobody_else(site, is_late):
+    num_convicted = num_crowded = 0
+    for seed in range(100):
+        scenario = scenario_of(seed)
+        rng = random.Random(seed)
+        guilty = rng.choice([i for i in scenario.requests if i not in scenario.invalid] or [0])
+        run = Run(scenario)
+        defect = Defect(site, is_late, run, guilty, position=rng.choice([0, rng.randrange(20)]))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            defect.plant(monkeypatch)
+            outcome = run.to_the_end()
+        assert outcome.convicted <= {guilty}
+        num_convicted += len(outcome.convicted)
+        num_crowded += run.num_crowded
+    assert num_convicted > 10 and num_crowded > 7, (num_convicted, num_crowded)
