@@ -13,7 +13,8 @@ from tests.e2e.conftest import DEMO_MODEL, REPOSITORY
 
 from . import templates
 
-PROMPT = "def area(width, height):\n"
+# The demo model's continuation has the word in it.
+PROMPT, WORD = "def read_lines(path):\n", "input"
 QUEUE_SIZE = 16
 
 

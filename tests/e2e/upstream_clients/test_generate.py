@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from .conftest import PROMPT
+from .conftest import PROMPT, WORD
 from .wire import connect, flag, integer, real, requested, tensors, texts
 
 
@@ -58,11 +58,11 @@ def test_no_words_may_be_one_empty_string(demo_server, plain):
 
 
 def test_words_may_be_lists_or_a_string(demo_server, plain):
-    word = plain.split()[1]
+    assert WORD in plain
     body = {"text_input": PROMPT, "max_tokens": 20, "pad_id": 2, "end_id": 2, "exclude_input_in_output": True}
-    for words in ([word, "class"], word):
+    for words in ([WORD, "class"], WORD):
         without = generate(demo_server, {**body, "bad_words": words, "stop_words": ""})
-        assert word not in without["text_output"]
+        assert WORD not in without["text_output"]
         stopped = generate(demo_server, {**body, "bad_words": "", "stop_words": words})
         assert plain.startswith(stopped["text_output"]) and len(stopped["text_output"]) < len(plain)
 

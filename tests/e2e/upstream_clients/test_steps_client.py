@@ -9,7 +9,7 @@ from . import steps_client
 from .steps_client import Flags, compare
 from .wire import LIBRARIES, connect, integer, tensors, texts
 
-PROMPTS = ["def area(width, height):\n", "import os\n", "class Reader:\n    def __init__(self, path):\n"]
+PROMPTS = ["def read_lines(path):\n", "import os\n", "class Reader:\n    def __init__(self, path):\n"]
 OUTPUT_LENS = [6, 12, 9]
 VOCABULARY = 3072
 ALL = {"return_log_probs": True, "return_context_logits": True, "return_generation_logits": True}

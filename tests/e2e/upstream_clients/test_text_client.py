@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.clients import generate
 
-from .conftest import PROMPT
+from .conftest import PROMPT, WORD
 from .text_client import Flags, run
 
 PROMPTS = [PROMPT, "class Reader:\n", "import os\n"]
@@ -63,10 +63,10 @@ def test_the_best_beam_is_the_first_text(demo_server):
 
 
 def test_words_that_are_bad_or_biased_or_stop_are_obeyed(demo_server, completions):
-    word = completions[0].split()[1]
+    assert WORD in completions[0]
     common = {"output_len": LENGTH, "exclude_input_in_output": True}
-    assert word not in run(demo_server, PROMPTS[:1], Flags(bad_words=(word,), **common)).texts[0]
-    stopped = run(demo_server, PROMPTS[:1], Flags(stop_words=(word,), **common)).texts[0]
+    assert WORD not in run(demo_server, PROMPTS[:1], Flags(bad_words=(WORD,), **common)).texts[0]
+    stopped = run(demo_server, PROMPTS[:1], Flags(stop_words=(WORD,), **common)).texts[0]
     assert len(stopped) < len(completions[0]) and completions[0].startswith(stopped)
     biased = Flags(embedding_bias_words=("class",), embedding_bias_weights=(100.0,), **common)
     assert "class" in run(demo_server, PROMPTS[:1], biased).texts[0]
