@@ -14,7 +14,7 @@ from tests.e2e.conftest import DEMO_MODEL, REPOSITORY
 from . import templates
 
 # The demo model's continuation has the word in it.
-PROMPT, WORD = "def read_lines(path):\n", "input"
+PROMPT, WORD = "def read_lines(path):\n", "return"
 QUEUE_SIZE = 16
 
 
