@@ -137,7 +137,10 @@ def stop_inputs() -> dict[str, np.ndarray]:
 
 
 def run(server: TritonServer, prompt: list[int], flags: Flags) -> Outcome:
-    """Send one request and read its answers; raises what makes the original end with an error."""
+    """Send one request and read its answers; raises what makes the original end with an error.
+
+    So it does where a request that was to be stopped or cancelled has all the tokens that it asked for.
+    """
     answers: queue.Queue = queue.Queue()
     begun = prompt if flags.streaming and not flags.exclude_input_in_output else []
     sequences = [list(begun) for _ in range(flags.num_generations)]

@@ -164,6 +164,7 @@ def test_load_drivers_stream_ids_over_grpc(demo_server, prompt):
 
 
 LLMAPI = [
+    ({"sampling_param_best_of": 1}, {}),
     ({"sampling_param_temperature": 0.7, "sampling_param_top_k": 20}, {"temperature": 0.7, "top_k": 20}),
     ({"sampling_param_top_p": 0.9, "sampling_param_seed": 3}, {"top_p": 0.9, "seed": 3}),
     ({"sampling_param_frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),

@@ -13,8 +13,9 @@ import pytest
 from inflight.text.tokenizer import Tokenizer
 
 from . import batcher_client, text_client
+from .conftest import PROMPT
 from .test_generate import generate, generate_stream, post
-from .wire import TENSORS_OF_PERF_METRICS
+from .wire import TENSORS_OF_PERF_METRICS, config_of
 
 TOKENS_PER_BLOCK = 32
 ALONE = {"alloc_new": 4, "alloc_total": 4, "reused": 0}
@@ -83,3 +84,12 @@ def test_of_ids_that_stream(perf_metrics_server, tokenizer):
     for expected in (ALONE, AGAIN):
         (outputs,) = batcher_client.run(perf_metrics_server, prompt, flags).outputs
         check({name: value[0] for name, value in outputs.items()}, expected, streaming=True)
+
+
+def test_a_model_that_streams_does_and_leaves_the_prompt_out(perf_metrics_server, prompt):
+    assert config_of(perf_metrics_server, "tensorrt_llm").model_transaction_policy.decoupled
+    flags = batcher_client.Flags(request_output_len=8, end_id=-1, streaming=True)
+    outcome = batcher_client.run(perf_metrics_server, prompt, flags)
+    assert outcome.num_responses > 1 and len(outcome.generated[0]) == 8
+    (event,) = generate_stream(perf_metrics_server, {"text_input": PROMPT, "max_tokens": 8, "end_id": -1})
+    assert not event["text_output"].startswith(PROMPT)

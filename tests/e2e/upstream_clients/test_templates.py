@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.server.launch import TritonServer
 from tests.e2e.conftest import DEMO_MODEL, REPOSITORY
 
 from . import batcher_client, steps_client, templates
-from .test_generate import generate, generate_stream
-from .wire import connect
+from .test_generate import generate
+from .wire import config_of
 
 PROMPT = "import os\n"
 VOCABULARY = 3072
@@ -29,11 +28,6 @@ def test_the_values_are_in_the_file_afterwards(model):
     filled = templates.fill(text, command_line, DEMO_MODEL)
     assert "max_batch_size: 4\n" in filled
     assert [name for name in templates.pairs(command_line) if f"${{{name}}}" in filled] == []
-
-
-def config_of(server: TritonServer, model: str):
-    with connect(server, "grpc") as client:
-        return client.get_model_config(model).config
 
 
 @pytest.mark.parametrize("model", templates.QUICK_START)
@@ -57,12 +51,3 @@ def test_the_quick_starts_models_say_the_same(quick_start_server, protocol):
 def test_the_quick_starts_request_is_answered(quick_start_server):
     body = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
     assert generate(quick_start_server, body)["text_output"].startswith(PROMPT)
-
-
-def test_a_model_that_streams_does_and_leaves_the_prompt_out(perf_metrics_server, prompt):
-    assert config_of(perf_metrics_server, "tensorrt_llm").model_transaction_policy.decoupled
-    flags = batcher_client.Flags(request_output_len=8, end_id=-1, streaming=True)
-    outcome = batcher_client.run(perf_metrics_server, prompt, flags)
-    assert outcome.num_responses > 1 and len(outcome.generated[0]) == 8
-    (event,) = generate_stream(perf_metrics_server, {"text_input": PROMPT, "max_tokens": 8, "end_id": -1})
-    assert not event["text_output"].startswith(PROMPT)

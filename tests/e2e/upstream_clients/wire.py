@@ -67,6 +67,12 @@ def requested(library: ModuleType, names: Iterable[str]) -> list | None:
     return [library.InferRequestedOutput(name) for name in names] or None
 
 
+def config_of(server: TritonServer, model: str):
+    """The model's configuration as the server has read it."""
+    with connect(server, "grpc") as client:
+        return client.get_model_config(model).config
+
+
 def connect(server: TritonServer, protocol: str, concurrency: int = 1):
     """A client of tritonclient's, to be used as a context manager."""
     if protocol == "http":
