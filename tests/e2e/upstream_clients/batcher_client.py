@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import tritonclient.grpc as grpc
@@ -74,23 +74,23 @@ class Outcome:
     """What came back.
 
     Attributes:
-        sequences: Ids of each sequence or beam; the prompt first, unless it was excluded.
+        prompt: Its ids, if they are part of the sequences.
+        sequences: Ids of each sequence or beam.
         outputs: The optional outputs of each sequence's last response, without the batch dimension.
         num_responses: Responses that were no errors.
         is_cancelled: Whether the server said that the request was cancelled.
     """
 
+    prompt: list[int]
     sequences: list[list[int]]
     outputs: list[dict[str, np.ndarray]]
     num_responses: int = 0
     is_cancelled: bool = False
-    prompt: list[int] = field(default_factory=list)
-    excluded: bool = False
 
     @property
     def generated(self) -> list[list[int]]:
         """The sequences without the prompt."""
-        return [ids if self.excluded else ids[len(self.prompt) :] for ids in self.sequences]
+        return [ids[len(self.prompt) :] for ids in self.sequences]
 
 
 def inputs_of(prompt: list[int], flags: Flags) -> dict[str, np.ndarray]:
@@ -142,11 +142,10 @@ def run(server: TritonServer, prompt: list[int], flags: Flags) -> Outcome:
     So it does where a request that was to be stopped or cancelled has all the tokens that it asked for.
     """
     answers: queue.Queue = queue.Queue()
-    begun = prompt if flags.streaming and not flags.exclude_input_in_output else []
+    echoed = [] if flags.exclude_input_in_output else prompt
+    begun = echoed if flags.streaming else []  # the prompt is no part of a stream
     sequences = [list(begun) for _ in range(flags.num_generations)]
-    outcome = Outcome(
-        sequences, [{} for _ in sequences], prompt=prompt, excluded=flags.exclude_input_in_output
-    )
+    outcome = Outcome(echoed, sequences, [{} for _ in sequences])
     with connect(server, "grpc") as client:
         if flags.streaming or flags.num_return_sequences is not None:
             _send_on_stream(client, answers, prompt, flags)
