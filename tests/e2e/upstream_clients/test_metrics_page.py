@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from datetime import datetime, timedelta
 
@@ -70,13 +71,15 @@ def begin_to_log(server: TritonServer) -> None:
 
 
 def wait_until_still(server: TritonServer) -> None:
-    """Nothing is active, and the page is that of the last line."""
+    """Everything until now is on the page, which is that of the last line: one more request has to be there."""
+    now_us = time.time() * 1e6
+    text_client.run(server, ["x"], text_client.Flags(output_len=1))
 
     def is_still() -> bool:
-        log = server.log_text()
-        if "Active Request Count" not in log:
+        log, values = server.log_text(), values_of(page_of(server))
+        if "Active Request Count" not in log or int(values["Timestamp"]) < now_us:
             return False
-        line, values = last_line(log), values_of(page_of(server))
+        line = last_line(log)
         same = int(values["Iteration Counter"]) == line["Iteration Counter"]
         return same and line["Active Request Count"] == 0
 
@@ -109,6 +112,8 @@ def lengths(page: str, direction: str) -> list[int]:
 
 
 def test_a_stream_counts_as_one_request_of_its_whole_length(short_queue_server):
+    begin_to_log(short_queue_server)
+    wait_until_still(short_queue_server)
     before = page_of(short_queue_server)
     flags = text_client.Flags(output_len=50, streaming=True, end_id=-1)
     text_client.run(short_queue_server, ["My name is"], flags)
