@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from inflight.server.launch import TritonServer
 from tests.e2e.clients import wait_until
 
-from . import benchmark_client, text_client
+from . import batcher_client, benchmark_client, text_client
 
 # What a label of the page is called in the log.
 STATISTICS = {
@@ -73,11 +73,11 @@ def begin_to_log(server: TritonServer) -> None:
 def wait_until_still(server: TritonServer) -> None:
     """Everything until now is on the page, which is that of the last line: one more request has to be there."""
     now_us = time.time() * 1e6
-    text_client.run(server, ["x"], text_client.Flags(output_len=1))
+    batcher_client.run(server, [5], batcher_client.Flags(streaming=True, request_output_len=1))
 
     def is_still() -> bool:
         log, values = server.log_text(), values_of(page_of(server))
-        if "Active Request Count" not in log or int(values["Timestamp"]) < now_us:
+        if "Active Request Count" not in log or int(values.get("Timestamp", 0)) < now_us:
             return False
         line = last_line(log)
         same = int(values["Iteration Counter"]) == line["Iteration Counter"]
