@@ -1,0 +1,59 @@
+"""Servers that are set up as tensorrtllm_backend's documentation and tests set theirs up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.server.launch import TritonServer, serve
+from inflight.text.tokenizer import Tokenizer
+from tests.e2e.conftest import DEMO_MODEL, REPOSITORY
+
+from . import templates
+
+# The demo model's continuation has the word in it.
+PROMPT, WORD = "def read_lines(path):\n", "return"
+QUEUE_SIZE = 16
+
+
+@pytest.fixture(scope="session")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(PROMPT)
+
+
+@pytest.fixture(scope="session")
+def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """The demo model, every request with exactly one answer; four run at a time, and sixteen may wait."""
+    settings = {"decoupled_mode": "false", "max_batch_size": "4", "max_queue_size": str(QUEUE_SIZE)}
+    with serve(settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def short_queue_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """The demo model on streams; four run at a time, and sixteen may wait."""
+    settings = {"max_batch_size": "4", "max_queue_size": str(QUEUE_SIZE)}
+    with serve(settings=settings) as server:
+        yield server
+
+
+def _serve_filled(folder: Path, command_lines: dict[str, str]) -> Iterator[TritonServer]:
+    repository = folder / "filled in"
+    absent = templates.fill_repository(REPOSITORY, repository, command_lines, DEMO_MODEL)
+    assert absent == {}, absent
+    with serve(model_repository=repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quick_start_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """What the quick start's command lines make of a copy of the model repository."""
+    yield from _serve_filled(tmp_path_factory.mktemp("quick start"), templates.QUICK_START)
+
+
+@pytest.fixture(scope="module")
+def perf_metrics_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """What the command lines of the tests of per-request metrics make of it."""
+    yield from _serve_filled(tmp_path_factory.mktemp("perf metrics"), templates.PERF_METRICS)
