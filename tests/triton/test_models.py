@@ -255,7 +255,7 @@ def test_postprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, fold
     lengths = np.array([[2, 1], [0, 2], [2, 2]], np.int32)
     model = make_text_model(postprocessing, folder)
     arrays = answer(model, TOKENS_BATCH=ids, SEQUENCE_LENGTH=lengths).arrays()
-    assert arrays["OUTPUT"].tolist() == [[b"ab", b"c"], [b"", b"gh"], [b"ij", b"kl"]]
+    assert arrays["OUTPUT"].tolist() == [b"ab", b"c", b"", b"gh", b"ij", b"kl"]
     whole = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=ids).arrays()
     assert whole["OUTPUT"].tolist() == [[b"ab", b"cd"], [b"ef", b"gh"], [b"ij", b"kl"]]
 
