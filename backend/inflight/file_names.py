@@ -17,8 +17,8 @@ def native(path: str | os.PathLike[str]) -> str:
 
 
 def readable(text: str) -> str:
-    """The text with file names in it as a person, or another process, spells them."""
+    """The text with file names in it as a person, or another process, spells them; "?" for what is no text."""
     try:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    except UnicodeEncodeError:  # half a pair of UTF-16, of somebody's JSON
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:  # half a pair of UTF-16, of somebody's JSON, or a file's name that is not UTF-8
         return text.encode("utf-8", "replace").decode()

@@ -1,5 +1,6 @@
 """--model with a name from the Hugging Face hub; nothing is fetched."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,18 @@ import pytest
 
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.errors import OptionError
+
+
+def test_a_folder_may_have_any_letters_but_not_any_bytes(tmp_path: Path) -> None:
+    for name, expected in (("Modèle 模型".encode(), None), ("Modèle".encode("latin-1"), "name is not UTF-8")):
+        folder = tmp_path / os.fsdecode(name)
+        folder.mkdir()
+        (folder / "config.json").touch()
+        if expected is None:
+            assert find_checkpoint(str(folder)) == folder
+        else:
+            with pytest.raises(OptionError, match=expected):
+                find_checkpoint(str(folder))
 
 
 def test_a_name_is_fetched_without_other_formats_weights(

@@ -132,7 +132,7 @@ def make_end(iteration: int, now_ns: int, output: ModelOutput | None, error: Inf
     if error is None:
         return End(iteration, now_ns, output)
     # An exception's text may hold what no UTF-8 can.
-    return End(iteration, now_ns, None, error.code, str(error).encode(errors="replace").decode())
+    return End(iteration, now_ns, None, error.code, str(error))
 
 
 def encode(record: Record) -> bytes:

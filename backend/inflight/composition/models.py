@@ -57,16 +57,16 @@ def load(parameters: Parameters, version_dir: str, station: Station | None) -> L
         _begin_compiling(parameters, version_dir)
     if station is None:
         model = load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
-        check_end_ids(parameters, model)
+        _check_end_ids(parameters, model)
         return model
     # Of fake engines, each rank's makes up the same tokens.
     model = load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, station)
-    check_end_ids(parameters, model)
+    _check_end_ids(parameters, model)
     station.has_loaded()
     return model
 
 
-def check_end_ids(parameters: Parameters, model: LoadedModel) -> None:
+def _check_end_ids(parameters: Parameters, model: LoadedModel) -> None:
     """Raise ConfigError for a default end id that the vocabulary does not have: on all ranks, or on none."""
     vocab_size = model.engine.limits.vocab_size
     for end_id in parameters.default_end_ids:

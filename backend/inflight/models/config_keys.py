@@ -27,9 +27,8 @@ _TRAINING = """
 _EXECUTION = """
     pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn use_cache torchscript use_bfloat16
     tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
-    use_flash_attn
-    experts_implementation output_attentions output_hidden_states output_past output_scores output_logits
-    return_dict return_dict_in_generate is_decoder predict_special_tokens n_special
+    use_flash_attn use_flash_attention_2 experts_implementation output_attentions output_hidden_states output_past
+    output_scores output_logits return_dict return_dict_in_generate is_decoder predict_special_tokens n_special
 """
 # How long sequences were in training or in a tokenizer; the family's own key says how long they can be.
 _LENGTHS = "n_ctx max_sequence_length max_seq_len seq_length seq_len model_max_length"

@@ -26,6 +26,7 @@ from inflight.models.sharding import Part, Range, Shard
 from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
+_UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
 _logger = logging.getLogger(__name__)
 
 
@@ -127,7 +128,10 @@ def load_weights(
     part = part or whole
     with Checkpoint(model.folder) as checkpoint:
         base = _base(model, checkpoint)
+        is_tied = model.decoder.tied_embeddings
         model = _tied_as_stored(model, base, checkpoint)
+        if is_tied and not model.decoder.tied_embeddings:
+            _logger.warning(_UNTIED, model.folder, base + model.names.embedding, _LM_HEAD)
         expected = _specs(model.decoder, model.names, base, whole)
         _check(checkpoint, model, base, expected)
         target = dtype or _stored_dtype(model.decoder, checkpoint, expected[0])
@@ -161,12 +165,6 @@ def _tied_as_stored(model: ModelDescription, base: str, checkpoint: Checkpoint) 
     if embedding not in checkpoint.tensors:
         checkpoint.rename(head, embedding)
     elif not _is_same(checkpoint, embedding, head):
-        _logger.warning(
-            "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter",
-            checkpoint.folder,
-            embedding,
-            head,
-        )
         return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
     return model
 

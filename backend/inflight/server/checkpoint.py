@@ -18,10 +18,21 @@ def find_checkpoint(model: str) -> Path:
             raise OptionError(
                 f"--model {model}: no config.json in that folder, so not a Hugging Face checkpoint"
             )
-        return folder.resolve()
+        return _spelled(model, folder.resolve())
     if folder.exists() or not _HUB_ID.fullmatch(model):
         raise OptionError(f"--model {model}: not a folder")
     return _download(model)
+
+
+def _spelled(model: str, folder: Path) -> Path:
+    """The folder, if config.pbtxt, which is UTF-8, can say where it is."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise OptionError(
+            f"--model {model}: the folder's name is not UTF-8, as config.pbtxt has to be"
+        ) from None
+    return folder
 
 
 def _download(model: str) -> Path:

@@ -183,7 +183,12 @@ _BUILT: tuple[ParameterSpec, ...] = (
         "most sequences that wait beyond the free slots, later ones are refused; 0: no bound",
     ),
     ParameterSpec("max_beam_width", integer(1), None, "most beams of a search; max_batch_size without one"),
-    ParameterSpec("max_sequence_length", integer(2), None, "prompt and output; the model's without one"),
+    ParameterSpec(
+        "max_sequence_length",
+        integer(2),
+        None,
+        "prompt and output, at most what the model's positions reach; that without one",
+    ),
     ParameterSpec(
         "max_attention_window_size",
         WINDOWS,
