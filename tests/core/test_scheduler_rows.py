@@ -10,6 +10,7 @@ from inflight.core import outcomes, results
 from inflight.core.batch import BeamCandidates, ModelOutput, TokenDetails
 from inflight.core.llm_request import LlmRequest
 from inflight.core.output_config import OutputConfig
+from inflight.core.request import ExternalDraft
 from inflight.core.response import Response
 from inflight.core.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
@@ -180,3 +181,78 @@ def test_details_that_are_missing_are_no_other_requests_business():
     responses = scheduler.update(batch, ModelOutput(0, [(7,)] * 3, details=details))
     assert [response.result.log_probs for response in responses] == [((-1.0,),), ((),), ((),)]
     assert [response.result.finish_reasons for response in responses] == [(FinishReason.LENGTH,)] * 3
+
+
+BANNING = {
+    "bad_words": ((5,),),
+    "sampling": SamplingConfig(min_length=2, no_repeat_ngram_size=3),
+    "end_ids": (9,),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_row_that_has_every_token_banned(steps):
+    """In its context, and after two tokens."""
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, new=5, **BANNING), make_request(2, new=5))
+    for _ in range(steps):
+        driver.step()
+    batch = scheduler.schedule()
+    (failed,) = scheduler.update(batch, ModelOutput(batch.iteration, [(), (7,)]))
+    assert failed.is_final and type(failed.error) is InvalidArgument
+    assert errors([failed]) == {
+        1: "min_length and bad_words_list and no_repeat_ngram_size must leave a token that may come next, "
+        f"got every token banned after {steps} generated"
+    }
+    scheduler.check_integrity()
+    (final,) = run_to_the_end(driver)
+    assert (final.request_id, final.result.num_output_tokens) == (2, (5,))
+
+
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_drafts_that_come_to_where_every_token_is_banned(accepted):
+    """What was accepted counts, and the row after it says that there is no more."""
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    draft = ExternalDraft((20, 21, 22))
+    driver.accept(make_request(1, new=6, streaming=True, draft=draft, **BANNING), make_request(2))
+    batch = scheduler.schedule()
+    responses = scheduler.update(batch, ModelOutput(batch.iteration, [(20, 21, 22)[:accepted], (7,)]))
+    scheduler.check_integrity()
+    if accepted:
+        assert not errors(responses) and responses[0].result.output_token_ids == ((20, 21),)
+        batch = scheduler.schedule()
+        responses = scheduler.update(batch, ModelOutput(batch.iteration, [(), (7,)]))
+    assert list(errors(responses)) == [1]
+    assert errors(responses)[1].endswith(f"after {accepted} generated")
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+def test_a_row_in_flight_behind_one_that_has_every_token_banned():
+    """A device that runs ahead has fed itself some token by then, and what follows it is dropped."""
+    scheduler = make_scheduler(runs_ahead=True)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, bad_words=((5,),)), make_request(2, new=3))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert not scheduler.update(first, ModelOutput(first.iteration, [(), (7,)]))
+    (failed,) = scheduler.update(second, ModelOutput(second.iteration, [(8,), (7,)]))
+    assert errors([failed]).keys() == {1}
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+@pytest.mark.parametrize("has_ended_beam", [False, True])
+def test_a_search_that_bans_leave_no_beam_is_an_error_unless_it_has_found_one(has_ended_beam):
+    scheduler = make_scheduler(max_num_sequences=8)
+    Driver(scheduler).accept(make_request(1, sampling=TWO_BEAMS, end_ids=(9,), bad_words=((5,),)))
+    batch = scheduler.schedule()
+    never = -float("inf")
+    found = BeamCandidates(
+        (0, 0, 0, 0), (9, 6, 7, 8), (-1.0 if has_ended_beam else never, never, never, never)
+    )
+    (final,) = scheduler.update(batch, ModelOutput(0, [()], beams=[found]))
+    assert final.is_final and (final.error is None) == has_ended_beam
+    if not has_ended_beam:
+        assert errors([final])[1].startswith("bad_words_list must leave a token")
+    scheduler.check_integrity()
+    assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0

@@ -1,4 +1,4 @@
-"""Everything that a request may ask for at its ends, together: no error, and the same tokens however they are chosen.
+"""All that a request may ask for at its ends, together: no error, and the same tokens however they are chosen.
 
 By torch's operators and by compiled code bit by bit, by the reference where rounding does not decide; and whoever
 shares the batch gets what it gets alone.
@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.batch import ModelOutput
 from inflight.core.request import Request
 from inflight.core.sampling_config import LARGEST, SMALLEST
 from inflight.decoding import reference
-from inflight.decoding.decoding import Decoding
 from inflight.decoding.row_kernels import RowKernels
 from tests.decoding import factories
 from tests.decoding.factories import Row, beams_of, decode_rows, make_decoding, make_request, start_batch
@@ -127,14 +125,10 @@ def test_a_device_that_runs_ahead_chooses_the_same() -> None:
         rows = [Row(request) for request in requests if not request.looks_back]
         logits = _logits(numbers, len(rows), 30)
         batch, positions = start_batch(rows)
-
-        def start() -> Decoding:
-            decoding = make_decoding(len(rows), 30)
-            decoding.apply(batch)
-            return decoding
-
-        expected: ModelOutput = start().decode(batch, logits.clone(), positions)
-        decoding = start()
+        decoding, other = make_decoding(len(rows), 30), make_decoding(len(rows), 30)
+        for each in (decoding, other):
+            each.apply(batch)
+        expected = other.decode(batch, logits.clone(), positions)
         choice = decoding.begin(batch, logits.clone(), positions)
         assert decoding.finish(batch, choice, positions).token_ids == expected.token_ids
         assert choice.tokens.min() >= 0

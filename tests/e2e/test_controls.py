@@ -134,6 +134,21 @@ def test_a_bias_is_added_to_the_logits(exact_server, oracle, prompt):
     assert answer.ids == expected
 
 
+@pytest.mark.parametrize("sampling", [{}, {"runtime_top_p": 0.9}, {"beam_width": 2}])
+def test_bans_that_leave_no_token_are_an_error(exact_server, oracle, prompt, sampling):
+    """And the same without the last two bans is answered, from the same server."""
+    arguments = {"input_ids": prompt, "request_output_len": 4, **sampling}
+    bias = bias_of(dict.fromkeys(range(2, VOCABULARY), -np.inf))
+    (refused,) = ask(exact_server.grpc, **arguments, embedding_bias=bias, bad_words_list=word_list([0], [1]))
+    assert refused.error is not None
+    assert refused.error.message() == (
+        "embedding_bias and bad_words_list must leave a token that may come next, got every token banned "
+        "after 0 generated"
+    )
+    answer = completion(exact_server.grpc, **arguments, end_id=-1, embedding_bias=bias)
+    assert set(answer.ids) <= {0, 1}
+
+
 @pytest.mark.covers("embedding_bias_words", "embedding_bias_weights")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_words_are_biased_by_every_token_of_theirs(exact_server, oracle, tokenizer, prompt, model):

@@ -126,6 +126,11 @@ def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
         ({"request_output_len": 4}, "INVALID_ARGUMENT", ["input_ids"]),
         ({"input_ids": PROMPT}, "INVALID_ARGUMENT", ["request_output_len"]),
         ({"input_ids": PROMPT, "request_output_len": 0}, "INVALID_ARGUMENT", ["request_output_len", "0"]),
+        (
+            {"input_ids": PROMPT, "request_output_len": 4, "temperature": 1e-40},
+            "INVALID_ARGUMENT",
+            ["temperature must be 0 (greedy), or in [1e-10, 1e+10]"],
+        ),
         ({"input_ids": [5, 5000], "request_output_len": 4}, "INVALID_ARGUMENT", ["input_ids", "5000"]),
         (
             {"input_ids": [5] * 2048, "request_output_len": 4},

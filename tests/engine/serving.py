@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,14 @@ class Served:
         num_pauses: How often a request was paused.
         num_iterations: Forward passes.
         most_in_flight: Batches that had begun and were not decoded, at most.
+        errors: By request id, of those that may fail.
     """
 
     responses: dict[tuple[int, int], list[Response]] = field(default_factory=dict)
     num_pauses: int = 0
     num_iterations: int = 0
     most_in_flight: int = 0
+    errors: dict[int, Exception] = field(default_factory=dict)
 
     def result(self, request: Request | int, sequence_index: int = 0) -> Result:
         """All of a sequence's responses as one."""
@@ -94,8 +96,12 @@ def serve(
     requests: Sequence[Request],
     per_iteration: int = 2,
     stops: Mapping[int, int] | None = None,
+    may_fail: Container[int] = (),
 ) -> Served:
-    """Run `requests` to their ends, so many arriving in an iteration; `stops`: when some are stopped, by id."""
+    """Run `requests` to their ends, so many arriving in an iteration.
+
+    `stops`: when some are stopped, by id. `may_fail`: ids of those that may end with an error.
+    """
     scheduler = Scheduler(config, engine.limits)
     served = Served()
     in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
@@ -117,6 +123,9 @@ def serve(
             responses += scheduler.update(oldest, engine.decode(oldest, logits))
         scheduler.check_integrity()
         for response in responses:
+            if response.error is not None and response.request_id in may_fail:
+                served.errors[response.request_id] = response.error
+                continue
             assert response.error is None, response.error
             served.responses.setdefault((response.request_id, response.sequence_index), []).append(response)
         if batch is None and not in_flight and scheduler.num_active == 0:

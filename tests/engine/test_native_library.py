@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from inflight.engine.torch.native import library
+from inflight.engine.torch.native import library, pruning
 from inflight.engine.torch.native.library import CannotBuild, begin_loading, load_library
 from tests.engine.kernels import needs_native
 
@@ -167,7 +168,7 @@ def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Mac
 
 NOEXEC_PROGRAM = """
 import ctypes
-from inflight.engine.torch.native import library
+from inflight.engine.torch.native import library, pruning
 for load in range(2):
     found = library._load.__wrapped__(library._processor_flags(), "float32", False)
     assert found.create.restype is ctypes.c_void_p
@@ -282,6 +283,113 @@ def test_without_locks_several_build_at_once(machine: Machine, monkeypatch: pyte
     assert machine.num_builds == 3
     assert machine.kept() == [machine.path]
     assert library._is_whole(machine.path)
+
+
+DAY_S = 24 * 3600
+
+
+def aged(path: Path, days: float) -> Path:
+    """A file, or a folder with one, that was last touched so many days ago; made if it is not there."""
+    if not path.exists() and path.suffix:
+        path.write_bytes(b"of another version")
+    elif not path.exists():
+        path.mkdir()
+        (path / "decoder-1.so").touch()
+    then = time.time() - days * DAY_S
+    os.utime(path, (then, then))
+    return path
+
+
+@needs_native
+def test_a_build_removes_what_nobody_has_used_for_a_month(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    names = {"decoder-a.so": 31, "decoder-b.so": 400, "build-dead": 2}
+    old = [aged(machine.cache / name, days) for name, days in names.items()]
+    names = {"decoder-c.so": 29, "decoder-d.so": 0, "decoder-e.so": -1, "build-alive": 0.5, "other.so": 400}
+    recent = [aged(machine.cache / name, days) for name, days in names.items()]
+    load_library("float32")
+    assert machine.kept() == sorted([*recent, machine.path])
+    assert not any(path.exists() for path in old)
+
+
+@needs_native
+def test_what_is_loaded_counts_as_used(machine: Machine) -> None:
+    machine.working_compiler()
+    load_library("float32")
+    aged(machine.path, 400)
+    load_library("float32")
+    load_library("bfloat16")
+    assert machine.num_builds == 2 and len(machine.kept()) == 2 and machine.path in machine.kept()
+    aged(machine.path, 400)
+    load_library("bfloat16")
+    assert len(machine.kept()) == 2, "only a build looks at what there is"
+
+
+@needs_native
+def test_what_another_process_runs_may_be_removed(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    other = machine.cache / "decoder-other.so"
+    shutil.copyfile(machine.real, other)
+    aged(other, 400)
+    program = (
+        "import ctypes, sys; found = ctypes.CDLL(sys.argv[1]); print('loaded', flush=True); input(); "
+        "found.destroy(None); print('ran')"
+    )
+    command = [sys.executable, "-c", program, str(other)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "loaded\n"
+        load_library("float32")
+        assert not other.exists()
+        assert process.communicate("\n", timeout=60)[0] == "ran\n"
+    assert process.returncode == 0
+
+
+@needs_native
+def test_what_is_removed_while_it_is_being_loaded_is_built_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process had looked at its age before it was marked as used."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    shutil.copyfile(machine.real, machine.path)
+    is_whole = library._is_whole
+
+    def remove(path: Path) -> bool:
+        found = is_whole(path)
+        if found:
+            path.unlink()
+            monkeypatch.setattr(library, "_is_whole", is_whole)
+        return found
+
+    monkeypatch.setattr(library, "_is_whole", remove)
+    assert isinstance(load_library("float32"), ctypes.CDLL)
+    assert machine.num_builds == 1 and machine.kept() == [machine.path]
+
+
+@needs_native
+def test_processes_that_start_at_once_prune_and_load(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    for number in range(50):
+        aged(machine.cache / f"decoder-{number}.so", 40)
+    load = "from inflight.engine.torch.native.library import load_library; load_library(%r)"
+    commands = [[sys.executable, "-c", load % dtype] for dtype in ("float32", "bfloat16") * 2]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for command in commands]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    assert machine.num_builds == 2 and len(machine.kept()) == 2 and machine.path in machine.kept()
+
+
+def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    old = aged(tmp_path / "decoder-a.so", 40)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    pruning.prune(tmp_path, but=tmp_path / "decoder-b.so")
+    assert old.exists()
 
 
 def meet_before_the_lock(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

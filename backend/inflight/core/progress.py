@@ -75,7 +75,7 @@ def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
         "bad_words_list": bool(request.bad_words),
         "no_repeat_ngram_size": 0 < sampling.no_repeat_ngram_size < NO_REPEAT_OFF,
     }
-    names = " and ".join(name for name, is_asked in asked.items() if is_asked)
+    names = " and ".join(name for name, is_asked in asked.items() if is_asked) or "the request"
     return InvalidArgument(
         f"{names} must leave a token that may come next, got every token banned after "
         f"{llm_request.num_generated} generated"

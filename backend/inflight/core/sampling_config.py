@@ -12,8 +12,8 @@ MAX_RETURN_SEQUENCES = 1024
 NO_REPEAT_OFF = 1 << 30
 """What TensorRT-LLM's code takes for an absent no_repeat_ngram_size; 0, as documented, means the same here."""
 SMALLEST, LARGEST = 1e-10, 1e10
-"""What logits may be divided by, or multiplied with; LARGEST is also the most that is added to them or taken from
-them. Other numbers have no use, and float32 arithmetic with them ends in values that are infinite or no numbers."""
+"""What logits may be divided by, or multiplied with; LARGEST is also the most that is added to them or taken
+from them. Other numbers have no use, and float32 arithmetic with them ends in values that are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)

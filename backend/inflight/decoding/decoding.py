@@ -167,11 +167,13 @@ class Decoding:
         if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
             raise ValueError(f"iteration {batch.iteration} is to feed itself, with rows that need the host")
         highest, tokens = self._kernels.find_peaks(logits)
+        fed = tokens
         if not self._slots.demanding.isdisjoint(slots):
             rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
             process(rows, self._slots, self._history, self._kernels)
             tokens = choose_on_device(rows, self._kernels)
-        return Choice(tokens.clamp(min=0), Arriving.of(tokens, highest))
+            fed = tokens.clamp(min=0)
+        return Choice(fed, Arriving.of(tokens, highest))
 
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
         """What the device chose. Other batches may have been begun since, and slots have other owners.

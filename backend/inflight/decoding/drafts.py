@@ -40,7 +40,7 @@ def weighed_draft(request: Request, chunk: ContextChunk, first_position: int) ->
 def accept_equal(drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """New tokens: the drafts that are the chosen tokens, and the first chosen one that is not, or the last.
 
-    One that is NO_TOKEN, too.
+    The last of them may be NO_TOKEN.
 
     Args:
         drafts: [d].

@@ -37,6 +37,5 @@ def penalize(rows: Rows, indices: NDArray[np.int64], history: History) -> None:
         logits[where] = 0.0
         logits.scatter_add_(0, where, torch.ones_like(values))
         values -= per_token(frequency) * logits.take(where)
-    logits[where] = bounded(
-        values, impossible
-    )  # a token that was seen twice is written twice, the same value
+    # A token that was seen twice is written twice, the same value.
+    logits[where] = bounded(values, impossible)

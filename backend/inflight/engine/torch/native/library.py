@@ -3,7 +3,8 @@
 A build takes a few seconds. It is kept in the user's cache folder, under a name that changes with the sources, the
 compiler, the C library and the processor, so that later starts find it; at its end stands a digest of it, as a
 file that was cut short would end the process that runs it. What `prebuild` has put beside the sources comes first.
-Any thread; of several processes one builds, and the others wait for it. Imports no torch.
+Any thread; of several processes one builds, and the others wait for it. Who builds removes what nobody has used
+for long (`pruning.py`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+from inflight.engine.torch.native.pruning import BUILD_PREFIX, mark_used, prune
 from inflight.engine.torch.native.structs import declare
 
 _log = logging.getLogger(__name__)
@@ -108,16 +110,21 @@ def _load(flags: frozenset[str], dtype: str, int8: bool) -> ctypes.CDLL:
 def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
     """What is kept at `path`, built again if that cannot be used; OSError if not even that can be loaded."""
     unusable = None
+    mark_used(path)
     if _is_whole(path):
         try:
             return _load_file(path)
         except OSError:
-            unusable = path.stat().st_ino
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another process has removed it just now, as too old
+                unusable = path.stat().st_ino
     with _one_at_a_time(path.parent):
         if (
             not _is_whole(path) or path.stat().st_ino == unusable
         ):  # else another process has built it meanwhile
             _build(compiler, path)
+            prune(path.parent, but=path)
     try:
         return _load_file(path)
     except OSError:
@@ -164,7 +171,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _build(compiler: list[str], path: Path) -> None:
     _log.info("compiling the decoder's layers, once on this machine")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
         built = Path(folder, path.name)
         _compile(compiler, built)
         content = built.read_bytes()
