@@ -1,4 +1,4 @@
-"""Special tokens that tokenizer.json does not know, on a real server: shown where they are wanted, and stopping."""
+"""Special tokens that tokenizer.json does not know, on a real server: shown where wanted, and stopping."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def server(request: pytest.FixtureRequest) -> TritonServer:
 
 def generate(server: TritonServer, **changes: object) -> dict:
     body = {"text_input": PROMPT, "max_tokens": 80, **GIVEN, **changes}
-    return json.loads(curl(server, "ensemble/generate", {key: body[key] for key in body if body[key] is not None}))
+    return json.loads(
+        curl(server, "ensemble/generate", {key: body[key] for key in body if body[key] is not None})
+    )
 
 
 def stream(server: TritonServer, **changes: object) -> list[dict]:
@@ -127,7 +129,9 @@ def test_postprocessing_answers_every_row_of_a_batch(demo_server):
     longest = max(map(len, ids))
     batch = np.array([row + [0] * (longest - len(row)) for row in ids], np.int32).reshape(2, 2, longest)
     lengths = np.array([len(row) for row in ids], np.int32).reshape(2, 2)
-    assert postprocessed(demo_server, batch, lengths).reshape(-1).tolist() == [text.encode() for text in texts]
+    assert postprocessed(demo_server, batch, lengths).reshape(-1).tolist() == [
+        text.encode() for text in texts
+    ]
 
 
 def postprocessed(server: TritonServer, ids: object, lengths: np.ndarray | None = None) -> np.ndarray:
