@@ -8,9 +8,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+from inflight.models.registry import FAMILIES
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_class import AS_IN_ITS_FILE, CLASS_OF_MODEL
 from inflight.text.words import word_ids
 from tests.text.checkpoint_folders import CHAT, FOLDERS, TEXTS
 
@@ -84,3 +87,11 @@ def test_chat_tokens_are_one_token_each_and_are_skipped(name: str) -> None:
         assert ours.decode([token_id]) == ""
         assert ours.decode([token_id], skip_special_tokens=False).strip() == content
         assert word_ids(ours, content)[0] == (token_id,)
+
+
+def test_every_kind_of_model_has_the_class_that_transformers_gives_it() -> None:
+    known = {family.model_type for family in FAMILIES} | CLASS_OF_MODEL.keys()
+    for model_type in known:
+        theirs = TOKENIZER_MAPPING_NAMES.get(model_type)
+        expected = AS_IN_ITS_FILE if theirs == "TokenizersBackend" else theirs
+        assert CLASS_OF_MODEL.get(model_type) == expected, model_type
