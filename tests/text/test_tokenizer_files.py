@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -57,6 +59,17 @@ def test_text_is_that_of_transformers_as_a_whole_and_streamed(name: str, skip: b
         detokenizer = IncrementalDetokenizer(ours, skip)
         deltas = [detokenizer.add([token_id]) for token_id in ids]
         assert "".join(deltas) + detokenizer.flush() == expected
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@given(data=st.data())
+def test_any_ids_streamed_are_the_whole_text(name: str, data: st.DataObject) -> None:
+    ours, _ = loaded(name)
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 2), max_size=30))
+    skip = data.draw(st.booleans())
+    detokenizer = IncrementalDetokenizer(ours, skip)
+    deltas = [detokenizer.add([token_id]) for token_id in ids]
+    assert "".join(deltas) + detokenizer.flush() == ours.decode(ids, skip)
 
 
 ROUND_TRIPS = [

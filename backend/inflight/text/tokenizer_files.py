@@ -51,11 +51,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    settings = _read_json(folder / "tokenizer_config.json")
-    tokenizer_class = find_tokenizer_class(settings, _read_json(folder / "config.json"), text)
+    settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
     try:
+        text = path.read_text(encoding="utf-8")
         pipeline = json.loads(text)
+        tokenizer_class = find_tokenizer_class(settings, config, text)
         if tokenizer_class is not None and can_be_rebuilt(pipeline):
             pipeline_text = json.dumps(rebuilt(pipeline, tokenizer_class.parts(settings)))
         else:
