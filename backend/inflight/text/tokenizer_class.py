@@ -53,7 +53,7 @@ class TokenizerClass:
             model, as in a tokenizer.json.
         special_tokens: Named special tokens that it has where the settings name none.
         readds_special_tokens: Whether every special token loses the settings of its own, such as `rstrip`.
-        template: What goes around a text, as "bos"; None leaves it to tokenizer.json.
+        template: Names of the special tokens that go before a text; None leaves it to tokenizer.json.
     """
 
     parts: Callable[[Mapping[str, Any]], Json]
@@ -226,7 +226,7 @@ _CLASSES: Mapping[str, TokenizerClass] = {
             "eot_token": "▁<EOT>",
             "fill_token": "<FILL_ME>",
         },
-        template=("bos",),
+        template=("bos_token",),
     ),
     "GemmaTokenizer": TokenizerClass(
         _gemma,

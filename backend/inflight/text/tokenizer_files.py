@@ -171,7 +171,7 @@ def _named(
     own |= {name: token for name, token in settings.items() if name.endswith("_token") and name not in _NAMES}
     own |= _as_dict(settings.get("extra_special_tokens"))
     for name, token in own.items():
-        if isinstance(token, (str, dict)):
+        if isinstance(token, str) or (isinstance(token, dict) and "__type" in token):
             yield name, token
 
 
@@ -179,7 +179,7 @@ def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
     """What a class puts before a text: its begin token, or nothing."""
-    before = [named[f"{name}_token"] for name in around]
+    before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(
         single=[*before, "$A"], pair=[*before, "$A", "$B"], special_tokens=ids
