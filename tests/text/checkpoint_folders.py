@@ -231,6 +231,23 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "CodeLlamaTokenizer": lambda folder: write(
         folder, backend("llama"), {**LLAMA, "tokenizer_class": "CodeLlamaTokenizer"}, "llama"
     ),
+    "CodeLlamaTokenizer without a begin token": lambda folder: write(
+        folder,
+        backend("llama"),
+        {**LLAMA, "tokenizer_class": "CodeLlamaTokenizer", "bos_token": None},
+        "code_llama",
+    ),
+    "named tokens of every form": lambda folder: write(
+        folder,
+        backend("byte_level"),
+        {
+            **FAST,
+            "image_token": {"__type": "AddedToken", **token("<image>", lstrip=True)},
+            "audio_token": token("<audio>"),
+            "add_bos_token": True,
+            "call_token": None,
+        },
+    ),
     "Mistral": lambda folder: write(
         folder, changed("llama", post_processor=begin("llama")), {**LLAMA, "legacy": True}, "mistral"
     ),

@@ -116,6 +116,9 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.from_dir(tmp_path)
     save("llama", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"7": "no object"}}')
     with pytest.raises(ConfigError, match=r"the special and added tokens of .* cannot be read"):

@@ -7,10 +7,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+from inflight.models.registry import FAMILIES
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_class import AS_IN_ITS_FILE, CLASS_OF_MODEL
 from inflight.text.words import word_ids
 from tests.text.checkpoint_folders import CHAT, FOLDERS, TEXTS
 
@@ -56,6 +61,17 @@ def test_text_is_that_of_transformers_as_a_whole_and_streamed(name: str, skip: b
         assert "".join(deltas) + detokenizer.flush() == expected
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+@given(data=st.data())
+def test_any_ids_streamed_are_the_whole_text(name: str, data: st.DataObject) -> None:
+    ours, _ = loaded(name)
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 2), max_size=30))
+    skip = data.draw(st.booleans())
+    detokenizer = IncrementalDetokenizer(ours, skip)
+    deltas = [detokenizer.add([token_id]) for token_id in ids]
+    assert "".join(deltas) + detokenizer.flush() == ours.decode(ids, skip)
+
+
 ROUND_TRIPS = [
     "byte level",
     "chat tokens in the settings",
@@ -84,3 +100,11 @@ def test_chat_tokens_are_one_token_each_and_are_skipped(name: str) -> None:
         assert ours.decode([token_id]) == ""
         assert ours.decode([token_id], skip_special_tokens=False).strip() == content
         assert word_ids(ours, content)[0] == (token_id,)
+
+
+def test_every_kind_of_model_has_the_class_that_transformers_gives_it() -> None:
+    known = {family.model_type for family in FAMILIES} | CLASS_OF_MODEL.keys()
+    for model_type in known:
+        theirs = TOKENIZER_MAPPING_NAMES.get(model_type)
+        expected = AS_IN_ITS_FILE if theirs == "TokenizersBackend" else theirs
+        assert CLASS_OF_MODEL.get(model_type) == expected, model_type

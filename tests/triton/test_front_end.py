@@ -13,8 +13,10 @@ from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
 from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
+from tests.text.tiny_tokenizers import tokenizer
 from tests.triton.factories import (
     ALL_OUTPUTS,
+    make_description,
     make_parameters,
     make_response,
     make_triton_request,
@@ -274,3 +276,26 @@ def test_what_clients_are_known_to_send_beside_tensors_is_let_through(build: Bui
     )
     stage.take(request)
     assert len(stage.client.submitted) == 1
+
+
+def test_special_tokens_are_shown_where_the_parameter_says_so_and_stop_either_way() -> None:
+    the, special, dog = tokenizer("byte_level").encode("the"), 2, tokenizer("byte_level").encode(" dog")
+    for skip, shown in (("true", b"the dog"), ("false", b"the</s> dog")):
+        stage = Stage(Vocabulary.TEXT)
+        stage.front_end.close()
+        client = type(stage.client)(make_description(tokenizer_dir="tiny"))
+        parameters = make_parameters(skip_special_tokens=skip, exclude_input_in_output="true")
+        front_end = FrontEnd(
+            stage.pb_utils,
+            client,
+            client.close,
+            ServingModel(Vocabulary.TEXT, True, parameters),
+            TokenizerFinder(None, lambda directory: tokenizer("byte_level")),
+        )
+        stage.client = client
+        for stops, text in (([], shown), ([b"</s>"], b"the"), ([b"he</s>"], b"t")):
+            request = make_triton_request(text_inputs(stop_words=[stops] if stops else None))
+            front_end.execute([request])
+            stage.finish([*the, special, *dog])
+            assert value_of(request.sender.wait_final()[0], "text_output") == [text]
+        front_end.close()

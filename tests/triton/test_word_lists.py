@@ -7,7 +7,18 @@ import pytest
 
 from inflight.errors import InvalidArgument
 from inflight.triton.models.preprocessing import pack_words
-from inflight.triton.word_lists import read_word_list
+from inflight.triton.word_lists import MAX_WORD_IDS, read_word_list
+
+
+def test_a_list_is_bounded() -> None:
+    longest = np.zeros([2, MAX_WORD_IDS], np.int32)
+    longest[1] = -1
+    longest[1, 0] = MAX_WORD_IDS
+    assert read_word_list(longest, "bad_words_list") == ((0,) * MAX_WORD_IDS,)
+    with pytest.raises(
+        InvalidArgument, match=f"bad_words_list has {MAX_WORD_IDS + 1} ids; .* {MAX_WORD_IDS}"
+    ):
+        read_word_list(np.zeros([2, MAX_WORD_IDS + 1], np.int32), "bad_words_list")
 
 
 def read(rows: list) -> tuple[tuple[int, ...], ...]:

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from copy import copy
+
+_HIDDEN = 0
 
 
 class StopStrings:
@@ -89,52 +92,53 @@ class StopStringFinder:
         self._strings = stop_strings
         self._shown_state = 0  # after the characters that are shown
         self._full_state = 0  # after all characters
-        self._held: list[tuple[str, bool]] = []  # the latest characters, and whether each is shown
+        self._held = ""  # the latest characters
+        self._marks = b""  # for each of them, whether it is shown
         self.stopped = False
 
     def add(self, text: str, is_shown: bool = True) -> str:
         """What is certain to be shown now that `text` has come; up to a stop string when one completes."""
-        if self.stopped:
+        if self.stopped or not text:
             return ""
-        strings, held = self._strings, self._held
-        for character in text:
-            held.append((character, is_shown))
-            self._full_state = strings.step(self._full_state, character)
-            length = strings.match(self._full_state)
+        strings, full, shown = self._strings, self._full_state, self._shown_state
+        start = len(self._held)
+        self._held += text
+        self._marks += bytes([is_shown]) * len(text)
+        for end, character in enumerate(text, start + 1):
+            was_same = full == shown
+            full = strings.step(full, character)
             if is_shown:
-                self._shown_state = strings.step(self._shown_state, character)
-                length = max(length, self._span(strings.match(self._shown_state)))
-            if length:
+                shown = full if was_same else strings.step(shown, character)
+            if strings.match(full) or (is_shown and strings.match(shown)):
                 self.stopped = True
-                shown = self._release(length)
-                held.clear()
-                return shown
-        return self._release(
-            max(strings.depth(self._full_state), self._span(strings.depth(self._shown_state)))
-        )
+                length = self._span(strings.match(full), strings.match(shown) if is_shown else 0, end)
+                return self._release(end - length)
+        self._full_state, self._shown_state = full, shown
+        end = start + len(text)
+        return self._release(end - self._span(strings.depth(full), strings.depth(shown), end))
 
     def flush(self) -> str:
         """What was held back: the text ends here, without a stop string. The last call."""
-        return self._release(0)
+        return "" if self.stopped else self._release(len(self._held))
 
     def copy(self) -> StopStringFinder:
         """A finder that goes on from here by itself."""
-        other = StopStringFinder(self._strings)
-        other._shown_state, other._full_state = self._shown_state, self._full_state
-        other._held, other.stopped = self._held.copy(), self.stopped
-        return other
+        return copy(self)
 
-    def _release(self, num_kept: int) -> str:
-        """What is shown of the held characters, but for the last `num_kept`, which stay held."""
-        end = len(self._held) - num_kept
-        text = "".join([character for character, is_shown in self._held[:end] if is_shown])
-        del self._held[:end]
-        return text
-
-    def _span(self, num_shown: int) -> int:
-        """How many held characters the last `num_shown` that are shown take, with the hidden ones between them."""
-        count = 0
+    def _span(self, num_full: int, num_shown: int, end: int) -> int:
+        """How many of the held characters before `end` hold the last `num_full` and the last `num_shown` shown."""
+        if _HIDDEN not in self._marks:
+            return max(num_full, num_shown)
+        start = end
         while num_shown:
-            count += 1
-            num_shown -= self._held[-count][1]
-        return count
+            start -= 1
+            num_shown -= self._marks[start]
+        return max(num_full, end - start)
+
+    def _release(self, end: int) -> str:
+        """What is shown of the held characters before `end`; they are not held any more."""
+        text, marks = self._held[:end], self._marks[:end]
+        self._held, self._marks = self._held[end:], self._marks[end:]
+        if _HIDDEN not in marks:
+            return text
+        return "".join([character for character, is_shown in zip(text, marks) if is_shown])

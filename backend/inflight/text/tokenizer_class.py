@@ -15,30 +15,28 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# The class that a kind of model has by itself, by config.json's model_type, without "Fast". One whose class is ""
-# takes tokenizer.json as it is.
-_CLASS_OF_MODEL = {
-    "code_llama": "CodeLlamaTokenizer",
-    "gemma": "GemmaTokenizer",
-    "gemma2": "GemmaTokenizer",
-    "gemma3": "GemmaTokenizer",
-    "gemma3_text": "GemmaTokenizer",
-    "gpt2": "GPT2Tokenizer",
-    "gpt_neo": "GPT2Tokenizer",
-    "gpt_neox": "GPTNeoXTokenizer",
-    "gptj": "GPT2Tokenizer",
-    "mistral": "",
-    "mixtral": "",
-    "phi": "GPT2Tokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen2_moe": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
-    "starcoder2": "GPT2Tokenizer",
+AS_IN_ITS_FILE = ""
+"""Stands for the class that takes tokenizer.json as it is."""
+
+# The class that a kind of model has by itself, without "Fast", by config.json's model_type.
+CLASS_OF_MODEL = {
+    model_type: name
+    for name, model_types in {
+        AS_IN_ITS_FILE: (
+            "flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe internlm2 internlm3 jamba minicpm3 "
+            "ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe stablelm"
+        ),
+        "CodeLlamaTokenizer": "code_llama",
+        "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj opt phi starcoder2",
+        "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv",
+        "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text recurrent_gemma",
+        "Qwen2Tokenizer": "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next",
+    }.items()
+    for model_type in model_types.split()
 }
 
-# Kinds of models whose checkpoints name a wrong class so often that transformers uses the model's own.
-_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "phi3", "phimoe", "internlm2", "internlm3", "jamba", "nemotron"})
+# Checkpoints of these models name wrong classes so often that transformers does not listen.
+_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2"})
 
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -54,14 +52,12 @@ class TokenizerClass:
         parts: From the settings of tokenizer_config.json to normalizer, pre_tokenizer, decoder and changes of the
             model, as in a tokenizer.json.
         special_tokens: Named special tokens that it has where the settings name none.
-        extra_special_tokens: Special tokens without a name, where the settings list none.
         readds_special_tokens: Whether every special token loses the settings of its own, such as `rstrip`.
-        template: What goes around a text, as "bos"; None leaves it to tokenizer.json.
+        template: Names of the special tokens that go before a text; None leaves it to tokenizer.json.
     """
 
     parts: Callable[[Mapping[str, Any]], Json]
     special_tokens: Mapping[str, str]
-    extra_special_tokens: tuple[str, ...] = ()
     readds_special_tokens: bool = False
     template: tuple[str, ...] | None = None
 
@@ -79,20 +75,18 @@ def find_tokenizer_class(
     model_type = config.get("model_type") or ""
     declared = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
     declared = str(declared).removesuffix("Fast")
-    of_model = _CLASS_OF_MODEL.get(model_type)
+    of_model = CLASS_OF_MODEL.get(model_type)
     if (
         declared == "LlamaTokenizer"
         and model_type not in _CLASS_IS_OFTEN_WRONG
         and '"ByteLevel"' in pipeline_text
     ):
         return None  # Llama 3 and its like
-    if not declared:
-        return _CLASSES.get(of_model or "")
-    if of_model is None or of_model == declared:
-        return _CLASSES.get(declared)
-    if not of_model:
+    if of_model == AS_IN_ITS_FILE:
         return None
-    return _CLASSES.get(of_model if model_type in _CLASS_IS_OFTEN_WRONG else declared)
+    if of_model is not None and (not declared or model_type in _CLASS_IS_OFTEN_WRONG):
+        return _CLASSES.get(of_model)
+    return _CLASSES.get(declared)
 
 
 def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
@@ -232,7 +226,7 @@ _CLASSES: Mapping[str, TokenizerClass] = {
             "eot_token": "▁<EOT>",
             "fill_token": "<FILL_ME>",
         },
-        template=("bos",),
+        template=("bos_token",),
     ),
     "GemmaTokenizer": TokenizerClass(
         _gemma,

@@ -51,11 +51,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    settings = _read_json(folder / "tokenizer_config.json")
-    tokenizer_class = find_tokenizer_class(settings, _read_json(folder / "config.json"), text)
+    settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
     try:
+        text = path.read_text(encoding="utf-8")
         pipeline = json.loads(text)
+        tokenizer_class = find_tokenizer_class(settings, config, text)
         if tokenizer_class is not None and can_be_rebuilt(pipeline):
             pipeline_text = json.dumps(rebuilt(pipeline, tokenizer_class.parts(settings)))
         else:
@@ -171,7 +171,7 @@ def _named(
     own |= {name: token for name, token in settings.items() if name.endswith("_token") and name not in _NAMES}
     own |= _as_dict(settings.get("extra_special_tokens"))
     for name, token in own.items():
-        if isinstance(token, (str, dict)):
+        if isinstance(token, str) or (isinstance(token, dict) and "__type" in token):
             yield name, token
 
 
@@ -179,7 +179,7 @@ def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
     """What a class puts before a text: its begin token, or nothing."""
-    before = [named[f"{name}_token"] for name in around]
+    before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(
         single=[*before, "$A"], pair=[*before, "$A", "$B"], special_tokens=ids

@@ -160,16 +160,18 @@ class FrontEnd:
         start = partial(
             self._start, entry, naming=naming, parameters=parameters, encoder=encoder, description=description
         )
-        is_short = tokenizing_cost(reader) <= _MOST_INLINE
-        if is_short and self._lanes.are_idle:
+        if not self._must_wait(reader, parameters):
             start(reader)
             return
-        client = client_of(reader, parameters)
-        if is_short and not self._lanes.is_busy(client):
-            start(reader)
-            return
+        client, later = client_of(reader, parameters), partial(start, reader.detached())
         self._in_flight.register(entry)
-        self._lanes.submit(client, partial(self._start_later, entry, partial(start, reader.detached())))
+        self._lanes.submit(client, partial(self._start_later, entry, later))
+
+    def _must_wait(self, reader: TensorReader, parameters: RequestParameters) -> bool:
+        """For its own text, or for that of an earlier request of the same client."""
+        if tokenizing_cost(reader) > _MOST_INLINE:
+            return True
+        return not self._lanes.are_idle and self._lanes.is_busy(client_of(reader, parameters))
 
     def _start_later(self, entry: InFlightRequest, start: Callable[[], None]) -> None:
         """On a thread of the lanes, for a request that is registered."""

@@ -18,6 +18,9 @@ LAYOUT = (
 )
 """What to tell whoever got it wrong."""
 
+MAX_WORD_IDS = 1 << 16
+"""Most ids in all words of a list together."""
+
 _NONE = -1
 
 
@@ -32,10 +35,15 @@ def read_word_list(array: np.ndarray, name: str) -> Words:
         name: The tensor's name for the client.
 
     Raises:
-        InvalidArgument: The rows or the end offsets are wrong; the message shows the layout by an example.
+        InvalidArgument: There are too many ids, or the rows or the end offsets are wrong; then the message shows
+            the layout by an example.
     """
     if array.ndim != 2 or array.shape[0] != 2:
         raise _broken(name, f"must have two rows, shape [1, 2, n], got shape {list(array.shape)}")
+    if array.shape[1] > MAX_WORD_IDS:
+        raise InvalidArgument(
+            f"{name} has {array.shape[1]} ids; this server takes at most {MAX_WORD_IDS} in a list of words"
+        )
     ids, ends = array.tolist()
     count = ends.index(_NONE) if _NONE in ends else len(ends)
     if any(end != _NONE for end in ends[count:]):
