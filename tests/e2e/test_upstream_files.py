@@ -1,4 +1,4 @@
-"""A repository as tensorrtllm_backend's README has it made: templates copied, filled in by its commands, served."""
+"""A repository made as tensorrtllm_backend's README says: templates copied, filled in and served."""
 
 from __future__ import annotations
 

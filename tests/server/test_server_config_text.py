@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.config_text import is_filled, quote, read_parameters, set_parameters, unquote
+from inflight.server.config_text import (
+    fill_fields,
+    is_filled,
+    quote,
+    read_parameters,
+    set_parameters,
+    unquote,
+)
+from inflight.triton.config_pbtxt import MODELS, ModelSpec, render
 
 FORMS = [
     'parameters { key: "a" value { string_value: "old" } }',
@@ -70,3 +78,17 @@ def test_numeric_escapes_are_bytes_of_utf8() -> None:
 )
 def test_unfilled_placeholders_count_as_absent(value: str | None, filled: bool) -> None:
     assert is_filled(value) is filled
+
+
+def test_variables_outside_of_strings_get_defaults() -> None:
+    rest = ' # ${decoupled_mode}\nx: "${logits_datatype} \\" ${a}" y: ${a}'
+    assert fill_fields("max_batch_size: ${triton_max_batch_size}" + rest) == "max_batch_size: 64" + rest
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model.template], ids=lambda model: model.name)
+def test_an_unfilled_template_becomes_what_the_repository_has(model: ModelSpec) -> None:
+    assert model.template is not None
+    filled = fill_fields(render(model, model.template)).splitlines()
+    batcher = filled.index("dynamic_batching {") if model.template.batching else len(filled)
+    del filled[batcher : batcher + len(model.template.batching)]
+    assert filled == render(model).splitlines()

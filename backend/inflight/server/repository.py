@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.server import ranks
-from inflight.server.config_text import is_filled, read_parameters, set_max_batch_size, set_parameters
+from inflight.server.config_text import (
+    fill_fields,
+    is_filled,
+    read_parameters,
+    set_max_batch_size,
+    set_parameters,
+)
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
@@ -185,7 +191,8 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
 
 def _read_configs(source: Path) -> dict[str, str]:
     found = {
-        path.parent.name: path.read_text(encoding="utf-8") for path in sorted(source.glob(f"*/{_CONFIG}"))
+        path.parent.name: fill_fields(path.read_text(encoding="utf-8"))
+        for path in sorted(source.glob(f"*/{_CONFIG}"))
     }
     if not found:
         raise OptionError(f"--model-repository {source}: no folder with a {_CONFIG} in it")
