@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as http
+from tritonclient.utils import InferenceServerException
 
 from inflight.server.launch import TritonServer, serve
 from inflight.triton.config_pbtxt import TEMPLATES
-from tests.triton.upstream_files import QUICK_START, fill_template
+from tests.triton.upstream_files import QUICK_START, engine_config, fill_template
 
 from .clients import generate, infer
 from .conftest import DEMO_MODEL
@@ -30,8 +31,6 @@ def filled_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         path = repository / name / "config.pbtxt"
         arguments = arguments.replace("/models/x", str(DEMO_MODEL)).replace("TYPE_FP32", "TYPE_FP16")
         text = fill_template(path.read_text(encoding="utf-8"), arguments + MORE.get(name, ""))
-        # Its own file declares early_stopping so.
-        text = text.replace('"early_stopping" data_type: TYPE_INT32', '"early_stopping" data_type: TYPE_BOOL')
         path.write_text(text, encoding="utf-8")
     with serve(model_repository=repository) as server:
         yield server
@@ -74,14 +73,55 @@ def test_logits_come_in_the_type_that_was_filled_in(filled_server: TritonServer)
     assert logits.dtype == np.float16 and np.isfinite(logits).all()
 
 
+@pytest.fixture(scope="module")
+def server_of_upstreams_file(
+    elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """tensorrtllm_backend's own config.pbtxt of tensorrt_llm beside this project's model.py."""
+    repository = tmp_path_factory.mktemp("upstream") / "theirs"
+    shutil.copytree(Path(__file__).parents[2] / TEMPLATES / "tensorrt_llm", repository / "tensorrt_llm")
+    text = engine_config({"gpt_model_path": str(DEMO_MODEL), "gpt_model_type": "inflight_fused_batching"})
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text, encoding="utf-8")
+    with serve(model_repository=repository) as server:
+        yield server
+
+
+LENGTHS = {"input_lengths": len(PROMPT), "request_output_len": 4}
+
+
 @pytest.mark.parametrize("value", [True, False])
-def test_early_stopping_as_bool(filled_server: TritonServer, value: bool) -> None:
+def test_early_stopping_as_bool(server_of_upstreams_file: TritonServer, value: bool) -> None:
     answer = infer(
-        filled_server.http,
+        server_of_upstreams_file.http,
         "tensorrt_llm",
         input_ids=PROMPT,
-        request_output_len=4,
         beam_width=2,
         early_stopping=np.array([[value]]),
+        **LENGTHS,
     )
     assert answer.as_numpy("output_ids").shape == (1, 2, 8)
+
+
+def test_outputs_that_upstreams_file_does_not_declare_do_not_come_and_others_as_asked_for(
+    server_of_upstreams_file: TritonServer,
+) -> None:
+    answer = infer(server_of_upstreams_file.http, "tensorrt_llm", input_ids=PROMPT, **LENGTHS)
+    assert {output["name"] for output in answer.get_response()["outputs"]} == {
+        "output_ids",
+        "sequence_length",
+    }
+
+
+def test_what_upstreams_file_declares_and_this_model_cannot_is_refused(
+    server_of_upstreams_file: TritonServer,
+) -> None:
+    for name, value in (("decoder_input_ids", [[1, 2]]), ("context_phase_params", [[1, 2]])):
+        dtype = np.uint8 if name == "context_phase_params" else np.int32
+        with pytest.raises(InferenceServerException, match=f"{name} is not available in this version"):
+            infer(
+                server_of_upstreams_file.http,
+                "tensorrt_llm",
+                input_ids=PROMPT,
+                **LENGTHS,
+                **{name: np.array(value, dtype)},
+            )

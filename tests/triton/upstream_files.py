@@ -174,3 +174,34 @@ FILLED = {
     "max_num_images": "1",
 }
 """Some of them filled in; the others are left as they come."""
+
+
+def engine_config(parameters: dict[str, str]) -> str:
+    """Its config.pbtxt of `tensorrt_llm`, filled in: what TENSORS says, and these parameters over FILLED."""
+    values = {**FILLED, **parameters}
+    types = {"*": "TYPE_FP16", "BYTES": "TYPE_STRING"}
+    blocks = [
+        'name: "tensorrt_llm"\nbackend: "python"\nmax_batch_size: 4\n'
+        "model_transaction_policy {\n  decoupled: False\n}\n"
+        "dynamic_batching {\n    preferred_batch_size: [ 4 ]\n    max_queue_delay_microseconds: 0\n"
+        "    default_queue_policy: { max_queue_size: 0 }\n}"
+    ]
+    for kind in ("input", "output"):
+        rows = []
+        for line in TENSORS["tensorrt_llm", kind].split(";"):
+            name, dtype, dims = line.split()
+            row = f'    name: "{name}"\n    data_type: {types.get(dtype, f"TYPE_{dtype}")}\n    dims: [ {dims} ]\n'
+            # Of its scalars most have a reshape; some are arrays of one.
+            is_scalar = dims == "1" and not name.startswith(
+                ("retention_", "lookahead_", "guided_", "mrope_", "skip_")
+            )
+            if kind == "input":
+                row += "    reshape: { shape: [ ] }\n" if is_scalar else "    allow_ragged_batch: true\n"
+                row += "" if name in ("input_lengths", "request_output_len") else "    optional: true\n"
+            rows.append(f"  {{\n{row}  }}")
+        blocks.append(f"{kind} [\n" + ",\n".join(rows) + "\n]")
+    blocks.append("instance_group [\n  {\n    count: 1\n    kind : KIND_CPU\n  }\n]")
+    for key in PARAMETERS["tensorrt_llm"].split():
+        value = values.get(key, f"${{{key}}}")
+        blocks.append(f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}')
+    return "\n".join(blocks) + "\n"
