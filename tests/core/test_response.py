@@ -57,6 +57,18 @@ def test_details_of_tokens_are_joined_and_sums_are_the_last():
     assert merged.prompt_log_probs == (0.0, -3.0) and merged.context_logits == make_logits(8.0, 9.0)
 
 
+def test_the_models_own_log_probs_beside_normalized_ones_are_joined_too():
+    merged = merge_responses(
+        [
+            make_response(5, log_probs=((-0.1,),), model_log_probs=((-1.0,),), cum_log_probs=(-1.0,)),
+            make_response(6, log_probs=((-0.2,),), model_log_probs=((-2.0,),), cum_log_probs=(-3.0,)),
+            make_response(log_probs=((),), cum_log_probs=(-3.0,)),
+        ]
+    ).result
+    assert merged.log_probs == ((-0.1, -0.2),) and merged.model_log_probs == ((-1.0, -2.0),)
+    assert merged.cum_log_probs == (-3.0,)
+
+
 def test_streamed_beams_say_everything_each_time():
     earlier = make_response(5, is_cumulative=True, prompt_log_probs=(0.0,))
     later = make_response(5, 6, is_cumulative=True)

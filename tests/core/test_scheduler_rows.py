@@ -170,6 +170,16 @@ def test_a_request_that_cannot_even_be_looked_at_is_refused_alone(monkeypatch):
     assert driver.scheduler.num_active == 1
 
 
+def test_normalized_log_probs_come_and_the_models_are_summed():
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(make_request(1, new=1, output=OutputConfig(return_log_probs=True)))
+    batch = scheduler.schedule()
+    details = {0: TokenDetails(log_probs=(-1.0,), drawn_log_probs=(-0.25,))}
+    (response,) = scheduler.update(batch, ModelOutput(0, [(7,)], details=details))
+    assert response.result.log_probs == ((-0.25,),) and response.result.model_log_probs == ((-1.0,),)
+    assert response.result.cum_log_probs == (-1.0,)
+
+
 def test_details_that_are_missing_are_no_other_requests_business():
     """The device forgot the details of one row, and gave too few of another: both get what there is."""
     scheduler = make_scheduler()

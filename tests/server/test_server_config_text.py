@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.server.config_text import (
+    fill_fields,
     is_filled,
     quote,
     read_parameters,
@@ -12,6 +13,7 @@ from inflight.server.config_text import (
     set_parameters,
     unquote,
 )
+from inflight.triton.config_pbtxt import MODELS, ModelSpec, render
 
 FORMS = [
     'parameters { key: "a" value { string_value: "old" } }',
@@ -82,7 +84,7 @@ def test_unfilled_placeholders_count_as_absent(value: str | None, filled: bool) 
 POLICY = 'name: "m"\nmodel_transaction_policy { decoupled: %s }\ninput [ ]\n'
 
 
-@pytest.mark.parametrize("before", ["true", "false", "True", "${decoupled_mode}"])
+@pytest.mark.parametrize("before", ["true", "false", "True"])
 @pytest.mark.parametrize(("decoupled", "after"), [(True, "true"), (False, "false")])
 def test_decoupled_is_set_whatever_stands_there(before: str, decoupled: bool, after: str) -> None:
     assert set_decoupled(POLICY % before, decoupled) == POLICY % after
@@ -90,7 +92,19 @@ def test_decoupled_is_set_whatever_stands_there(before: str, decoupled: bool, af
     assert f"decoupled: {after}\n}}" in set_decoupled(lines, decoupled)
 
 
-def test_what_nobody_sets_stays_and_a_template_variable_is_true() -> None:
-    assert set_decoupled(POLICY % "false", None) == POLICY % "false"
-    assert set_decoupled(POLICY % "${decoupled_mode}", None) == POLICY % "true"
-    assert set_decoupled('name: "m"', False) == 'name: "m"', "a model that never has several responses"
+def test_a_model_that_never_has_several_responses_says_nothing_of_decoupled() -> None:
+    assert set_decoupled('name: "m"', False) == 'name: "m"'
+
+
+def test_variables_outside_of_strings_get_defaults() -> None:
+    rest = ' # ${decoupled_mode}\nx: "${logits_datatype} \\" ${a}" y: ${a}'
+    assert fill_fields("max_batch_size: ${triton_max_batch_size}" + rest) == "max_batch_size: 64" + rest
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model.template], ids=lambda model: model.name)
+def test_an_unfilled_template_becomes_what_the_repository_has(model: ModelSpec) -> None:
+    assert model.template is not None
+    filled = fill_fields(render(model, model.template)).splitlines()
+    batcher = filled.index("dynamic_batching {") if model.template.batching else len(filled)
+    del filled[batcher : batcher + len(model.template.batching)]
+    assert filled == render(model).splitlines()

@@ -170,3 +170,13 @@ def test_a_decoupled_mode_that_is_neither_true_nor_false_is_refused(tmp_path: Pa
     wanted = Wanted(settings={"decoupled_mode": "maybe"})
     with pytest.raises(OptionError, match="decoupled_mode=maybe: expected true or false"):
         assemble(default_repository(), tmp_path / "out", wanted)
+
+
+def test_the_preprocessing_that_is_told_the_checkpoint_too_is_no_engine(tmp_path: Path) -> None:
+    """As tensorrtllm_backend's is; the templates have no demo model beside them."""
+    source = default_repository().parent / "all_models" / "inflight_batcher_llm"
+    runtime = assemble(source, tmp_path / "out", Wanted(model=tmp_path / "m"))
+    assert [launch.model for launch in runtime.launches] == ["tensorrt_llm"]
+    assert runtime.checkpoint == str(tmp_path / "m")
+    assert parameters_of(runtime.path, "preprocessing")["gpt_model_path"] == str(tmp_path / "m")
+    assert "max_batch_size: 64\n" in (runtime.path / "preprocessing" / "config.pbtxt").read_text()

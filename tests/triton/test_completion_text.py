@@ -211,6 +211,14 @@ def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
     assert result.generation_logits == (FloatTensor((2, 2), bytes(range(16))),)
 
 
+def test_the_sum_of_a_cut_result_is_of_the_models_own_log_probs() -> None:
+    """Beside normalized ones, which are another distribution's."""
+    normalized = replace(detailed(5, 6, 7), model_log_probs=((-1.0, -2.0, -4.0),), cum_log_probs=(-7.0,))
+    result = cut(normalized, (TextDelta("", 2, stopped=True),))
+    assert result.log_probs == ((-0.5, -1.0),) and result.model_log_probs == ((-1.0, -2.0),)
+    assert math.isclose(result.cum_log_probs[0], -3.0)
+
+
 def test_nothing_is_left_where_nothing_is_kept() -> None:
     result = cut(detailed(5, 6), (TextDelta("", 0, stopped=True),))
     assert result.output_token_ids == ((7, 7),)

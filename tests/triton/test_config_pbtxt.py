@@ -10,6 +10,7 @@ from tritonclient.grpc import model_config_pb2
 
 from inflight.triton.config_pbtxt import MODELS, TEMPLATES, ModelSpec, render, write
 from inflight.triton.parameters import PARAMETERS, Parameters, is_filled, read_parameters
+from tests.triton import upstream_files
 from tests.triton.upstream_files import DOCUMENTED, fill_template
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,26 @@ def test_template_variables_mean_what_they_say() -> None:
         assert config.instance_group[0].count == 3
         assert config.dynamic_batching.max_queue_delay_microseconds == 100
         assert config.dynamic_batching.default_queue_policy.max_queue_size == 9
+
+
+@pytest.mark.parametrize(("name", "kind"), upstream_files.TENSORS)
+def test_upstreams_tensors_are_declared_as_upstream_does(name: str, kind: str) -> None:
+    model = next(model for model in MODELS if model.name == name)
+    rows = dict((model.inputs if kind == "input" else model.outputs).declared(model.vocabulary))
+    for line in upstream_files.TENSORS[name, kind].split(";"):
+        tensor, dtype, dims = line.split()
+        spec = rows[tensor]
+        assert dtype in ("*", spec.dtype, *spec.other_dtypes), tensor
+        assert ",".join(map(str, spec.dims or (1,))) == dims, tensor
+
+
+@pytest.mark.parametrize("name", upstream_files.PARAMETERS)
+def test_upstreams_parameters_load(name: str) -> None:
+    keys = upstream_files.PARAMETERS[name].split()
+    given = {key: {"string_value": upstream_files.FILLED.get(key, f"${{{key}}}")} for key in keys}
+    role = next(model.role for model in MODELS if model.name == name)
+    parameters = read_parameters({"name": name, "max_batch_size": 4, "parameters": given}, role)
+    assert parameters.normalize_log_probs == (name == "tensorrt_llm")
 
 
 def test_every_folder_of_the_repository_is_a_known_model() -> None:

@@ -76,3 +76,132 @@ def fill_template(text: str, arguments: str) -> str:
         assert name in text, f"there is no {name} in the file"
         values[name] = re.sub(r"\\(.)", r"\1", value)
     return Template(text).safe_substitute(values)
+
+
+# What its files of 2025 declare: name, data type and dims, "*" where a template variable decides the type.
+TENSORS = {
+    ("tensorrt_llm", "input"): """
+        input_ids INT32 -1; encoder_input_features * -1,-1; encoder_output_lengths INT32 1; input_lengths INT32 1;
+        request_output_len INT32 1; num_return_sequences INT32 1; draft_input_ids INT32 -1;
+        decoder_input_ids INT32 -1; decoder_input_lengths INT32 1; draft_logits * -1,-1;
+        draft_acceptance_threshold FP32 1; end_id INT32 1; pad_id INT32 1; stop_words_list INT32 2,-1;
+        bad_words_list INT32 2,-1; embedding_bias FP32 -1; beam_width INT32 1; temperature FP32 1;
+        runtime_top_k INT32 1; runtime_top_p FP32 1; runtime_top_p_min FP32 1; runtime_top_p_decay FP32 1;
+        runtime_top_p_reset_ids INT32 1; len_penalty FP32 1; early_stopping BOOL 1; repetition_penalty FP32 1;
+        min_tokens INT32 1; beam_search_diversity_rate FP32 1; presence_penalty FP32 1; frequency_penalty FP32 1;
+        seed UINT64 1; return_log_probs BOOL 1; return_context_logits BOOL 1; return_generation_logits BOOL 1;
+        return_perf_metrics BOOL 1; return_num_input_tokens BOOL 1; return_num_output_tokens BOOL 1;
+        exclude_input_in_output BOOL 1; stop BOOL 1; streaming BOOL 1; prompt_embedding_table * -1,-1;
+        prompt_table_extra_ids UINT64 -1; prompt_vocab_size INT32 1; cross_attention_mask BOOL -1,-1;
+        mrope_rotary_cos_sin FP32 -1; mrope_position_deltas INT64 1; lora_task_id UINT64 1;
+        lora_weights FP16 -1,-1; lora_config INT32 -1,3; context_phase_params UINT8 -1;
+        skip_cross_attn_blocks BOOL 1; retention_token_range_starts INT32 -1; retention_token_range_ends INT32 -1;
+        retention_token_range_priorities INT32 -1; retention_token_range_durations_ms INT32 -1;
+        retention_decode_priority INT32 1; retention_decode_duration_ms INT32 1;
+        guided_decoding_guide_type BYTES 1; guided_decoding_guide BYTES 1; lookahead_window_size INT32 1;
+        lookahead_ngram_size INT32 1; lookahead_verification_set_size INT32 1""",
+    ("tensorrt_llm", "output"): """
+        output_ids INT32 -1,-1; sequence_length INT32 -1; cum_log_probs FP32 -1; output_log_probs FP32 -1,-1;
+        context_logits * -1,-1; generation_logits * -1,-1,-1; batch_index INT32 1; sequence_index INT32 1;
+        context_phase_params UINT8 -1; kv_cache_alloc_new_blocks INT32 1; kv_cache_reused_blocks INT32 1;
+        kv_cache_alloc_total_blocks INT32 1; arrival_time_ns INT64 1; first_scheduled_time_ns INT64 1;
+        first_token_time_ns INT64 1; last_token_time_ns INT64 1; acceptance_rate FP32 1;
+        total_accepted_draft_tokens INT32 1; total_draft_tokens INT32 1; num_input_tokens INT32 1;
+        num_output_tokens INT32 1""",
+    # and what tensorrt_llm_bls and llmapi have beside its ensemble
+    ("ensemble", "input"): """
+        text_input BYTES 1; decoder_text_input BYTES 1; max_tokens INT32 1; num_return_sequences INT32 1;
+        bad_words BYTES -1; stop_words BYTES -1; exclude_input_in_output BOOL 1; end_id INT32 1; pad_id INT32 1;
+        top_k INT32 1; top_p FP32 1; temperature FP32 1; length_penalty FP32 1; repetition_penalty FP32 1;
+        min_tokens INT32 1; presence_penalty FP32 1; frequency_penalty FP32 1; seed UINT64 1;
+        return_log_probs BOOL 1; return_context_logits BOOL 1; return_generation_logits BOOL 1;
+        return_perf_metrics BOOL 1; return_num_input_tokens BOOL 1; return_num_output_tokens BOOL 1;
+        beam_width INT32 1; stream BOOL 1; prompt_embedding_table FP16 -1,-1; prompt_table_extra_id UINT64 1;
+        prompt_vocab_size INT32 1; embedding_bias_words BYTES -1; embedding_bias_weights FP32 -1;
+        lora_task_id UINT64 1; lora_weights FP16 -1,-1; lora_config INT32 -1,3;
+        guided_decoding_guide_type BYTES 1; guided_decoding_guide BYTES 1; image_input FP16 -1,3,-1,-1;
+        image_bytes_input UINT8 -1,-1,-1,-1; image_url_input BYTES 1; video_bytes_input UINT8 -1,-1,-1,-1;
+        num_draft_tokens INT32 1; use_draft_logits BOOL 1; image_url BYTES -1; streaming BOOL 1;
+        sampling_param_best_of INT32 1; sampling_param_temperature FP32 1; sampling_param_top_k INT32 1;
+        sampling_param_top_p FP32 1; sampling_param_frequency_penalty FP32 1;
+        sampling_param_presence_penalty FP32 1; sampling_param_max_tokens INT32 1; sampling_param_stop BYTES -1;
+        sampling_param_seed UINT64 1; sampling_param_exclude_input_from_output BOOL 1;
+        sampling_param_return_perf_metrics BOOL 1; return_finish_reason BOOL 1; return_stop_reason BOOL 1;
+        return_cumulative_logprob BOOL 1; stop BOOL 1; lora_id UINT64 1; lora_name BYTES 1; lora_path BYTES 1;
+        lora_ckpt_source BYTES 1""",
+    ("preprocessing", "input"): """
+        QUERY BYTES 1; DECODER_QUERY BYTES 1; IMAGE_BYTES UINT8 -1,-1,-1,-1; IMAGE_URL BYTES 1; IMAGES BYTES -1;
+        VIDEO_BYTES UINT8 -1,-1,-1,-1; REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT BYTES -1;
+        STOP_WORDS_DICT BYTES -1; EMBEDDING_BIAS_WORDS BYTES -1; EMBEDDING_BIAS_WEIGHTS FP32 -1; END_ID INT32 1;
+        PAD_ID INT32 1; PROMPT_TABLE_EXTRA_ID UINT64 1""",
+    ("preprocessing", "output"): """
+        INPUT_ID INT32 -1; REQUEST_INPUT_LEN INT32 1; DECODER_INPUT_ID INT32 -1; REQUEST_DECODER_INPUT_LEN INT32 1;
+        BAD_WORDS_IDS INT32 2,-1; STOP_WORDS_IDS INT32 2,-1; EMBEDDING_BIAS FP32 -1; REQUEST_OUTPUT_LEN INT32 -1;
+        OUT_END_ID INT32 1; OUT_PAD_ID INT32 1; OUT_PROMPT_TABLE_EXTRA_IDS UINT64 -1;
+        PIXEL_VALUES FP16 -1,-1,-1,-1; ASPECT_RATIO_IDS INT64 -1; ASPECT_RATIO_MASK INT64 -1,-1;
+        CROSS_ATTENTION_MASK INT64 -1,-1,-1; IMAGE_SIZES INT64 -1,2; IS_VIDEO_INPUT BOOL 1;
+        ATTENTION_MASK INT64 -1; IMAGE_GRID_THW INT64 3; VISION_INPUT_ID INT32 -1""",
+    ("postprocessing", "input"): "TOKENS_BATCH INT32 -1,-1; SEQUENCE_LENGTH INT32 -1",
+    ("postprocessing", "output"): "OUTPUT BYTES -1",
+}
+
+PARAMETERS = {
+    "tensorrt_llm": """
+        max_beam_width FORCE_CPU_ONLY_INPUT_TENSORS gpt_model_type gpt_model_path encoder_model_path
+        max_tokens_in_paged_kv_cache max_attention_window_size sink_token_length batch_scheduler_policy
+        kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks
+        exclude_input_in_output cancellation_check_period_ms stats_check_period_ms iter_stats_max_iterations
+        request_stats_max_iterations enable_kv_cache_reuse normalize_log_probs enable_chunked_context
+        gpu_device_ids participant_ids num_nodes lora_cache_optimal_adapter_size lora_cache_max_adapter_size
+        lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes lora_prefetch_dir decoding_mode
+        executor_worker_path lookahead_window_size lookahead_ngram_size lookahead_verification_set_size
+        medusa_choices eagle_choices gpu_weights_percent enable_context_fmha_fp32_acc multi_block_mode
+        cuda_graph_mode cuda_graph_cache_size speculative_decoding_fast_logits tokenizer_dir
+        guided_decoding_backend xgrammar_tokenizer_info_path""",
+    "preprocessing": """
+        tokenizer_dir add_special_tokens multimodal_model_path gpt_model_path max_num_images hf_model_path""",
+    "postprocessing": "tokenizer_dir skip_special_tokens",
+}
+FILLED = {
+    "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+    "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+    "gpt_model_type": "v1",
+    "decoding_mode": "beam_search",
+    "normalize_log_probs": "true",
+    "lora_cache_optimal_adapter_size": "8",
+    "lora_cache_gpu_memory_fraction": "0.05",
+    "lora_cache_host_memory_bytes": "1073741824",
+    "max_num_images": "1",
+}
+"""Some of them filled in; the others are left as they come."""
+
+
+def engine_config(parameters: dict[str, str]) -> str:
+    """Its config.pbtxt of `tensorrt_llm`, filled in: what TENSORS says, and these parameters over FILLED."""
+    values = {**FILLED, **parameters}
+    types = {"*": "TYPE_FP16", "BYTES": "TYPE_STRING"}
+    blocks = [
+        'name: "tensorrt_llm"\nbackend: "python"\nmax_batch_size: 4\n'
+        "model_transaction_policy {\n  decoupled: False\n}\n"
+        "dynamic_batching {\n    preferred_batch_size: [ 4 ]\n    max_queue_delay_microseconds: 0\n"
+        "    default_queue_policy: { max_queue_size: 0 }\n}"
+    ]
+    for kind in ("input", "output"):
+        rows = []
+        for line in TENSORS["tensorrt_llm", kind].split(";"):
+            name, dtype, dims = line.split()
+            row = f'    name: "{name}"\n    data_type: {types.get(dtype, f"TYPE_{dtype}")}\n    dims: [ {dims} ]\n'
+            # Of its scalars most have a reshape; some are arrays of one.
+            is_scalar = dims == "1" and not name.startswith(
+                ("retention_", "lookahead_", "guided_", "mrope_", "skip_")
+            )
+            if kind == "input":
+                row += "    reshape: { shape: [ ] }\n" if is_scalar else "    allow_ragged_batch: true\n"
+                row += "" if name in ("input_lengths", "request_output_len") else "    optional: true\n"
+            rows.append(f"  {{\n{row}  }}")
+        blocks.append(f"{kind} [\n" + ",\n".join(rows) + "\n]")
+    blocks.append("instance_group [\n  {\n    count: 1\n    kind : KIND_CPU\n  }\n]")
+    for key in PARAMETERS["tensorrt_llm"].split():
+        value = values.get(key, f"${{{key}}}")
+        blocks.append(f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}')
+    return "\n".join(blocks) + "\n"

@@ -171,8 +171,10 @@ def _merge(results: list[Result]) -> Result:
         output_token_ids=_join([r.output_token_ids for r in results]),
         num_output_tokens=(sum(r.num_output_tokens[0] for r in results),),
         log_probs=None if last.log_probs is None else _join([r.log_probs or ((),) for r in results]),
-        model_log_probs=(
-            None if last.model_log_probs is None else _join([r.model_log_probs or ((),) for r in results])
+        model_log_probs=(  # a response without tokens has none
+            _join([r.model_log_probs or ((),) for r in results])
+            if any(r.model_log_probs is not None for r in results)
+            else None
         ),
         top_log_probs=(
             None if last.top_log_probs is None else _join([r.top_log_probs or ((),) for r in results])

@@ -1,7 +1,8 @@
 """Read and fill the `parameters` of a config.pbtxt without disturbing the rest of its text.
 
-Owns just enough of protobuf's text format to find the entries: comments, quoted strings, braces and brackets.
-Does not know what any parameter means.
+Owns just enough of protobuf's text format to find the entries: comments, quoted strings, braces and brackets; and
+what stands for a template variable outside of strings that nobody filled in. Does not know what any parameter
+means.
 """
 
 import re
@@ -18,6 +19,23 @@ _TOKEN = re.compile(
 _OPEN, _CLOSE = frozenset("{[<"), frozenset("}]>")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|[0-7]{1,3}|.)", re.DOTALL)
 _NAMED_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
+
+
+_UNQUOTED_VARIABLE = re.compile(
+    r"""(?P<kept>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*)|\$\{(?P<name>\w+)\}""", re.VERBOSE
+)
+_FIELD_DEFAULTS = {
+    "triton_max_batch_size": "64",
+    "decoupled_mode": "true",
+    "max_queue_delay_microseconds": "0",
+    "max_queue_size": "0",
+    "preprocessing_instance_count": "1",
+    "postprocessing_instance_count": "1",
+    "logits_datatype": "TYPE_FP32",
+    "encoder_input_features_data_type": "TYPE_FP16",
+    "prompt_embedding_table_data_type": "TYPE_FP16",
+}
+"""tensorrtllm_backend's template variables that are no strings, and what this project's own files have there."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +78,27 @@ def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
+def fill_fields(config_text: str) -> str:
+    """The same text with a default for every variable outside of a string, where it is no protobuf.
+
+    Variables that have none stay, and so do those in strings and comments.
+    """
+    return _UNQUOTED_VARIABLE.sub(
+        lambda match: match["kept"] or _FIELD_DEFAULTS.get(match["name"], match[0]), config_text
+    )
+
+
 def set_max_batch_size(text: str, size: int) -> str:
     """The text with another `max_batch_size`, if it has one."""
     return re.sub(r"^max_batch_size\s*:\s*\d+", f"max_batch_size: {size}", text, flags=re.MULTILINE)
 
 
-_DECOUPLED = re.compile(
-    r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decoupled\s*:\s*)(?P<value>\$\{[^}]*\}|\w+)"
-)
+_DECOUPLED = re.compile(r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decoupled\s*:\s*)\w+")
 
 
-def set_decoupled(text: str, decoupled: bool | None) -> str:
-    """The text with another `decoupled` in its `model_transaction_policy`, if it has one.
-
-    None leaves what stands there; a template variable that nobody has filled in becomes true.
-    """
-
-    def replace(match: re.Match[str]) -> str:
-        if decoupled is None and is_filled(match["value"]):
-            return match[0]
-        return match["head"] + ("false" if decoupled is False else "true")
-
-    return _DECOUPLED.sub(replace, text)
+def set_decoupled(text: str, decoupled: bool) -> str:
+    """The text with another `decoupled` in its `model_transaction_policy`, if it has one."""
+    return _DECOUPLED.sub(lambda match: match["head"] + ("true" if decoupled else "false"), text)
 
 
 def is_filled(value: str | None) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from inflight.server import ranks
 from inflight.server.config_text import (
+    fill_fields,
     is_filled,
     read_parameters,
     set_decoupled,
@@ -87,7 +88,9 @@ def assemble(
         folder.mkdir(parents=True)
         _lay_out(source / model, folder)
         changed = {key: value for key, value in filled[model].items() if value != present[model][key]}
-        text = set_decoupled(set_parameters(text, changed), decoupled)
+        text = set_parameters(text, changed)
+        if decoupled is not None:
+            text = set_decoupled(text, decoupled)
         if batch_size is not None:
             text = set_max_batch_size(text, batch_size)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -210,7 +213,8 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
 
 def _read_configs(source: Path) -> dict[str, str]:
     found = {
-        path.parent.name: path.read_text(encoding="utf-8") for path in sorted(source.glob(f"*/{_CONFIG}"))
+        path.parent.name: fill_fields(path.read_text(encoding="utf-8"))
+        for path in sorted(source.glob(f"*/{_CONFIG}"))
     }
     if not found:
         raise OptionError(f"--model-repository {source}: no folder with a {_CONFIG} in it")

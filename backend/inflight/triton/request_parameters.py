@@ -29,8 +29,9 @@ _READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT})
 HARMLESS: Mapping[str, str] = {
     "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and its backend ignores it too",
     "model": "GenAI-Perf and AIPerf put the model's name into the body of HTTP generate",
-    "priority": "Triton's own, for its own queue; over HTTP generate it becomes a parameter",
-    "sequence_id": "Triton's own, for models with sequences; zeros stand for none",
+    "id": "the body of HTTP generate has it by its protocol, and tritonserver 2.51 hands it on",
+    "priority": "Triton's own, for its own queue, should a server hand it on",
+    "sequence_id": "Triton's own, for models with a sequence batcher",
     "sequence_start": "the same",
     "sequence_end": "the same",
     "binary_data_output": "Triton's HTTP front end's own: how outputs are encoded",

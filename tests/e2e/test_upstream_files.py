@@ -1,0 +1,127 @@
+"""A repository made as tensorrtllm_backend's README says: templates copied, filled in and served."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http as http
+from tritonclient.utils import InferenceServerException
+
+from inflight.server.launch import TritonServer, serve
+from inflight.triton.config_pbtxt import TEMPLATES
+from tests.triton.upstream_files import QUICK_START, engine_config, fill_template
+
+from .clients import generate, infer
+from .conftest import DEMO_MODEL
+
+# Beside what the README says, whatever it leaves to the user.
+MORE = {"tensorrt_llm": ",normalize_log_probs:True,decoding_mode:auto,lora_cache_max_adapter_size:64"}
+PROMPT = [10, 11, 12, 13]
+
+
+@pytest.fixture(scope="module")
+def filled_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("upstream") / "triton_model_repo"
+    shutil.copytree(Path(__file__).parents[2] / TEMPLATES, repository)
+    for name, arguments in QUICK_START:
+        path = repository / name / "config.pbtxt"
+        arguments = arguments.replace("/models/x", str(DEMO_MODEL)).replace("TYPE_FP32", "TYPE_FP16")
+        text = fill_template(path.read_text(encoding="utf-8"), arguments + MORE.get(name, ""))
+        path.write_text(text, encoding="utf-8")
+    with serve(model_repository=repository) as server:
+        yield server
+
+
+def test_it_serves_text_and_says_what_has_no_effect(filled_server: TritonServer) -> None:
+    answer = generate(filled_server.http, text_input="import os\n", max_tokens=8, bad_words="", stop_words="")
+    assert answer["text_output"].startswith("import os\n")
+    log = filled_server.log_text()
+    assert "parameter lora_cache_max_adapter_size is '64' and has no effect: there are no adapters" in log
+    assert "parameter triton_backend is 'tensorrtllm' and has no effect: there is one" in log
+
+
+def test_triton_has_what_was_filled_in(filled_server: TritonServer) -> None:
+    client = http.InferenceServerClient(filled_server.http)
+    for name, _ in QUICK_START:
+        assert client.get_model_config(name)["max_batch_size"] == 4
+    assert not client.get_model_config("tensorrt_llm")["model_transaction_policy"]["decoupled"]
+    client.close()
+
+
+def test_normalized_log_probs_of_greedy_tokens_are_zero_and_their_sum_is_the_models(
+    filled_server: TritonServer,
+) -> None:
+    asked = {"input_ids": PROMPT, "request_output_len": 6, "return_log_probs": True}
+    greedy = infer(filled_server.http, "tensorrt_llm", **asked)
+    assert greedy.as_numpy("output_log_probs").tolist() == [[[0.0] * 6]]
+    assert greedy.as_numpy("cum_log_probs").item() < 0
+    sampled = infer(filled_server.http, "tensorrt_llm", **asked, runtime_top_k=3, random_seed=5)
+    (log_probs,) = sampled.as_numpy("output_log_probs")[0]
+    assert (log_probs <= 0).all() and (log_probs < 0).any()
+    assert sampled.as_numpy("cum_log_probs").item() < log_probs.sum()
+
+
+def test_logits_come_in_the_type_that_was_filled_in(filled_server: TritonServer) -> None:
+    answer = infer(
+        filled_server.http, "tensorrt_llm", input_ids=PROMPT, request_output_len=2, return_context_logits=True
+    )
+    logits = answer.as_numpy("context_logits")
+    assert logits.dtype == np.float16 and np.isfinite(logits).all()
+
+
+@pytest.fixture(scope="module")
+def server_of_upstreams_file(
+    elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """tensorrtllm_backend's own config.pbtxt of tensorrt_llm beside this project's model.py."""
+    repository = tmp_path_factory.mktemp("upstream") / "theirs"
+    shutil.copytree(Path(__file__).parents[2] / TEMPLATES / "tensorrt_llm", repository / "tensorrt_llm")
+    text = engine_config({"gpt_model_path": str(DEMO_MODEL), "gpt_model_type": "inflight_fused_batching"})
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text, encoding="utf-8")
+    with serve(model_repository=repository) as server:
+        yield server
+
+
+LENGTHS = {"input_lengths": len(PROMPT), "request_output_len": 4}
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_early_stopping_as_bool(server_of_upstreams_file: TritonServer, value: bool) -> None:
+    answer = infer(
+        server_of_upstreams_file.http,
+        "tensorrt_llm",
+        input_ids=PROMPT,
+        beam_width=2,
+        early_stopping=np.array([[value]]),
+        **LENGTHS,
+    )
+    assert answer.as_numpy("output_ids").shape == (1, 2, 8)
+
+
+def test_outputs_that_upstreams_file_does_not_declare_do_not_come_and_others_as_asked_for(
+    server_of_upstreams_file: TritonServer,
+) -> None:
+    answer = infer(server_of_upstreams_file.http, "tensorrt_llm", input_ids=PROMPT, **LENGTHS)
+    assert {output["name"] for output in answer.get_response()["outputs"]} == {
+        "output_ids",
+        "sequence_length",
+    }
+
+
+def test_what_upstreams_file_declares_and_this_model_cannot_is_refused(
+    server_of_upstreams_file: TritonServer,
+) -> None:
+    for name, value in (("decoder_input_ids", [[1, 2]]), ("context_phase_params", [[1, 2]])):
+        dtype = np.uint8 if name == "context_phase_params" else np.int32
+        with pytest.raises(InferenceServerException, match=f"{name} is not available in this version"):
+            infer(
+                server_of_upstreams_file.http,
+                "tensorrt_llm",
+                input_ids=PROMPT,
+                **LENGTHS,
+                **{name: np.array(value, dtype)},
+            )
