@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 
 from inflight.core.block_heap import BlockHeap, Key
 from inflight.core.retention import Retention
@@ -114,9 +114,10 @@ class BlockPool:
         """
         best = (0, 0)
         for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
+            if best[1] == len(tokens):
+                break
             block_id = self._block_of[digest]
-            pairs = zip(self._contents[block_id].tokens, tokens)
-            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            count = _num_alike(self._contents[block_id].tokens, tokens)
             if count > best[1]:
                 best = (block_id, count)
         return best
@@ -295,3 +296,11 @@ class BlockPool:
         assert len(self._expiries) == len(expiring), "a block expires that is not cached, or is to stay"
         self._cached.check_integrity()
         self._expiries.check_integrity()
+
+
+def _num_alike(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    """With how many equal elements both begin."""
+    for count, (mine, yours) in enumerate(zip(one, other)):
+        if mine != yours:
+            return count
+    return min(len(one), len(other))
