@@ -330,3 +330,27 @@ def test_a_retry_looks_at_nobody_who_never_ran():
     waiting.remove = lambda llm_request: removed.append(llm_request.request_id) or remove(llm_request)
     assert starts(driver.scheduler.schedule()) == [1]
     assert removed == [1]
+
+
+def test_blocks_are_counted_as_upstreams_test_expects_them():
+    """Its prompt has 109 tokens and gets 50 more, in blocks of 32: new, reused, and then the same prompt again."""
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64, tokens_per_block=32, max_num_tokens=256))
+    counts = []
+    for number in (1, 2):
+        driver.accept(make_request(number, prompt=109, new=50, output=COUNTED))
+        responses = []
+        while not responses:
+            _, responses = driver.step()
+        counts.append(blocks_of(responses[0])[:2])
+    assert counts == [(4, 0), (1, 4)]
+
+
+def test_a_beginning_that_is_found_is_copied_and_not_computed():
+    driver = Driver(make_scheduler(reuse=True, num_blocks=64))
+    driver.accept(make_request(1, tuple(range(10, 22)), 1))
+    driver.step()
+    driver.accept(make_request(2, (*range(10, 16), 90, 91, 92), 2))
+    batch, _ = driver.step()
+    assert contexts(batch) == [(6, 3)]
+    ((source, target),) = batch.block_copies
+    assert source == 1 and batch.new_blocks[0][1][:2] == (0, target)

@@ -355,11 +355,11 @@ def _count_a_held_block_as_empty(pool: BlockPool) -> None:
 
 
 def _forget_a_child(pool: BlockPool) -> None:
-    del pool._num_children[b"a"]
+    del pool._children[b"a"]
 
 
 def _keep_a_child_that_is_gone(pool: BlockPool) -> None:
-    pool._num_children[b"c"] = 1
+    pool._children[b"c"] = {b"d": None}
 
 
 def _queue_a_leaf_behind(pool: BlockPool) -> None:

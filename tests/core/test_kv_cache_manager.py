@@ -201,6 +201,59 @@ def test_beams_take_blocks_too():
     assert cache.num_taken_blocks == 4
 
 
+# ---------------------------------------------------------------------- beginnings of blocks
+
+
+def test_of_a_block_that_begins_alike_the_beginning_is_found_and_copied():
+    cache = make_cache()
+    run_to_end(cache, 1, list(range(12)))
+    tokens = [*range(6), 90, 91]
+    match = found(cache, 2, tokens)
+    assert (match.block_ids, match.num_copied_tokens) == ((0,), 2)
+    admit(cache, 2, 2, tokens)
+    source, target = cache.block_copy(2)
+    assert source == 1 and cache.block_table(2) == (0, target) and target not in (0, 1, 2)
+    assert cache.block_counts(2) == (1, 2, 0) and cache.held(2) == (2, 0)
+    cache.publish(2, tokens, 8)
+    assert found(cache, 3, [*tokens, 0]).block_ids == (0, target)
+    assert found(cache, 4, list(range(9))).block_ids == (0, 1), "the source is as it was"
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("tokens", "num_copied"), [([0], 0), ([0, 1], 1), ([0, 1, 2, 3], 3), ([1, 2, 3], 0)])
+def test_the_last_known_token_is_computed_in_any_case(tokens, num_copied):
+    cache = make_cache()
+    run_to_end(cache, 1, list(range(9)))
+    match = found(cache, 2, tokens)
+    assert (match.block_ids, match.num_copied_tokens) == ((), num_copied)
+
+
+def test_of_several_the_one_that_begins_with_the_most_is_copied():
+    cache = make_cache(num_blocks=16)
+    for key, prompt in enumerate(([1, 2, 3, 9], [1, 2, 9, 9], [1, 9, 9, 9])):
+        run_to_end(cache, key, [*prompt, 0])
+    match = found(cache, 9, [1, 2, 3, 4, 5])
+    assert (match.source, match.num_copied_tokens) == (0, 3)
+
+
+def test_extra_ids_are_a_part_of_what_begins_alike():
+    cache = make_cache()
+    run_to_end(cache, 1, list(range(5)))
+    pictures = CacheRules(ROOT_SCOPE, (0, 0, 7, 7))
+    assert cache.match_prefix(2, list(range(5)), pictures).num_copied_tokens == 2
+
+
+def test_the_block_for_the_copy_may_be_the_source():
+    """The only free block is the one that begins alike: its content stays where it is, and nobody finds it."""
+    cache = make_cache(num_blocks=2)
+    run_to_end(cache, 1, list(range(8)))
+    tokens = [0, 1, 2, 3, 4, 5, 90]
+    admit(cache, 2, 2, tokens)
+    assert cache.block_copy(2) == (1, 1) and cache.block_table(2) == (0, 1)
+    assert cache.pool.num_free == 0
+    cache.check_integrity()
+
+
 # ---------------------------------------------------------------------- promises
 
 

@@ -151,6 +151,28 @@ def test_blocks_of_a_prompt_that_comes_again_are_found(exact_server):
     assert counts == [(5, 0, 4, 5), (1, 4, 0, 1)]
 
 
+def test_block_counts_are_those_of_upstreams_test_and_tokens_those_of_transformers(exact_server, oracle):
+    """Its prompt has 109 tokens: three blocks of 32, and the beginning of one that the first answer has filled."""
+    prompt = [*range(400, 509)]
+    other = [*prompt[:105], 77, 78, 79]
+    counts, answers = [], []
+    for ids in (prompt, prompt, other):
+        answer = completion(
+            exact_server.grpc, input_ids=ids, request_output_len=50, end_id=-1, return_perf_metrics=True
+        )
+        names = ("alloc_new", "alloc_total", "reused")
+        counts.append([answer.outputs[f"kv_cache_{name}_blocks"].item() for name in names])
+        answers.append(answer.ids)
+    assert counts == [[4, 4, 0], [1, 1, 4], [1, 1, 4]]
+    assert answers[0] == answers[1]
+    for ids, tokens in ((prompt, answers[1]), (other, answers[2])):
+        likeliest = oracle.logits([*ids, *tokens])[len(ids) - 1 : -1].topk(2)
+        clear = (likeliest.values[:, 0] - likeliest.values[:, 1] > 1e-3).tolist()
+        assert all(
+            token == ids_[0] for token, ids_, ok in zip(tokens, likeliest.indices.tolist(), clear) if ok
+        )
+
+
 @pytest.mark.covers("return_perf_metrics", *METRICS)
 def test_times_come_in_the_order_of_what_happened(fake_server):
     answers = ask(

@@ -15,6 +15,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.core.stop import FinishReason
 
 from .blame import Flight
+from .cache_oracle import CacheOracle
 from .queue_oracle import QueueOracle, sequences_of
 from .scenario import Scenario
 
@@ -22,11 +23,14 @@ from .scenario import Scenario
 class Accounts:
     """Counts what happens to one scheduler, and compares."""
 
-    def __init__(self, scenario: Scenario, scheduler: Scheduler, queue: QueueOracle) -> None:
+    def __init__(
+        self, scenario: Scenario, scheduler: Scheduler, queue: QueueOracle, cache: CacheOracle
+    ) -> None:
         self.num_pauses = 0
         self._scenario = scenario
         self._scheduler = scheduler
         self._queue = queue
+        self._cache = cache
         self._active: set[int] = set()
         self._stopped: set[int] = set()  # requests that a front end ended as a whole, at a known time
         self._finished: Counter[FinishReason] = Counter()
@@ -170,7 +174,7 @@ class Accounts:
         gaps = self._gains.total() - len(self._gains)
         assert told.inter_token_latency.num_observations == gaps
         kv_cache, size = self._scheduler.kv_cache, self._scenario.limits.tokens_per_block
-        assert told.num_hit_tokens == kv_cache.num_reused_blocks * size
+        assert told.num_hit_tokens == self._cache.num_tokens
         assert told.num_missed_tokens == kv_cache.num_missed_blocks * size
 
     def _check_output_tokens(self, told: MetricsSnapshot) -> None:

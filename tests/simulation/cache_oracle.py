@@ -21,7 +21,9 @@ class CacheOracle:
     """Follows what is computed and what is found.
 
     Attributes:
-        num_reused, num_missed: Blocks by (request id, sequence index), over all its starts.
+        num_reused, num_missed: Full blocks by (request id, sequence index), over all its starts.
+        num_copied: Blocks of which it found a beginning, likewise.
+        num_tokens: Tokens that starts found.
         is_complete: False once blocks were given up for other reasons than a lack of them.
         num_exact: Starts of which it is certain what they had to find.
     """
@@ -29,6 +31,8 @@ class CacheOracle:
     def __init__(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
         self.num_reused: Counter[tuple[int, int]] = Counter()
         self.num_missed: Counter[tuple[int, int]] = Counter()
+        self.num_copied: Counter[tuple[int, int]] = Counter()
+        self.num_tokens = 0
         self.num_exact = 0
         self.is_complete = True
         self._kv_cache = scheduler.kv_cache
@@ -99,28 +103,56 @@ class CacheOracle:
                     f"request {llm_request.request_id} waits for nobody, or computes what somebody does already"
                 )
 
-    def admitted(self, llm_request: LlmRequest) -> None:
-        """A sequence has its first blocks: as many as there are to be found."""
+    def _longest_beginning(self, llm_request: LlmRequest, place: int) -> int:
+        """With how many of a sequence's next tokens a known block begins that follows its first `place` ones."""
+        chain = self._prefixes(llm_request, place * self._size)
+        before = chain[-1] if chain else self._scope(llm_request)
+        extra_ids = llm_request.request.identity.extra_ids
+        rest = range(place * self._size, min((place + 1) * self._size, len(llm_request.tokens) - 1))
+        wanted = [(llm_request.tokens[i], extra_ids[i] if i < len(extra_ids) else 0) for i in rest]
+        longest = 0
+        for (parent, tokens, extra), number in self._numbers.items():
+            if parent == before and number in self._known:
+                count = 0
+                for pair, other in zip(wanted, zip(tokens, extra)):
+                    if pair != other:
+                        break
+                    count += 1
+                longest = max(longest, count)
+        return longest
+
+    def admitted(self, llm_request: LlmRequest, num_tokens: int) -> None:
+        """A sequence has its first blocks: as many as there are to be found, with so many tokens."""
         counts = self._kv_cache.block_counts(llm_request.key)
-        self._num_known[llm_request.key] = counts.reused
+        num_full, num_begun = divmod(num_tokens, self._size)
+        self._num_known[llm_request.key] = num_full
+        assert counts.reused == num_full + (num_begun > 0)
+        assert counts.new == -(-len(llm_request.tokens) // self._size) - num_full
         self._num_promised[llm_request.key] = 0
         if not self._looks(llm_request):
             assert counts.reused == counts.missed == 0
             return
         found, sought = self._num_found(llm_request)
         self._num_promised[llm_request.key] = len(self._prefixes(llm_request, len(llm_request.tokens)))
-        assert counts.reused <= found, f"request {llm_request.request_id} found what nobody computed"
-        assert counts.missed == sought - counts.reused
+        longest = self._longest_beginning(llm_request, num_full)
+        assert num_full <= found, f"request {llm_request.request_id} found what nobody computed"
+        assert num_begun <= longest, (
+            f"request {llm_request.request_id} found a beginning that nobody computed"
+        )
+        assert counts.missed == sought - num_full
         if self.is_complete and self._num_taken <= self._kv_cache.pool.num_blocks:
             self.num_exact += 1
-            assert counts.reused == found, f"request {llm_request.request_id} did not find what there is"
+            assert num_full == found, f"request {llm_request.request_id} did not find what there is"
+            assert num_begun == longest, "a beginning was not found that there is"
         name = llm_request.request_id, llm_request.sequence_index
-        self.num_reused[name] += counts.reused
+        self.num_tokens += num_tokens
+        self.num_copied[name] += num_begun > 0
+        self.num_reused[name] += num_full
         self.num_missed[name] += counts.missed
 
     def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
         """Blocks were taken."""
-        shared = sum(self._kv_cache.block_counts(llm_request.key).reused for llm_request in starts)
+        shared = sum(self._num_known[llm_request.key] for llm_request in starts)
         named = sum(len(block_ids) for _, block_ids in batch.new_blocks)
         self._num_taken += named - shared + len(batch.replaced_blocks)
         assert self._num_taken == self._kv_cache.num_taken_blocks
@@ -140,5 +172,5 @@ class CacheOracle:
 
     def check(self) -> None:
         """At the end: the manager's totals are the sums over all starts."""
-        assert self._kv_cache.num_reused_blocks == sum(self.num_reused.values())
+        assert self._kv_cache.num_reused_blocks == self.num_reused.total() + self.num_copied.total()
         assert self._kv_cache.num_missed_blocks == sum(self.num_missed.values())

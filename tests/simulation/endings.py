@@ -118,7 +118,7 @@ def _check_metrics(outcome: Outcome, request: Request, final: Result) -> None:
     if metrics is None or not final.is_sequence_final:
         return
     name = request.request_id, final.sequence_index
-    assert metrics.num_reused_blocks == outcome.reused[name]
+    assert metrics.num_reused_blocks == outcome.reused[name] + outcome.copied[name]
     assert metrics.num_missed_blocks == outcome.missed[name]
     assert metrics.arrival_time_ns == request.arrival_time_ns
     assert 0 <= metrics.num_accepted_draft_tokens <= metrics.num_draft_tokens

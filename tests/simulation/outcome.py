@@ -23,7 +23,8 @@ class Outcome:
         refused: Requests that found the queue full.
         convicted: Requests that were alone in an iteration that failed.
         started: (request id, sequence index), in order of their first start.
-        reused, missed: Blocks that a (request id, sequence index) found in the cache, or did not.
+        reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
+        copied: Blocks that it found in part, and whose beginnings were copied.
         num_exact_reuses: Starts of which it was certain what they had to find.
         num_divided_contexts: Iterations in which the policy for chunks made a difference.
         num_full_pipelines: Iterations with a batch in every stage of several.
@@ -42,6 +43,7 @@ class Outcome:
     started: list[tuple[int, int]] = field(default_factory=list)
     reused: Counter[tuple[int, int]] = field(default_factory=Counter)
     missed: Counter[tuple[int, int]] = field(default_factory=Counter)
+    copied: Counter[tuple[int, int]] = field(default_factory=Counter)
     num_iterations: int = 0
     num_failed_iterations: int = 0
     num_pauses: int = 0

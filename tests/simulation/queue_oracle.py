@@ -169,7 +169,7 @@ class QueueOracle:
                 self._present[llm_request.key] = llm_request
                 self.starts.append(llm_request)
                 self.shares.charge(llm_request)
-            self._cache.admitted(llm_request)
+            self._cache.admitted(llm_request, num_reused)
             yield llm_request, num_reused
         self._check_end(claimed_blocks, on_trial, is_closed)
 

@@ -53,7 +53,7 @@ class SimulatedServer:
         self.queue = QueueOracle(self.scheduler, scenario.config, self.cache)
         self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits)
         self.stages = StagesOracle(self.scheduler, scenario.limits)
-        self.accounts = Accounts(scenario, self.scheduler, self.queue)
+        self.accounts = Accounts(scenario, self.scheduler, self.queue, self.cache)
         self.blame = Blame(scenario)
         self._device = SimulatedDevice(scenario.limits, scenario.seed)
         self._in_flight: deque[Flight] = deque()
@@ -98,6 +98,7 @@ class SimulatedServer:
         outcome = self.outcome
         outcome.num_iterations = self._iteration
         outcome.reused, outcome.missed = self.cache.num_reused, self.cache.num_missed
+        outcome.copied = self.cache.num_copied
         outcome.num_exact_reuses = self.cache.num_exact
         outcome.num_divided_contexts = self.rows.num_divided
         outcome.num_shared_generations = self.rows.num_shared

@@ -113,6 +113,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes):
     assert count(lambda outcome: outcome.num_exact_reuses) > often
     assert count(lambda outcome: outcome.max_rows > 3) > often
     assert count(lambda outcome: outcome.num_copies) > often
+    assert count(lambda outcome: outcome.copied.total()) > often
     assert count(lambda outcome: outcome.num_lookups) > often
     assert count(lambda outcome: outcome.num_accepted) > often
     assert count(lambda outcome: outcome.num_rejected) > often

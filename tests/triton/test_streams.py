@@ -9,14 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from inflight.core.output_config import OutputConfig
 from inflight.core.response import PerfMetrics, Response, Result, TopLogProbs
 from inflight.core.stop import FinishReason
 from inflight.core.tensor import FloatTensor
+from inflight.triton.response_size import response_size
 from inflight.triton.tensor_spec import InStream, TensorSpec
 from inflight.triton.tensors import OUTPUTS
 from tests.triton.factories import (
     make_description,
     make_limits,
+    make_request,
     make_result,
     make_triton_request,
     token_inputs,
@@ -97,3 +100,22 @@ def _joined(name: str, first: dict[str, np.ndarray], second: dict[str, np.ndarra
     if name == "text_output":
         return _said(one + two)
     return _said(np.concatenate([one, two], axis=2))
+
+
+def test_no_response_is_larger_than_what_was_reserved_for_it(stage: Stage) -> None:
+    """What a stream says again is in every response's size."""
+    request = replace(
+        make_request(),
+        max_new_tokens=3,
+        output=OutputConfig(
+            return_log_probs=True,
+            num_top_log_probs=1,
+            return_prompt_log_probs=True,
+            return_context_logits=True,
+            return_generation_logits=True,
+        ),
+    )
+    reserved = dict(response_size(request, VOCABULARY, streaming=True, in_one=False).outputs)
+    for arrays in every_output(stage, True, "c", "de"):
+        for name in ("output_log_probs", "prompt_log_probs", "context_logits", "generation_logits"):
+            assert 0 < arrays[name].nbytes <= reserved[name], name

@@ -100,7 +100,8 @@ class Admission:
             self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules, num_tokens)
             if not llm_request.has_started:
                 self.waiting.charge(llm_request)
-            yield llm_request, len(match.block_ids) * self._kv_cache.tokens_per_block
+            num_tokens = len(match.block_ids) * self._kv_cache.tokens_per_block
+            yield llm_request, num_tokens + match.num_copied_tokens
         for llm_request, was_in_front in reversed(passed):
             self.waiting.put_back(llm_request, was_in_front)
 

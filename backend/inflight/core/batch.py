@@ -119,7 +119,8 @@ class ScheduledBatch:
         micro_batch_id: Which of the micro-batches in flight; 0 with one pipeline stage.
         released_slots: Slots whose sequence ended or was paused since the last batch.
         starts: Sequences that take a slot.
-        block_copies: (source, target): blocks whose content another beam is about to continue differently.
+        block_copies: (source, target): blocks whose content another beam or sequence is about to continue
+            differently. All sources are read before a target is written.
         moves: Beams that go on.
         replaced_blocks: (slot, index, block id): a copied block in its beam's block table.
         new_blocks: (slot, block ids) to append to the slot's block table.

@@ -33,6 +33,11 @@ class BatchBuilder:
         if block_ids:
             self.new_blocks.append((slot, block_ids))
 
+    def copy_block(self, copy: tuple[int, int] | None) -> None:
+        """Let a block have another one's content, if that is not the same: (source, target)."""
+        if copy is not None and copy[0] != copy[1]:
+            self._block_copies.append(copy)
+
     def add_chunk(self, llm_request: LlmRequest, num_rows: int) -> None:
         """The next rows of a context; behind the last of them the request's own draft, if there is one."""
         start, draft = llm_request.next_position, llm_request.draft_length

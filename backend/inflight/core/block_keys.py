@@ -9,9 +9,10 @@ one scope share blocks, a sequence without a scope shares none.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import zip_longest
 
 from inflight.core.retention import Retention, RetentionConfig
 
@@ -65,6 +66,13 @@ class CacheRules:
         if extra_ids:
             extra_ids += (0,) * (end - start - len(extra_ids))
         return block_digest(parent, token_ids[start:end], extra_ids)
+
+    def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
+        """What tokens start .. end - 1 are told apart by, one for each."""
+        tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
+        if not any(extra_ids):
+            return tuple(tokens)
+        return tuple((t, e) if e else t for t, e in zip_longest(tokens, extra_ids, fillvalue=0))
 
     def retention_of(self, first_token: int) -> Retention | None:
         """Of the block that begins at position `first_token`; None: nothing is said."""

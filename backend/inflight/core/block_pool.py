@@ -19,15 +19,17 @@ block while they stay. Knows nothing of requests or tokens. Called by the loop t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from inflight.core.block_heap import BlockHeap, Key
 from inflight.core.retention import Retention
 
 _NS_PER_MS = 1_000_000
 _DEFAULT_RETENTION = Retention()
+_MOST_COMPARED = 64
+"""Blocks whose tokens are compared to find the one that begins with the most."""
 
 
 @dataclass(slots=True)
@@ -36,12 +38,14 @@ class _Content:
 
     Attributes:
         digest, parent: Of its content, and of what comes before it.
+        tokens: Its content itself.
         retention: How long it is worth keeping.
         age: Count of all releases when it was last released; the lowest is the least recent.
     """
 
     digest: bytes
     parent: bytes
+    tokens: tuple[Hashable, ...]
     retention: Retention
     age: int = 0
 
@@ -55,7 +59,8 @@ class BlockPool:
         self._empty = list(reversed(range(num_blocks)))  # the last is taken first
         self._contents: dict[int, _Content] = {}
         self._block_of: dict[bytes, int] = {}
-        self._num_children: dict[bytes, int] = {}  # by the parent's digest; without zeros
+        # By the parent's digest, in order of publication; without empty ones.
+        self._children: dict[bytes, dict[bytes, None]] = {}
         self._cached = BlockHeap(num_blocks)  # in the order of eviction
         self._expiries = BlockHeap(num_blocks)  # cached blocks whose priority is for a time only, by its end
         self._num_releases = 0
@@ -102,6 +107,21 @@ class BlockPool:
         """The block whose content has this digest."""
         return self._block_of.get(digest)
 
+    def find_beginning(self, parent: bytes, tokens: Sequence[Hashable]) -> tuple[int, int]:
+        """Of the blocks that follow `parent`, the one that begins with the most of `tokens`, and with how many.
+
+        (0, 0) if none does. Of many, those published last are looked at.
+        """
+        best = (0, 0)
+        for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
+            if best[1] == len(tokens):
+                break
+            block_id = self._block_of[digest]
+            count = _num_alike(self._contents[block_id].tokens, tokens)
+            if count > best[1]:
+                best = (block_id, count)
+        return best
+
     # ---------------------------------------------------------------- references
 
     def take(self, count: int) -> tuple[int, ...]:
@@ -139,7 +159,12 @@ class BlockPool:
     # ---------------------------------------------------------------- content
 
     def publish(
-        self, block_id: int, digest: bytes, parent: bytes, retention: Retention | None = None
+        self,
+        block_id: int,
+        digest: bytes,
+        parent: bytes,
+        retention: Retention | None = None,
+        tokens: tuple[Hashable, ...] = (),
     ) -> None:
         """Let others find a held block by its content.
 
@@ -150,6 +175,7 @@ class BlockPool:
             digest: Of its content and all that comes before.
             parent: Digest of what comes before.
             retention: How long it is worth keeping; None: nothing is said.
+            tokens: Its content itself, for those who find a beginning of it only.
         """
         assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
         first = self._block_of.get(digest)
@@ -157,9 +183,9 @@ class BlockPool:
             self.retain(first, retention)
             return
         assert block_id not in self._contents, f"block {block_id} has other content already"
-        self._contents[block_id] = _Content(digest, parent, retention or _DEFAULT_RETENTION)
+        self._contents[block_id] = _Content(digest, parent, tokens, retention or _DEFAULT_RETENTION)
         self._block_of[digest] = block_id
-        self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        self._children.setdefault(parent, {})[digest] = None
         self._requeue(parent)
 
     def retain(self, block_id: int, retention: Retention | None) -> None:
@@ -194,7 +220,7 @@ class BlockPool:
             self._expiries.put(block_id, (self._now_ns + duration_ms * _NS_PER_MS,))
 
     def _eviction_key(self, content: _Content) -> Key:
-        if content.digest in self._num_children:
+        if content.digest in self._children:
             return (1, 0, content.age)
         return (0, content.retention.priority, content.age)
 
@@ -220,9 +246,9 @@ class BlockPool:
     def _forget(self, block_id: int) -> None:
         content = self._contents.pop(block_id)
         del self._block_of[content.digest]
-        self._num_children[content.parent] -= 1
-        if self._num_children[content.parent] == 0:
-            del self._num_children[content.parent]
+        del self._children[content.parent][content.digest]
+        if not self._children[content.parent]:
+            del self._children[content.parent]
             self._requeue(content.parent)
 
     # ---------------------------------------------------------------- checks
@@ -247,8 +273,11 @@ class BlockPool:
         assert not empty & (held | cached), "a held or cached block counts as empty"
         index = {content.digest: block_id for block_id, content in self._contents.items()}
         assert self._block_of == index, "the reuse index and the published blocks disagree"
-        children = Counter(content.parent for content in self._contents.values())
-        assert self._num_children == children, "the numbers of children and the published blocks disagree"
+        children: dict[bytes, set[bytes]] = {}
+        for content in self._contents.values():
+            children.setdefault(content.parent, set()).add(content.digest)
+        known = {parent: set(digests) for parent, digests in self._children.items()}
+        assert known == children, "the children and the published blocks disagree"
         self._check_queues(cached)
 
     def _check_queues(self, cached: set[int]) -> None:
@@ -257,7 +286,7 @@ class BlockPool:
         )
         for block_id in cached:
             content = self._contents[block_id]
-            key, is_leaf = self._cached.key(block_id), content.digest not in self._num_children
+            key, is_leaf = self._cached.key(block_id), content.digest not in self._children
             wanted = (0, content.retention.priority, content.age) if is_leaf else (1, 0, content.age)
             assert key == wanted, f"cached block {block_id} is queued at {key}, its place is {wanted}"
         expiring = {b for b in cached if self._contents[b].retention.duration_ms is not None}
@@ -267,3 +296,11 @@ class BlockPool:
         assert len(self._expiries) == len(expiring), "a block expires that is not cached, or is to stay"
         self._cached.check_integrity()
         self._expiries.check_integrity()
+
+
+def _num_alike(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    """With how many equal elements both begin."""
+    for count, (mine, yours) in enumerate(zip(one, other)):
+        if mine != yours:
+            return count
+    return min(len(one), len(other))

@@ -1,8 +1,10 @@
 """Owns the block tables: which KV blocks each running sequence holds, shares with others or has set aside.
 
 Blocks are shared by content (`block_keys.py`): only full ones, and never a sequence's last known token: its logits
-are needed, so it is computed. The beams of a search share the block that they are filling too, as long as they
-agree: whoever writes into a block that others hold gets a copy of its own.
+are needed, so it is computed. Of a block that only begins as a sequence goes on, the beginning is copied.
+
+The beams of a search share the block that they are filling too, as long as they agree: whoever writes into a block
+that others hold gets a copy of its own.
 
 What a running sequence is about to publish is promised, so that another with the same prefix may wait for it and
 not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Called
@@ -29,19 +31,23 @@ class PrefixMatch:
         block_ids: In order from the first token.
         num_held: How many of them some running sequence holds; the others count as free until shared.
         is_promised: Whether a running sequence is computing the first block that was not found.
+        source: A block that begins as the first block that was not found does.
+        num_copied_tokens: How many of its tokens are the sequence's; 0: there is no such block.
     """
 
     block_ids: tuple[int, ...] = ()
     num_held: int = 0
     is_promised: bool = False
+    source: int = 0
+    num_copied_tokens: int = 0
 
 
 class BlockCounts(NamedTuple):
     """Blocks of the tokens of a sequence that were known when it was admitted.
 
     Attributes:
-        new: Not found in the cache, to be taken from the free ones.
-        reused: Found in the cache.
+        new: Not found as a whole, to be taken from the free ones.
+        reused: Found in the cache, the last one perhaps in part: that one's beginning is copied to a new block.
         missed: Full blocks that were looked for and not found.
     """
 
@@ -76,6 +82,7 @@ class _Table:
     num_reused: int
     num_missed: int
     num_new: int
+    copy: tuple[int, int] | None = None  # (source, target) of the block that was found in part
     # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
     # beginning, so that a step costs what the beams differ in and not what they have in common.
     tails: list[list[int]] = field(default_factory=list)
@@ -128,6 +135,10 @@ class KvCacheManager:
         table = self._tables[key]
         return BlockCounts(table.num_new, table.num_reused, table.num_missed)
 
+    def block_copy(self, key: int) -> tuple[int, int] | None:
+        """(source, target) of the block whose beginning a sequence was admitted with; None if there is none."""
+        return self._tables[key].copy
+
     def held(self, key: int) -> tuple[int, int]:
         """(distinct blocks held, blocks reserved beyond them) of a running sequence."""
         table = self._tables[key]
@@ -140,7 +151,10 @@ class KvCacheManager:
     # ---------------------------------------------------------------- admission
 
     def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
-        """The longest cached prefix of `token_ids` in full blocks, leaving at least one token to compute."""
+        """The longest cached prefix of `token_ids`, leaving at least one token to compute.
+
+        It is full blocks, and then the beginning of another one.
+        """
         if rules.scope is None:
             return PrefixMatch()
         digests = self._digests(key, token_ids, rules)
@@ -152,7 +166,12 @@ class KvCacheManager:
                 is_promised = digest in self._promises
                 break
             block_ids.append(block_id)
-        return PrefixMatch(tuple(block_ids), sum(map(self.pool.is_held, block_ids)), is_promised)
+        num_held = sum(map(self.pool.is_held, block_ids))
+        place = len(block_ids)
+        start, end = place * self.tokens_per_block, len(token_ids) - 1
+        rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
+        beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
+        return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning)
 
     def _num_sought(self, num_tokens: int) -> int:
         """Full blocks that leave at least one token to compute."""
@@ -178,7 +197,8 @@ class KvCacheManager:
     ) -> None:
         """Open a block table that begins with the matched blocks and reserves `num_blocks` blocks in all.
 
-        The sequence has `num_tokens` tokens now, which is for its `block_counts`.
+        Where the match goes on into a block, its copy is in the table too: see `block_copy`. The sequence has
+        `num_tokens` tokens now, which is for its `block_counts`.
 
         With a scope, full blocks become findable for others of that scope as they are published. Until then those
         of the tokens that `match_prefix` saw are promised.
@@ -194,13 +214,25 @@ class KvCacheManager:
         table = _Table(list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed, new)
         self._tables[key] = table
         self.pool.share(match.block_ids)
+        if match.num_copied_tokens:
+            self._take_copy(table, match.source)
         for index, block_id in enumerate(match.block_ids):
             self.pool.retain(block_id, rules.retention_of(index * self.tokens_per_block))
         for digest in table.promised:
             self._promises[digest] = self._promises.get(digest, 0) + 1
-        self.num_reserved += reserved
-        self.num_reused_blocks += shared
+        self.num_reserved += table.reserved
+        self.num_reused_blocks += table.num_reused
         self.num_missed_blocks += missed
+
+    def _take_copy(self, table: _Table, source: int) -> None:
+        """A block for what is known of it and what comes next; perhaps the source, which nobody finds then."""
+        assert table.reserved > 0, "a sequence was admitted without a block for its last token"
+        (target,) = self.pool.take(1)
+        table.copy = (source, target)
+        table.block_ids.append(target)
+        table.reserved -= 1
+        table.num_reused += 1
+        self.num_taken_blocks += 1
 
     # ---------------------------------------------------------------- growth
 
@@ -310,7 +342,8 @@ class KvCacheManager:
             else:
                 digest = table.rules.digest(table.parent, token_ids, start, start + size)
             retention = table.rules.retention_of(start)
-            self.pool.publish(table.block_ids[index], digest, table.parent, retention)
+            content = table.rules.content(token_ids, start, start + size)
+            self.pool.publish(table.block_ids[index], digest, table.parent, retention, content)
             table.parent = digest
             table.num_published += 1
 

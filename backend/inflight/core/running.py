@@ -28,7 +28,8 @@ class Running:
         """Give slots to a sequence whose blocks are set aside."""
         slots = self.slots.take(llm_request, llm_request.num_slots)
         llm_request.start(slots, num_reused_tokens)
-        llm_request.next_block_end = num_reused_tokens + self._kv_cache.tokens_per_block
+        size = self._kv_cache.tokens_per_block
+        llm_request.next_block_end = (num_reused_tokens // size + 1) * size
         self.sequences.append(llm_request)
 
     def leave(self, llm_request: LlmRequest) -> None:

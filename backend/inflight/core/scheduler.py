@@ -220,6 +220,7 @@ class Scheduler:
         request, slot = llm_request.request, llm_request.slots[0]
         token_ids = tuple(llm_request.tokens) if request.looks_back else ()
         batch.starts.append(SlotStart(slot, request, llm_request.sequence_index, token_ids))
+        batch.copy_block(self.kv_cache.block_copy(llm_request.key))
         batch.append_blocks(slot, self.kv_cache.block_table(llm_request.key))
 
     # ---------------------------------------------------------------- what came of it
