@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -426,3 +427,30 @@ def end(queue: WaitingQueue, model: Model, sequence: LlmRequest) -> None:
         model.remove(sequence)
     queue.leave(sequence)
     model.leave(sequence)
+
+
+# ---------------------------------------------------------------- made anew after a failure
+
+
+def test_a_queue_that_is_made_anew_has_the_same_shares_and_order():
+    turns = Turns()
+    for client, priority in ((1, 0.5), (2, 0.5), (1, 0.9), (2, 0.5), (1, 0.5), (3, 0.1), (1, 0.5)):
+        turns.add(client, new=5 + client, priority=priority)
+    ran = [turns.start() for _ in range(3)]
+    turns.end(ran[0], num_generated=2)
+    accounts = {client: replace(account) for client, account in turns.queue._clients.items()}
+    waiting = list(turns.queue.in_order())
+    for sequence in ran[1:]:
+        sequence.pause()
+    # What `schedule` may have left: nobody is in his place, and somebody was charged who never started.
+    turns.queue.charge(waiting[0])
+    turns.queue._levels.clear()
+    turns.queue.rebuild([*ran[1:], *waiting], in_front=[waiting[0]])
+    turns.queue.check_integrity()
+    first_client = waiting[0].request.client_id
+    accounts[first_client].num_queued -= 1  # who is in front is not queued as new
+    assert turns.queue._clients == accounts
+    expected = [waiting[0], *sorted(ran[1:], key=lambda sequence: sequence.key), *waiting[1:]]
+    expected.sort(key=lambda sequence: -sequence.request.priority)
+    assert [s.key for s in turns.queue.in_order()] == [s.key for s in expected]
+    assert set(drain(turns.queue)) == set(expected)

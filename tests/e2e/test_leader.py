@@ -58,7 +58,7 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, number):
     settings = ("--set", "max_tokens_in_paged_kv_cache=16384", "--set", "rank_timeout_ms=4000")
-    with command(REPOSITORY, "--tp", "2", "--mode", "leader", *settings) as serving:
+    with command(REPOSITORY, "--tp", "2", "--mode", "leader", "--restarts", "0", *settings) as serving:
         ready, folder = serving.ready_line(), serving.folder()
         (worker,) = workers(folder)
         with Stream(ready["grpc"]) as direct, Stream(ready["grpc"]) as by_front_end:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+import pytest
 
 from inflight.server.launch import ServerOptions, serve
 
@@ -19,11 +22,29 @@ def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(else
             long.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4000, streaming=True)
             short.receive()
             long.receive()
+            begun_s = time.monotonic()
             assert server.shut_down() is True
+            assert time.monotonic() - begun_s < 7  # although the streams are still held
             *_, finished = short.until_final()
             *_, cut = long.until_final()
         assert finished.finish_reason == "LENGTH"
         assert "shutting down" in str(cut.error)
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_a_stream_that_is_held_without_requests_keeps_nobody(elsewhere, model):
+    with (
+        serve(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,
+        Stream(server.grpc) as stream,
+    ):
+        request = {"input_ids": PROMPT, "request_output_len": 3}
+        if model == "ensemble":
+            request = {"text_input": "a", "max_tokens": 3}
+        stream.send(model, **request)
+        list(stream.until_final())
+        begun_s = time.monotonic()
+        assert server.shut_down() is True
+        assert time.monotonic() - begun_s < 4
 
 
 def test_nothing_is_left_of_a_server_that_was_used(elsewhere):

@@ -47,8 +47,8 @@ def test_a_server_that_does_nothing_is_given_up_after_the_timeout():
     assert starting.after(59) is None
     verdict = starting.after(10)
     assert verdict == (
-        "not ready, and no progress in 60 s: waiting for ensemble, tensorrt_llm to be loaded, for 60 s; "
-        "the last progress was 60 s ago"
+        "not ready, and no progress in 60 s (--ready-timeout): waiting for ensemble, tensorrt_llm to be "
+        "loaded, for 60 s; the last progress was 60 s ago"
     )
 
 

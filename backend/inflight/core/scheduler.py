@@ -78,9 +78,7 @@ class Scheduler:
         self._iteration = 0
         self._now_ns = 0
         self._num_in_flight = 0  # batches
-        self._num_disowned = (
-            0  # of these, made before `schedule` raised: what comes of them counts for nothing
-        )
+        self._num_disowned = 0  # of these, made before `schedule` raised: they count for nothing
         self._ran_before: tuple[LlmRequest, ...] = ()  # when `schedule` was called last
 
     @property

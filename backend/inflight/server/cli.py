@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--ready-timeout",
-        type=seconds,
+        type=count,
         default=300,
         metavar="SECONDS",
         help="give up a server that is not ready and has made no progress for so long: no line in its log, no "

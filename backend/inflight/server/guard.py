@@ -196,7 +196,8 @@ def _say(what: str) -> None:
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
-    note_loss()  # first of all: once told, the server may end as if somebody had wanted it to
+    if not server.wait(0):
+        note_loss()  # before it is told: it may end then as if somebody had wanted it to
     stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
     # Exact names, as two servers may share a prefix.
     regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}

@@ -24,9 +24,11 @@ from inflight.server.repository import RuntimeRepository, Wanted, assemble, defa
 from inflight.server.startup import Startup, num_bytes
 
 _POLL_INTERVAL_S = 0.1
-_UNREADY_GRACE_S = 5.0
-# How long a server with nothing left to do may take to end (see `idle` for why it may not end at all).
-_DRAINED_GRACE_S = 5.0
+_UNREADY_GRACE_S = 5.0  # nothing can be in flight
+# How long a server with nothing left to do may take to end (see `idle` for why it may not end at all). Of an
+# engine it is known that there is nothing left; of other models it is concluded from this much quiet.
+_DRAINED_GRACE_S = 2.0
+_QUIET_S = 5.0
 # What is still in flight is answered with UNAVAILABLE so long before the server gives up on it.
 _FAREWELL_MARGIN_S = 4.0
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
@@ -187,17 +189,25 @@ class TritonServer:
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Let requests in flight finish, refuse new ones, and end; at once where `hurry` says so.
 
-        Returns whether it ended in order, everything in flight answered within the exit timeout.
+        It has ended after the exit timeout, although this tritonserver lives on while a client holds a stream;
+        without an engine, which could say that nothing is left, after some seconds more.
+
+        Returns whether it ended in order, everything in flight answered within that time.
         """
         if not self._started().ask_to_end():
             self.kill()
             return False
-        deadline = time.monotonic() + self._grace_s
-        watch = self._say_farewell() or IdleWatch(lambda: stubs_processor_time(self.pid))
+        timeout_s = max(1.0, self._options.exit_timeout_s) if self._ready else _UNREADY_GRACE_S
+        watch: Farewell | IdleWatch | None = self._say_farewell()
+        grace_s = min(_DRAINED_GRACE_S, timeout_s / 4)
+        if watch is None:
+            watch, grace_s = IdleWatch(lambda: stubs_processor_time(self.pid)), _QUIET_S
+            timeout_s += _QUIET_S if self._ready else 0.0
+        deadline = time.monotonic() + timeout_s
         drained = False
         while self.returncode is None and not (drained or hurry()) and time.monotonic() < deadline:
             self._wait(_POLL_INTERVAL_S)
-            drained = watch.seconds() > _DRAINED_GRACE_S
+            drained = watch.seconds() > grace_s
         in_order = self.returncode == 0 or (drained and self.returncode is None)
         self.kill()
         return in_order
@@ -227,11 +237,6 @@ class TritonServer:
             runtime_directory.remove(self._folder)
             if self._keeper:
                 self._keeper.dismiss()
-
-    @property
-    def _grace_s(self) -> float:
-        """How long an orderly end may take: before the server is ready nothing can be in flight."""
-        return self._options.exit_timeout_s + _DRAINED_GRACE_S if self._ready else _UNREADY_GRACE_S
 
     def _assemble(self) -> RuntimeRepository:
         given = self._options

@@ -69,7 +69,9 @@ class Startup:
             self._say(f"not ready yet: {self._state(now)}")
         if self._stall_timeout_s is None or now - self._last_progress_s < self._stall_timeout_s:
             return None
-        return f"not ready, and no progress in {self._stall_timeout_s:g} s: {self._state(now)}"
+        return (
+            f"not ready, and no progress in {self._stall_timeout_s:g} s (--ready-timeout): {self._state(now)}"
+        )
 
     def _has_progress(self, now: float) -> bool:
         num_lines, self._num_lines = self._num_lines, self._log.num_lines

@@ -41,7 +41,8 @@ class RemoteModel:
         serving = ServingModel(self.vocabulary, model.decoupled, parameters, model.outputs)
         client = SocketEngineClient(path)
         self._front_end = FrontEnd(pb_utils, client, client.close, serving, tokenizers)
-        self._guard = guard_in_server(model.name)  # last, as Triton calls no finalize where this fails
+        # Last, as Triton calls no finalize where this fails.
+        self._guard = guard_in_server(model.name)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take requests; their responses come later, from the sender thread."""

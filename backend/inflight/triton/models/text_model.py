@@ -40,9 +40,8 @@ class TextModel:
         self.parameters = read_model_args(args, self.role).parameters
         self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
         self.tokenizers.find()
-        self._guard = guard_in_server(
-            args["model_name"]
-        )  # last, as Triton calls no finalize where this fails
+        # Last, as Triton calls no finalize where this fails.
+        self._guard = guard_in_server(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in order."""
