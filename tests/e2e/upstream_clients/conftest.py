@@ -9,7 +9,7 @@ import pytest
 
 from inflight.server.launch import TritonServer, serve
 from inflight.text.tokenizer import Tokenizer
-from tests.e2e.conftest import DEMO_MODEL, REPOSITORY
+from tests.e2e.conftest import DEMO_MODEL
 
 from . import templates
 
@@ -41,7 +41,7 @@ def short_queue_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 def _serve_filled(folder: Path, command_lines: dict[str, str]) -> Iterator[TritonServer]:
     repository = folder / "filled in"
-    absent = templates.fill_repository(REPOSITORY, repository, command_lines, DEMO_MODEL)
+    absent = templates.fill_repository(repository, command_lines, DEMO_MODEL)
     assert absent == {}, absent
     with serve(model_repository=repository) as server:
         yield server
@@ -49,11 +49,11 @@ def _serve_filled(folder: Path, command_lines: dict[str, str]) -> Iterator[Trito
 
 @pytest.fixture(scope="module")
 def quick_start_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """What the quick start's command lines make of a copy of the model repository."""
+    """What the quick start's command lines make of the templates."""
     yield from _serve_filled(tmp_path_factory.mktemp("quick start"), templates.QUICK_START)
 
 
 @pytest.fixture(scope="module")
 def perf_metrics_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """What the command lines of the tests of per-request metrics make of it."""
+    """What the command lines of the tests of per-request metrics make of them."""
     yield from _serve_filled(tmp_path_factory.mktemp("perf metrics"), templates.PERF_METRICS)

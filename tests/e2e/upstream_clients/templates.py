@@ -11,6 +11,8 @@ import string
 from collections.abc import Mapping
 from pathlib import Path
 
+SOURCE = Path(__file__).parents[3] / "all_models" / "inflight_batcher_llm"
+
 # The README's, for a model that answers once.
 QUICK_START = {
     "ensemble": "triton_max_batch_size:4,logits_datatype:TYPE_FP32",
@@ -80,11 +82,9 @@ def fill(text: str, command_line: str, checkpoint: Path) -> str:
     return string.Template(text).safe_substitute(ALWAYS | values)
 
 
-def fill_repository(
-    source: Path, target: Path, command_lines: Mapping[str, str], checkpoint: Path
-) -> dict[str, list[str]]:
-    """Copy a model repository and fill its files in; returns the names that were not there, by model."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+def fill_repository(target: Path, command_lines: Mapping[str, str], checkpoint: Path) -> dict[str, list[str]]:
+    """Copy the templates and fill them in; returns the names that were not there, by model."""
+    shutil.copytree(SOURCE, target, ignore=shutil.ignore_patterns("__pycache__"))
     absent = {}
     for model, command_line in command_lines.items():
         path = target / model / "config.pbtxt"

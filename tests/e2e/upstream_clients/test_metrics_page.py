@@ -77,7 +77,8 @@ def wait_until_still(server: TritonServer) -> None:
 
     def is_still() -> bool:
         log, values = server.log_text(), values_of(page_of(server))
-        if "Active Request Count" not in log or int(values.get("Timestamp", 0)) < now_us:
+        is_whole = values.keys() == set(STATISTICS.values()) and "Active Request Count" in log
+        if not is_whole or int(values["Timestamp"]) < now_us:
             return False
         line = last_line(log)
         same = int(values["Iteration Counter"]) == line["Iteration Counter"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import DEMO_MODEL, REPOSITORY
+from tests.e2e.conftest import DEMO_MODEL
 
 from . import batcher_client, steps_client, templates
 from .test_generate import generate
@@ -17,13 +17,13 @@ VOCABULARY = 3072
 @pytest.mark.parametrize("documented", templates.COMMAND_LINES.values(), ids=templates.COMMAND_LINES)
 @pytest.mark.parametrize("model", templates.QUICK_START)
 def test_every_name_of_a_command_line_is_in_the_file(documented, model):
-    text = (REPOSITORY / model / "config.pbtxt").read_text(encoding="utf-8")
+    text = (templates.SOURCE / model / "config.pbtxt").read_text(encoding="utf-8")
     assert templates.missing(text, documented[model]) == []
 
 
 @pytest.mark.parametrize("model", templates.QUICK_START)
 def test_the_values_are_in_the_file_afterwards(model):
-    text = (REPOSITORY / model / "config.pbtxt").read_text(encoding="utf-8")
+    text = (templates.SOURCE / model / "config.pbtxt").read_text(encoding="utf-8")
     command_line = templates.QUICK_START[model]
     filled = templates.fill(text, command_line, DEMO_MODEL)
     assert "max_batch_size: 4\n" in filled
