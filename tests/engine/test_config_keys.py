@@ -165,7 +165,7 @@ def _others(value: Any) -> list[Any]:
         return [3 * value + 0.001]
     if isinstance(value, str):
         return [value + "x"]
-    return [True, 2, "x"]
+    return [True, 2]
 
 
 def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
