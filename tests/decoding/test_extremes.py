@@ -43,7 +43,7 @@ BIASES = [3.4e38, -3.4e38, INF, -INF, 1e30, -1e30, 1e-45, 0.0]
 KINDS = [{}, {"top_k": 3}, {"top_k": 150}, {"top_p": 0.4}, {"top_p": 0.98}, {"top_p": 1.0}, {"min_p": 0.3}]
 
 
-def _request(numbers: random.Random, vocab_size: int, **always: object) -> Request:
+def extreme_request(numbers: random.Random, vocab_size: int, **always: object) -> Request:
     """Some of the parameters at their ends, and bans of a few tokens, of many or of all."""
     names = numbers.sample(sorted(ENDS), numbers.randint(0, 5))
     sampling = {name: numbers.choice(ENDS[name]) for name in names}
@@ -96,7 +96,7 @@ def test_all_paths_choose_the_same_tokens(row_kernels: RowKernels, vocab_size: i
     """Greedy, sampled and with drafts; beside a row that asks for nothing."""
     numbers, num_compared, num_impossible = random.Random(vocab_size), 0, 0
     for _ in range(120):
-        requests = [_request(numbers, vocab_size) for _ in range(6)]
+        requests = [extreme_request(numbers, vocab_size) for _ in range(6)]
         for request in requests:
             request.sampling.validate()
         drafts = tuple(numbers.choices(range(vocab_size), k=2))
@@ -121,7 +121,7 @@ def test_a_device_that_runs_ahead_chooses_the_same() -> None:
     """And what it feeds itself where no token is possible is a token all the same."""
     numbers, num_impossible = random.Random(1), 0
     for _ in range(60):
-        requests = [_request(numbers, 30, top_p_decay=1.0) for _ in range(30)]
+        requests = [extreme_request(numbers, 30, top_p_decay=1.0) for _ in range(30)]
         rows = [Row(request) for request in requests if not request.looks_back]
         logits = _logits(numbers, len(rows), 30)
         batch, positions = start_batch(rows)
@@ -141,7 +141,7 @@ def test_a_device_that_runs_ahead_chooses_the_same() -> None:
 def test_all_paths_rank_the_same_beams(row_kernels: RowKernels, vocab_size: int) -> None:
     numbers, num_compared = random.Random(vocab_size), 0
     for _ in range(150):
-        request = _request(numbers, vocab_size, beam_width=3)
+        request = extreme_request(numbers, vocab_size, beam_width=3)
         request.sampling.validate()
         tokens = [[*request.input_token_ids, *numbers.choices(range(vocab_size), k=2)] for _ in range(3)]
         scores = [numbers.choice([0.0, -1.5, -30.0, -1e9, -INF]) for _ in range(3)]

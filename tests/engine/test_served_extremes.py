@@ -1,7 +1,8 @@
-"""Requests that leave no token to choose, among others: their own error, and nobody else notices."""
+"""Requests that leave no token to choose, or ask for numbers at their ends: nobody else notices."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from inflight.core.request import ExternalDraft, Request
 from inflight.core.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument
 from tests.decoding.factories import floats
+from tests.decoding.test_extremes import extreme_request
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.paging import MAX_SEQUENCE_LENGTH, load_paged
 from tests.engine.serving import Served, config_of, load, serve
@@ -103,6 +105,35 @@ def test_drafts_do_not_hide_it(zoo: Zoo, sampling: str, with_logits: bool, kerne
         ]
         assert sorted(streamed) == sorted(allowed)
         assert str(served.errors[number]).endswith(f"after {len(allowed)} generated")
+
+
+@pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+def test_whatever_is_asked_for_no_iteration_fails(zoo: Zoo, kernels: str | None) -> None:
+    """Every parameter at its ends; it is answered, or ends with its own error, and nobody else notices."""
+    model, others, numbers = zoo["llama-gqa"], innocent(zoo["llama-gqa"]), random.Random(5)
+    requests = []
+    for number in range(90):
+        width, lookup = ((1, 0), (1, 4), (3, 0))[number % 3]
+        extreme = extreme_request(numbers, VOCAB_SIZE, beam_width=width)
+        tokens = extreme.input_token_ids[:20]
+        requests.append(
+            replace(
+                extreme,
+                request_id=number,
+                input_token_ids=tokens,
+                max_new_tokens=6,
+                prompt_lookup_num_tokens=lookup,
+            )
+        )
+    mixed = [each for pair in zip(requests, others * 15) for each in pair][: 2 * len(others)]
+    mixed += requests[len(others) :]
+    engine = load(model.folder, 60, 8, kernels=kernels)
+    alone = serve(engine, config_of("no-evict"), others)
+    together = serve(engine, config_of("no-evict"), mixed, may_fail=range(90))
+    assert answers(together, others) == answers(alone, others)
+    assert all(type(error) is InvalidArgument for error in together.errors.values())
+    assert all((number, 0) in together.responses or number in together.errors for number in range(90))
+    assert 15 < len(together.errors) < 60
 
 
 def test_a_device_that_runs_ahead_has_fed_itself_by_then(zoo: Zoo) -> None:
