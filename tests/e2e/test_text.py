@@ -8,10 +8,11 @@ import subprocess
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpc
 
 from inflight.text.tokenizer import Tokenizer
 
-from .clients import ask, infer
+from .clients import ask, infer, unary
 from .conftest import DEMO_MODEL
 
 PROMPTS = [
@@ -171,3 +172,23 @@ def test_preprocessing_and_postprocessing_stand_alone(demo_server):
         curl(demo_server, "preprocessing/generate", {"QUERY": "def f(x):", "REQUEST_OUTPUT_LEN": 5})
     )["INPUT_ID"]
     assert ids == tokenizer.encode("def f(x):")
+
+
+def test_texts_have_no_batch_dimension(demo_server, tokenizer):
+    """`as_numpy("text_output")[0].decode()`, as from tensorrtllm_backend; so many texts as there are sequences."""
+    result = unary(demo_server.grpc, text_input="import os", request_output_len=3)
+    assert result.as_numpy("text_output").shape == (1,)
+    assert result.as_numpy("text_output")[0].decode().startswith("import os")
+    for answer in ask(demo_server.grpc, "ensemble", text_input="import os", max_tokens=3, stream=True):
+        assert answer.outputs["text_output"].shape == (1,)
+
+    ids = np.array([[tokenizer.encode("def f(x):")[:2], tokenizer.encode("x = 12")[:2]]], np.int32)
+    lengths = np.array([[2, 1]], np.int32)
+    inputs = []
+    for name, array in (("TOKENS_BATCH", ids), ("SEQUENCE_LENGTH", lengths)):
+        inputs.append(grpc.InferInput(name, list(array.shape), "INT32"))
+        inputs[-1].set_data_from_numpy(array)
+    with grpc.InferenceServerClient(demo_server.grpc) as client:
+        output = client.infer("postprocessing", inputs).as_numpy("OUTPUT")
+    expected = [tokenizer.decode(row[:n].tolist()) for row, n in zip(ids[0], lengths[0])]
+    assert [text.decode() for text in output] == expected and output.shape == (2,)
