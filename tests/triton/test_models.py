@@ -257,7 +257,7 @@ def test_postprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, fold
     arrays = answer(model, TOKENS_BATCH=ids, SEQUENCE_LENGTH=lengths).arrays()
     assert arrays["OUTPUT"].tolist() == [b"ab", b"c", b"", b"gh", b"ij", b"kl"]
     whole = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=ids).arrays()
-    assert whole["OUTPUT"].tolist() == [[b"ab", b"cd"], [b"ef", b"gh"], [b"ij", b"kl"]]
+    assert whole["OUTPUT"].tolist() == [b"ab", b"cd", b"ef", b"gh", b"ij", b"kl"]
 
 
 def test_preprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folder: Path) -> None:
@@ -271,6 +271,9 @@ def test_preprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folde
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "INPUT_ID": [[0, 1, 2], [3, 7, 7]],
         "REQUEST_INPUT_LEN": [[3], [1]],
+        "DECODER_INPUT_ID": [[4], [7]],
+        "REQUEST_DECODER_INPUT_LEN": [[1], [1]],
+        "EMBEDDING_BIAS": [[], []],
         "REQUEST_OUTPUT_LEN": [[9], [8]],
         "BAD_WORDS_IDS": [[[0], [-1]], [[0], [-1]]],
         "STOP_WORDS_IDS": [[[23, 24, 25], [2, 3, -1]], [[0, 0, 0], [1, -1, -1]]],

@@ -27,7 +27,7 @@ from tests.triton.factories import (
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage
 
-MINE = [spec for spec in OUTPUTS.specs if spec.in_stream]
+MINE = [spec for spec in OUTPUTS.specs if spec.in_stream and not spec.text_only]
 VOCABULARY = 3
 
 
