@@ -1,5 +1,6 @@
 """What --model, --dtype and --set come to in the runtime repository."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,17 @@ def test_decoupled_mode_is_a_field_of_the_models_that_have_it(
     texts = {model: (runtime.path / model / "config.pbtxt").read_text() for model in runtime.models}
     found = {model: f"decoupled: {written} }}" in text for model, text in texts.items()}
     assert {model for model, has_it in found.items() if has_it} == {"tensorrt_llm", "ensemble"}
+
+
+def test_the_ensemble_is_decoupled_if_its_engines_model_is(tmp_path: Path) -> None:
+    """tensorrtllm_backend's command lines say it of the engine's model alone."""
+    source = default_repository().parent / "all_models" / "inflight_batcher_llm"
+    shutil.copytree(source, tmp_path / "source")
+    config = tmp_path / "source" / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text().replace("decoupled: ${decoupled_mode}", "decoupled: False"))
+    runtime = assemble(tmp_path / "source", tmp_path / "out", Wanted())
+    for model in ("tensorrt_llm", "ensemble"):
+        assert "decoupled: false }" in (runtime.path / model / "config.pbtxt").read_text()
 
 
 def test_a_decoupled_mode_that_is_neither_true_nor_false_is_refused(tmp_path: Path) -> None:

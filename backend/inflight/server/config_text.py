@@ -93,7 +93,13 @@ def set_max_batch_size(text: str, size: int) -> str:
     return re.sub(r"^max_batch_size\s*:\s*\d+", f"max_batch_size: {size}", text, flags=re.MULTILINE)
 
 
-_DECOUPLED = re.compile(r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decoupled\s*:\s*)\w+")
+_DECOUPLED = re.compile(r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decoupled\s*:\s*)(?P<value>\w+)")
+
+
+def read_decoupled(text: str) -> bool | None:
+    """`decoupled` of the `model_transaction_policy`; None without one."""
+    match = _DECOUPLED.search(text)
+    return None if match is None else match["value"].lower() == "true"
 
 
 def set_decoupled(text: str, decoupled: bool) -> str:

@@ -15,6 +15,7 @@ from inflight.server import ranks
 from inflight.server.config_text import (
     fill_fields,
     is_filled,
+    read_decoupled,
     read_parameters,
     set_decoupled,
     set_max_batch_size,
@@ -79,6 +80,7 @@ def assemble(
     batch_size = _batch_size(settings.pop(MAX_BATCH_SIZE, None))
     decoupled = _decoupled(settings.pop(DECOUPLED_MODE, None))
     filled = fill(present, replace(wanted, settings=settings), source)
+    engines = [model for model, known in filled.items() if _is_engine(known)]
     launches = _launches(filled)
     for launch in launches:
         if launch.mode != "in_process" and ranks.LAUNCH_MODE in filled[launch.model]:
@@ -89,8 +91,8 @@ def assemble(
         _lay_out(source / model, folder)
         changed = {key: value for key, value in filled[model].items() if value != present[model][key]}
         text = set_parameters(text, changed)
-        if decoupled is not None:
-            text = set_decoupled(text, decoupled)
+        if (mode := _mode_of(model, filled[model], decoupled, engines, configs)) is not None:
+            text = set_decoupled(text, mode)
         if batch_size is not None:
             text = set_max_batch_size(text, batch_size)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -197,6 +199,18 @@ def _decoupled(value: str | None) -> bool | None:
     if value.lower() not in ("true", "false"):
         raise OptionError(f"--set {DECOUPLED_MODE}={value}: expected true or false")
     return value.lower() == "true"
+
+
+def _mode_of(
+    model: str,
+    parameters: Mapping[str, str],
+    wanted: bool | None,
+    engines: list[str],
+    configs: Mapping[str, str],
+) -> bool | None:
+    """What a model that may be decoupled is: as wanted, else as the model that holds its engine; None as it stands."""
+    engine = _engine_of(model, parameters, engines)
+    return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 
 
 def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
