@@ -128,6 +128,10 @@ def build_engine(
         on_death=_dying(client, station),
         instruments=instruments(parameters, config, model.engine.limits, return_metrics),
         ranks=None if station is None else station.ranks,
+        # The others of several ranks wait for this one in a broadcast, on processors that the senders would need.
+        wait_until_sent=client.wait_until_sent
+        if model.engine.limits.takes_all_processors and station is None
+        else None,
     )
 
     release = _releasing(model, station)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from inflight.core.description import EngineDescription
-from inflight.core.ports import SendResponseCallback
+from inflight.core.ports import Outbox, SendResponseCallback
 from inflight.core.request import ModelLimits, Request
 from inflight.core.response import Response, Result
 from inflight.core.stop import FinishReason, StopReason
@@ -206,6 +206,7 @@ class FakeEngineClient:
     read_state: Callable[[float], str] = lambda timeout_s: "{}"
     answers_stops: bool = True
     closed: bool = False
+    outboxes: list[Outbox] = field(default_factory=list)
     _callbacks: dict[int, SendResponseCallback] = field(default_factory=dict)
 
     def describe(self) -> EngineDescription:
@@ -225,6 +226,9 @@ class FakeEngineClient:
         self.stopped.append((request_id, reason, *(() if sequence_index is None else (sequence_index,))))
         if self.answers_stops and request_id in self._callbacks:
             self.respond(make_response(request_id, (), FinishReason.CANCELLED))
+
+    def add_outbox(self, outbox: Outbox) -> None:
+        self.outboxes.append(outbox)
 
     def state(self, timeout_s: float) -> str:
         return self.read_state(timeout_s)

@@ -11,12 +11,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.batch_manager.inputs import Inputs, LeadersInputs, OwnInputs
 from inflight.batch_manager.inspection import Inspections
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
+from inflight.batch_manager.send_window import SendWindow
 from inflight.core.batch import ModelOutput, ScheduledBatch
 from inflight.core.ports import (
     Engine,
@@ -25,6 +26,7 @@ from inflight.core.ports import (
     Ranks,
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
+    WaitUntilSent,
 )
 from inflight.core.request import IterationInput
 from inflight.core.response import Response
@@ -58,6 +60,8 @@ class GptManager:
         instruments: What else watches the loop; closed with this object.
         clock_ns: Monotonic time; injected by tests.
         ranks: Those that run the model in step, this one among them; None: it is alone.
+        wait_until_sent: For an engine that computes on all processors: what was handed to `send_response` is sent
+            between two iterations (`SendWindow`). None: while the engine computes.
         start: Whether to start the worker thread; without it, call `step`.
     """
 
@@ -74,6 +78,7 @@ class GptManager:
         instruments: Instruments = NO_INSTRUMENTS,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         ranks: Ranks | None = None,
+        wait_until_sent: WaitUntilSent | None = None,
         start: bool = True,
     ) -> None:
         self._engine = engine
@@ -87,6 +92,7 @@ class GptManager:
             self._send_response = _drop
             self._inputs = LeadersInputs(scheduler, ranks)
         self._has_other_ranks = ranks is not None
+        self._window = SendWindow(self._hand_over, wait_until_sent, clock_ns) if wait_until_sent else None
         self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # what `forward` returned, or its error
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
@@ -169,7 +175,9 @@ class GptManager:
             refused = [
                 Response(request.request_id, error=error, is_final=True) for request in self._inputs.taken
             ]
-            self._send(refused + self._scheduler.fail_all(error))
+            if self._window is not None:
+                self._window.flush()
+            self._hand_over(refused + self._scheduler.fail_all(error))
         finally:
             self._inspections.close()
             if self._on_death:
@@ -239,6 +247,12 @@ class GptManager:
             return _as_step_failure(batch, error)
 
     def _send(self, responses: list[Response]) -> None:
+        if self._window is None:
+            self._hand_over(responses)
+        else:
+            self._window.add(responses)
+
+    def _hand_over(self, responses: Sequence[Response]) -> None:
         for response in responses:
             try:
                 self._send_response(response)

@@ -258,6 +258,7 @@ class EngineLimits:
         num_micro_batches: How many batches may be in flight, of different sequences: its pipeline stages.
         runs_ahead: Whether, of one micro-batch, the next batch may be in flight too, of the same sequences: the
             device takes batches that feed themselves. For a device that computes while the host does other things.
+        takes_all_processors: Whether a forward pass computes on every processor that this process may use.
     """
 
     vocab_size: int
@@ -267,6 +268,7 @@ class EngineLimits:
     tokens_per_block: int
     num_micro_batches: int = 1
     runs_ahead: bool = False
+    takes_all_processors: bool = False
 
     def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
         """How many batches, the oldest first, have to be back before another one is made.

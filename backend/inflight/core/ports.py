@@ -20,6 +20,10 @@ GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
 SendResponseCallback = Callable[[Response], None]
 """Takes one response: id, outputs, final flag and error in one frozen value. Never blocks."""
 
+WaitUntilSent = Callable[[float], bool]
+"""Waits until every response that was handed over in this process has been sent on, for at most so many seconds;
+returns whether they have been."""
+
 PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
 """Returns the requests to stop. Called at the end of every iteration."""
 
@@ -100,6 +104,13 @@ class Ranks(Protocol):
         """The leader shares nothing more: `follow` returns None everywhere."""
 
 
+class Outbox(Protocol):
+    """Where a front end keeps the responses that it has not sent yet."""
+
+    def wait_until_sent(self, timeout_s: float) -> bool:
+        """Wait until there are none, for `timeout_s` at most; whether there are none. Any thread."""
+
+
 class EngineClient(Protocol):
     """How a front end reaches the batcher: in this process or through the engine endpoint, the same calls.
 
@@ -115,6 +126,9 @@ class EngineClient(Protocol):
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request, or one of its sequences, early. Goes by the id that `submit` returned; ignores others."""
+
+    def add_outbox(self, outbox: Outbox) -> None:
+        """Name a front end's outbox, which an engine in the same process may wait for between two iterations."""
 
     def state(self, timeout_s: float) -> str:
         """JSON of what the batcher is doing (`core/state.py`); blocks for up to `timeout_s`.

@@ -16,7 +16,7 @@ import threading
 from dataclasses import replace
 
 from inflight.core.description import EngineDescription
-from inflight.core.ports import SendResponseCallback
+from inflight.core.ports import Outbox, SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.stop import StopReason
@@ -86,6 +86,9 @@ class SocketEngineClient:
         connection = self._connection
         if connection is not None:
             connection.stop(Stop(request_id, reason, sequence_index))
+
+    def add_outbox(self, outbox: Outbox) -> None:
+        """Does nothing: an engine in another process waits for no outbox here."""
 
     def state(self, timeout_s: float) -> str:
         """What the engine is doing, as JSON; raises Unavailable if it cannot be reached or does not answer.

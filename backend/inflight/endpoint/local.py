@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.description import EngineDescription
-from inflight.core.ports import SendResponseCallback
+from inflight.core.ports import Outbox, SendResponseCallback
 from inflight.core.request import Request
 from inflight.core.response import Response
 from inflight.core.results import ended_before_start
@@ -52,6 +52,7 @@ class LocalEngineClient:
         self._read_state = read_state
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
+        self._outboxes: tuple[Outbox, ...] = ()
         self._callbacks: dict[int, SendResponseCallback] = {}  # of every unanswered request
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._stopped_in_queue: dict[int, list[Response]] = {}
@@ -97,6 +98,10 @@ class LocalEngineClient:
             else:
                 return
         self._notify()
+
+    def add_outbox(self, outbox: Outbox) -> None:
+        """Name a front end's outbox; see `wait_until_sent`."""
+        self._outboxes += (outbox,)
 
     def state(self, timeout_s: float) -> str:
         """What is queued here and what the batcher is doing, as JSON; waits for it, at most `timeout_s`.
@@ -191,6 +196,14 @@ class LocalEngineClient:
             with self._lock:
                 if not self._callbacks:
                     self._all_answered.notify_all()
+
+    def wait_until_sent(self, timeout_s: float) -> bool:
+        """Wait until the outboxes in this process are empty, for `timeout_s` at most; whether they are.
+
+        Front ends in other processes have outboxes of their own, which nobody here can see.
+        """
+        end_s = time.monotonic() + timeout_s
+        return all(outbox.wait_until_sent(max(0.0, end_s - time.monotonic())) for outbox in self._outboxes)
 
     def _hand_on(self, response: Response) -> None:
         with self._lock:

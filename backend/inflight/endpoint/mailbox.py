@@ -30,7 +30,9 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._asleep = threading.Condition(lock)
         self._waiting: dict[_Key, list[Response]] = {}  # in order of first insertion, hence fair
         # By request, which sequences wait beside the first; requests with one sequence are not here.
         self._further: dict[int, set[int]] = {}
@@ -77,11 +79,22 @@ class Mailbox:
             backlogs = self._take(limit)
         return [merge_responses(backlog) for backlog in backlogs]
 
+    def wait_until_taken(self, timeout: float) -> bool:
+        """Wait until nothing waits here and a consumer is back for more, for `timeout` seconds at most.
+
+        Returns whether that is so. A consumer that is back has dealt with all that it took.
+        """
+        with self._changed:
+            return self._asleep.wait_for(
+                lambda: self._closed or (not self._waiting and self._num_consumers_asleep > 0), timeout
+            )
+
     def close(self) -> None:
         """Accept nothing more. What waits is still delivered; after that `get` returns an empty list."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._asleep.notify_all()
 
     def _append(self, key: _Key, backlog: list[Response]) -> None:
         self._waiting[key] = backlog
@@ -105,6 +118,7 @@ class Mailbox:
 
     def _sleep(self, timeout: float | None) -> None:
         self._num_consumers_asleep += 1
+        self._asleep.notify_all()
         try:
             self._changed.wait_for(lambda: bool(self._waiting) or self._closed, timeout)
         finally:

@@ -208,7 +208,7 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """What a model that may be decoupled is: as wanted, else as the model that holds its engine; None as it stands."""
+    """What a model that may be decoupled is: as wanted, else as its engine's model is; None: as it stands."""
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 

@@ -54,6 +54,13 @@ class Sender:
         """Take one response from the engine; never waits."""
         self._pacing.put(response)
 
+    def wait_until_sent(self, timeout_s: float) -> bool:
+        """Wait until everything put here has been sent, for `timeout_s` at most; whether it has. Any thread.
+
+        What `stream_interval` holds back does not count.
+        """
+        return self._mailbox.wait_until_taken(timeout_s)
+
     def close(self) -> None:
         """Send what waits and end the thread."""
         self._mailbox.close()

@@ -12,6 +12,7 @@ what becomes of a batch comes back from the one rank that chooses tokens, when o
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -170,6 +171,8 @@ class TorchEngine:
             tokens_per_block=config.tokens_per_block,
             num_micro_batches=mapping.pp_size,
             runs_ahead=device.type == "cuda" and mapping.world_size == 1,
+            takes_all_processors=device.type == "cpu"
+            and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
         )
         return cls(
             decoder, cache, limits, config.max_num_tokens, mapping, capture, config.normalize_log_probs

@@ -1,0 +1,81 @@
+"""When responses are handed over, and how long the loop then waits for them to be sent.
+
+A forward pass that computes on all processors of a host shares them with whoever sends: a response that is sent
+meanwhile takes a processor from one of the model's threads, for which the others wait at their next barrier. So
+responses are kept for a few iterations, handed over together, and sent while the loop waits. Owns what is kept and
+how long that is. Does not know who sends. Belongs to the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from inflight.core.ports import WaitUntilSent
+from inflight.core.response import Response
+
+_SHARE = 0.3
+"""Most of the time between two windows that the second one may take."""
+_LONGEST_NS = 200_000_000
+"""How long responses are kept at most, and what counts of a longer time without any."""
+_FIRST_COST_NS = 300_000
+"""What sending one sequence's responses is taken to cost before that is known."""
+_GROWTH = 1.5
+_WEIGHT = 0.2
+"""Of the newest window in that cost."""
+
+
+class SendWindow:
+    """Keeps responses until sending them takes at most a fifth of the time since the last ones were handed over.
+
+    That is every iteration for a few streams or a large model, and every second or third one for many streams of a
+    small model; a fifth of a second at most. A request's last response is handed over at once, with all others.
+    Whoever sends joins the responses of a sequence into one.
+    """
+
+    def __init__(
+        self,
+        hand_over: Callable[[Sequence[Response]], None],
+        wait_until_sent: WaitUntilSent,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """Args:
+        hand_over: Gives responses to whoever sends them, in order; never waits.
+        wait_until_sent: Waits until all of them have been sent, for some seconds at most.
+        clock_ns: Monotonic time.
+        """
+        self._hand_over = hand_over
+        self._wait_until_sent = wait_until_sent
+        self._clock_ns = clock_ns
+        self._kept: list[Response] = []
+        self._sequences: set[tuple[int, int]] = set()  # whose they are
+        self._closed_at_ns = clock_ns()
+        self._cost_ns = _FIRST_COST_NS  # of one sequence
+
+    def add(self, responses: Sequence[Response]) -> None:
+        """What an iteration has to say; called for every iteration that runs while requests are active."""
+        self._kept += responses
+        self._sequences.update((response.request_id, response.sequence_index) for response in responses)
+        if not self._kept:
+            return
+        now_ns = self._clock_ns()
+        since_ns = min(now_ns - self._closed_at_ns, _LONGEST_NS)
+        are_worth_it = len(self._sequences) * self._cost_ns <= _SHARE * since_ns or since_ns == _LONGEST_NS
+        if are_worth_it or any(response.is_final for response in responses):
+            self._open(now_ns, _SHARE * since_ns)
+
+    def flush(self) -> None:
+        """Hand over what is kept, without waiting."""
+        kept, self._kept = self._kept, []
+        self._sequences.clear()
+        self._hand_over(kept)
+
+    def _open(self, now_ns: int, room_ns: float) -> None:
+        count = len(self._sequences)
+        self.flush()
+        are_sent = self._wait_until_sent(1e-9 * room_ns)
+        self._closed_at_ns = self._clock_ns()
+        if are_sent:
+            took_ns = (self._closed_at_ns - now_ns) / count
+            self._cost_ns += _WEIGHT * (took_ns - self._cost_ns)
+        else:
+            self._cost_ns *= _GROWTH  # it would have taken longer; nobody knows how long

@@ -1,0 +1,94 @@
+"""When the loop hands responses over that are sent between iterations, and how long it waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from inflight.batch_manager.send_window import SendWindow
+from inflight.core.response import Response
+
+MS = 1_000_000
+
+
+class Host:
+    """A clock, and a sender that takes some time for each request, whose responses it joins."""
+
+    def __init__(self, send_ns: int) -> None:
+        self.now_ns = 0
+        self.send_ns = send_ns
+        self.handed_over: list[tuple[int, list[int]]] = []
+        self.waited_ns: list[int] = []
+        self._unsent: set[int] = set()
+        self.window = SendWindow(self._take, self._wait, lambda: self.now_ns)
+
+    def _take(self, responses: Sequence[Response]) -> None:
+        self.handed_over.append((self.now_ns, [response.request_id for response in responses]))
+        self._unsent.update(response.request_id for response in responses)
+
+    def _wait(self, timeout_s: float) -> bool:
+        needed, room = len(self._unsent) * self.send_ns, int(1e9 * timeout_s)
+        waited = min(needed, room)
+        self.waited_ns.append(waited)
+        self.now_ns += waited
+        self._unsent.clear()
+        return needed <= room
+
+    def iterate(self, step_ns: int, *request_ids: int, is_final: bool = False) -> None:
+        self.now_ns += step_ns
+        self.window.add([Response(request_id, is_final=is_final) for request_id in request_ids])
+
+
+def interval(host: Host, num_streams: int, step_ns: int, num_iterations: int = 200) -> float:
+    """Tokens of a response, once the cost of one is known."""
+    for _ in range(num_iterations):
+        host.iterate(step_ns, *range(num_streams))
+    late = host.handed_over[len(host.handed_over) // 2 :]
+    return sum(len(ids) for _, ids in late) / len(late) / num_streams
+
+
+def test_a_few_streams_are_sent_every_iteration_and_many_every_few() -> None:
+    assert interval(Host(400_000), 1, 9 * MS) == 1
+    assert interval(Host(400_000), 4, 16 * MS) == 1
+    assert 2 <= interval(Host(400_000), 16, 16 * MS) <= 3
+    assert interval(Host(400_000), 16, 100 * MS) == 1
+    assert interval(Host(10_000), 64, 16 * MS) == 1
+
+
+def test_the_loop_waits_for_a_fifth_of_the_time_at_most() -> None:
+    for send_ns in (100_000, 400_000, 5 * MS):
+        host = Host(send_ns)
+        interval(host, 16, 10 * MS)
+        assert sum(host.waited_ns) <= 0.2 * (host.now_ns - sum(host.waited_ns))
+
+
+def test_what_is_kept_goes_on_in_order_and_nothing_is_lost() -> None:
+    host = Host(400_000)
+    for number in range(300):
+        host.iterate(5 * MS, number, 1000 + number)
+    host.window.flush()
+    gone = [request_id for _, ids in host.handed_over for request_id in ids]
+    assert gone == [each for number in range(300) for each in (number, 1000 + number)]
+
+
+def test_a_last_response_waits_for_nothing() -> None:
+    host = Host(400_000)
+    interval(host, 16, 5 * MS)
+    host.window.flush()
+    host.iterate(MS, 1, 2, 3, *range(10, 20))
+    count = len(host.handed_over)
+    host.iterate(1, 4, is_final=True)
+    assert host.handed_over[count:] == [(host.handed_over[-1][0], [1, 2, 3, *range(10, 20), 4])]
+
+
+def test_nothing_is_kept_for_longer_than_a_fifth_of_a_second() -> None:
+    host = Host(500 * MS)  # senders that hang
+    interval(host, 64, 10 * MS)
+    times = [when for when, _ in host.handed_over]
+    assert max(later - earlier for earlier, later in pairwise(times)) <= 260 * MS
+
+
+def test_iterations_without_responses_are_no_windows() -> None:
+    host = Host(400_000)
+    host.iterate(MS)
+    assert host.handed_over == [] and host.waited_ns == []
