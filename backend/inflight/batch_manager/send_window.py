@@ -14,7 +14,7 @@ from inflight.core.ports import WaitUntilSent
 from inflight.core.response import Response
 
 _SHARE = 0.3
-"""Most of the time between two windows that the second one may take."""
+"""Of the time between two windows, what the second one may take."""
 _LONGEST_NS = 200_000_000
 """How long responses are kept at most, and what counts of a longer time without any."""
 _FIRST_COST_NS = 300_000
@@ -25,11 +25,11 @@ _WEIGHT = 0.2
 
 
 class SendWindow:
-    """Keeps responses until sending them takes at most a fifth of the time since the last ones were handed over.
+    """Keeps responses until sending them takes a small part of the time since they were handed over last.
 
     That is every iteration for a few streams or a large model, and every second or third one for many streams of a
-    small model; a fifth of a second at most. A request's last response is handed over at once, with all others.
-    Whoever sends joins the responses of a sequence into one.
+    small model; never more than a fifth of a second. A request's last response is handed over at once, with what is
+    kept of that request. Whoever sends joins the responses of a sequence into one.
     """
 
     def __init__(
@@ -46,28 +46,36 @@ class SendWindow:
         self._hand_over = hand_over
         self._wait_until_sent = wait_until_sent
         self._clock_ns = clock_ns
-        self._kept: list[Response] = []
+        self._kept: dict[int, list[Response]] = {}  # by request
         self._sequences: set[tuple[int, int]] = set()  # whose they are
         self._closed_at_ns = clock_ns()
-        self._cost_ns = _FIRST_COST_NS  # of one sequence
+        self._cost_ns: float = _FIRST_COST_NS  # of one sequence
 
     def add(self, responses: Sequence[Response]) -> None:
         """What an iteration has to say; called for every iteration that runs while requests are active."""
-        self._kept += responses
-        self._sequences.update((response.request_id, response.sequence_index) for response in responses)
+        for response in responses:
+            self._kept.setdefault(response.request_id, []).append(response)
+            self._sequences.add((response.request_id, response.sequence_index))
         if not self._kept:
             return
         now_ns = self._clock_ns()
         since_ns = min(now_ns - self._closed_at_ns, _LONGEST_NS)
-        are_worth_it = len(self._sequences) * self._cost_ns <= _SHARE * since_ns or since_ns == _LONGEST_NS
-        if are_worth_it or any(response.is_final for response in responses):
+        if len(self._sequences) * self._cost_ns <= _SHARE * since_ns or since_ns == _LONGEST_NS:
             self._open(now_ns, _SHARE * since_ns)
+            return
+        ended = [response.request_id for response in responses if response.is_final]
+        for request_id in ended:
+            self._hand_over(self._kept.pop(request_id))
+        if ended:
+            self._sequences = {key for key in self._sequences if key[0] in self._kept}
+            self._wait_until_sent(1e-9 * min(len(ended) * self._cost_ns, _SHARE * since_ns))
 
     def flush(self) -> None:
         """Hand over what is kept, without waiting."""
-        kept, self._kept = self._kept, []
+        kept, self._kept = self._kept, {}
         self._sequences.clear()
-        self._hand_over(kept)
+        for responses in kept.values():
+            self._hand_over(responses)
 
     def _open(self, now_ns: int, room_ns: float) -> None:
         count = len(self._sequences)
