@@ -28,8 +28,8 @@ class SendWindow:
     """Keeps responses until sending them takes a small part of the time since they were handed over last.
 
     That is every iteration for a few streams or a large model, and every second or third one for many streams of a
-    small model; never more than a fifth of a second. A request's last response is handed over at once, with what is
-    kept of that request. Whoever sends joins the responses of a sequence into one.
+    small model; never more than a fifth of a second. A request's last response is handed over at once, with what
+    is kept of that request. Whoever sends joins the responses of a sequence into one.
     """
 
     def __init__(
