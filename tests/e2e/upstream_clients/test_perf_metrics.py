@@ -23,8 +23,8 @@ AGAIN = {"alloc_new": 1, "alloc_total": 1, "reused": 4}
 
 
 def long_prompt(tokenizer: Tokenizer, name: str) -> str:
-    """A text of more than three blocks and less than four, unlike that of another name from the start."""
-    text = f"# {name}\n"
+    """A text of more than three blocks and less than four, which begins with the name."""
+    text = f"{name} = []\n"
     while len(tokenizer.encode(text)) <= 3 * TOKENS_PER_BLOCK + 4:
         text += f"self.{name} = load(path)\n"
     assert len(tokenizer.encode(text)) < 4 * TOKENS_PER_BLOCK - 2
@@ -71,7 +71,7 @@ def test_over_generate(perf_metrics_server, tokenizer):
 @pytest.mark.parametrize("response", [0, -1], ids=["first", "last"])
 def test_of_text_that_streams(perf_metrics_server, tokenizer, response):
     """The original's log is searched for the first; blocks that generated tokens take do not count in the last."""
-    text = long_prompt(tokenizer, f"texts{response + 1}")
+    text = long_prompt(tokenizer, "texts" if response else "words")
     flags = text_client.Flags(streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):
         outputs = text_client.run(perf_metrics_server, [text], flags).outputs[response]
