@@ -92,6 +92,18 @@ def test_nothing_is_kept_for_longer_than_a_fifth_of_a_second() -> None:
     assert max(later - earlier for earlier, later in pairwise(times)) <= 280 * MS
 
 
+def test_senders_that_hang_for_a_while_leave_no_trace() -> None:
+    host = Host(500 * MS)
+    interval(host, 16, 20 * MS, num_iterations=3000)
+    host.send_ns = 300_000
+    host.iterate(20 * MS, 1)
+    host.iterate(200 * MS, 1)
+    count = len(host.handed_over)
+    for _ in range(10):
+        host.iterate(20 * MS, 1)
+    assert len(host.handed_over) - count == 10, "a lone stream gets every token at once again"
+
+
 def test_iterations_without_responses_are_no_windows() -> None:
     host = Host(400_000)
     host.iterate(MS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,3 +155,16 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_may_is_read(demo_server)
     long = "x = 1\n" * 3000
     error = json.loads(curl(demo_server, "ensemble/generate", {"text_input": long, "max_tokens": 1}))["error"]
     assert "text_input has" in error and "tokens; this server takes prompts of at most" in error
+
+
+def test_a_text_of_many_megabytes_ends_nobody(demo_server, tmp_path):
+    """tritonserver itself overflows its stacks by a long text in the body of HTTP generate, if they are small."""
+    (tmp_path / "body").write_text(json.dumps({"text_input": "x" * 10_000_000, "max_tokens": 1}))
+    url = f"{demo_server.http}/v2/models/ensemble/generate"
+    answer = subprocess.run(
+        ["curl", "-sS", url, "-d", f"@{tmp_path / 'body'}"], capture_output=True, text=True, timeout=60
+    )
+    assert "text_input has 10000000 bytes" in json.loads(answer.stdout)["error"], answer.stderr
+    assert "text_output" in curl(
+        demo_server, "ensemble/generate", {"text_input": "import os\n", "max_tokens": 1}
+    )

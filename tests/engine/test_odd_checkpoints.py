@@ -103,6 +103,21 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path, shards: str) -> None:
     _assert_as_transformers(folder)
 
 
+def test_of_a_tensor_in_two_shards_the_later_files_counts(tmp_path: Path) -> None:
+    """Whatever the index says, and in whichever order."""
+    folder = make_model(tmp_path / "model", "llama", seed=1, max_shard_size="60KB").folder
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first, last = min(weight_map.values()), max(weight_map.values())
+    tensors = load_file(folder / last)
+    tensors[EMBEDDING] = 3 * load_file(folder / weight_map[EMBEDDING])[EMBEDDING]
+    save_file(tensors, folder / last, metadata={"format": "pt"})
+    of_last_first = dict(sorted(weight_map.items(), key=lambda entry: entry[1], reverse=True))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {**of_last_first, EMBEDDING: first}}))
+
+    _assert_as_transformers(folder)
+
+
 @pytest.mark.parametrize(
     ("case", "key", "positions"),
     [

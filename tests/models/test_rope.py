@@ -37,6 +37,7 @@ SCALINGS = [
     {**YARN, "beta_fast": 16, "beta_slow": 2},
     {**YARN, "attention_factor": 1.25},
     {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    {**YARN, "mscale_all_dim": 0.9},
     {**YARN, "truncate": False},
     {**YARN, "factor": None},
     {"rope_type": "yarn", "factor": 2.0},

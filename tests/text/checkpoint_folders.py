@@ -170,6 +170,20 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         backend("byte_level"),
         {**FAST, "extra_special_tokens": {"image_token": "<image>"}, "audio_token": "<audio>"},
     ),
+    "extra tokens by name beside additional ones": lambda folder: write(
+        folder,
+        backend("byte_level"),
+        {**FAST, "extra_special_tokens": {"image_token": "<image>"}, "additional_special_tokens": CHAT},
+    ),
+    "extra tokens by name beside a map": lambda folder: write(
+        folder,
+        backend("byte_level"),
+        {**FAST, "extra_special_tokens": {"image_token": "<image>"}},
+        special_tokens_map={"additional_special_tokens": CHAT},
+    ),
+    "a model's own tokens": lambda folder: write(
+        folder, backend("byte_level"), {**FAST, "model_specific_special_tokens": {"image_token": "<image>"}}
+    ),
     "an end token that no file lists": lambda folder: write(
         folder, backend("gemma"), {**FAST, "eos_token": "<|im_end|>", "pad_token": None}
     ),

@@ -16,20 +16,19 @@ from inflight.core.response import Response
 _SHARE = 0.3
 """Of the time between two windows, what the second one may take."""
 _LONGEST_NS = 200_000_000
-"""How long responses are kept at most, and what counts of a longer time without any."""
+"""What is kept for longer is handed over by the next iteration; also what counts of a longer time without any."""
 _FIRST_COST_NS = 300_000
 """What sending one sequence's responses is taken to cost before that is known."""
 _GROWTH = 1.5
-_WEIGHT = 0.2
-"""Of the newest window in that cost."""
+"""Of that cost, where it could not be sent in time."""
 
 
 class SendWindow:
     """Keeps responses until sending them takes a small part of the time since they were handed over last.
 
     That is every iteration for a few streams or a large model, and every second or third one for many streams of a
-    small model; never more than a fifth of a second. A request's last response is handed over at once, with what
-    is kept of that request. Whoever sends joins the responses of a sequence into one.
+    small model. A request's last response is handed over at once, with what is kept of that request. Whoever sends
+    joins the responses of a sequence into one.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class SendWindow:
         are_sent = self._wait_until_sent(1e-9 * room_ns)
         self._closed_at_ns = self._clock_ns()
         if are_sent:
-            took_ns = (self._closed_at_ns - now_ns) / count
-            self._cost_ns += _WEIGHT * (took_ns - self._cost_ns)
-        else:
-            self._cost_ns *= _GROWTH  # it would have taken longer; nobody knows how long
+            self._cost_ns = (self._closed_at_ns - now_ns) / count
+        else:  # it would have taken longer; nobody knows how long
+            self._cost_ns = min(self._cost_ns * _GROWTH, _SHARE * _LONGEST_NS / count)

@@ -49,7 +49,8 @@ class Checkpoint:
         self._files = {}
         self._stored_as: dict[str, str] = {}
         try:
-            for name, expected in _file_names(folder).items():
+            # In transformers' order: of a tensor that stands in two files, the last one's counts.
+            for name, expected in sorted(_file_names(folder).items()):
                 self._open(name, expected)
             self.tensors = dict(self._describe())
         except BaseException:

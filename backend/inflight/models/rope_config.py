@@ -118,6 +118,7 @@ def _yarn_attention_factor(section: ConfigFile, factor: float) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if section.value("mscale") and section.value("mscale_all_dim"):
+    both = section.value("mscale"), section.value("mscale_all_dim")
+    if all(both):
         return scale(section.number("mscale")) / scale(section.number("mscale_all_dim"))
     return scale(1.0)

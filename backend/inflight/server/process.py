@@ -6,6 +6,8 @@ what its arguments mean. One thread, in leader mode, waits for tritonserver's en
 
 import contextlib
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import threading
@@ -25,6 +27,9 @@ _LOSS_FILE = "lost"
 # What ranks may take to end once tritonserver has; one that is stopped never does.
 _RANKS_END_S = 10.0
 _START_CHECK_S = 0.1
+
+_STACK_BYTES = 256 << 20
+"""Of each thread. tritonserver 2.51 keeps the texts of an HTTP generate body there: 5 MB of them overflow 8 MiB."""
 
 
 def read_pid(folder: Path) -> int | None:
@@ -48,6 +53,17 @@ def was_lost(folder: Path) -> bool:
     return (folder / _LOSS_FILE).exists()
 
 
+def _larger_stacks() -> tuple[str, ...]:
+    """What to put before a command; nothing where the limit is high enough or cannot be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    is_enough = soft == resource.RLIM_INFINITY or soft >= _STACK_BYTES
+    may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
+    program = shutil.which("prlimit")
+    if is_enough or not may_be_raised or program is None:
+        return ()
+    return (program, f"--stack={_STACK_BYTES}:")
+
+
 class ServerProcess:
     """Started by construction; raises OSError if the program cannot be run."""
 
@@ -56,7 +72,7 @@ class ServerProcess:
     ) -> None:
         self._folder = folder
         self._child = subprocess.Popen(
-            command,
+            [*_larger_stacks(), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -26,6 +26,8 @@ from inflight.text.tokenizer_class import (
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_MODELS_OWN = "model_specific_special_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
@@ -101,6 +103,9 @@ def _added_tokens(
     A tokenizer_config.json that lists added tokens has the last word. One that does not is of the old kind, whose
     special tokens stand in special_tokens_map.json, and the others in added_tokens.json and tokenizer.json.
     """
+    if own := _as_dict(settings.get("extra_special_tokens")):  # by role; the key is also that of a list
+        own = {**_as_dict(settings.get(_MODELS_OWN)), **own}
+        settings = {**settings, _MODELS_OWN: own, "extra_special_tokens": None}
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings = {**settings, "extra_special_tokens": settings["additional_special_tokens"]}
     listed = settings.get("added_tokens_decoder")
@@ -169,7 +174,7 @@ def _named(
             yield name, token
     own = {name: token for name, token in defaults.items() if name not in _NAMES}
     own |= {name: token for name, token in settings.items() if name.endswith("_token") and name not in _NAMES}
-    own |= _as_dict(settings.get("extra_special_tokens"))
+    own |= _as_dict(settings.get(_MODELS_OWN))
     for name, token in own.items():
         if isinstance(token, str) or (isinstance(token, dict) and "__type" in token):
             yield name, token

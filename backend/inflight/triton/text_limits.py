@@ -32,7 +32,7 @@ def check_texts(reader: TensorReader, encoder: TextEncoder, limits: ModelLimits)
     for num_bytes in reader.text_sizes("text_input"):
         # Every token stands for a byte at least, so shorter ones need no further look.
         if num_bytes > limits.max_input_length:
-            _check_prompt(num_bytes, encoder.max_bytes_per_token(), limits.max_input_length)
+            _check_prompt(num_bytes, encoder.max_bytes_per_token(), limits)
     for name in _WORD_LISTS:
         if reader.text_sizes(name):
             for row in reader.rows():
@@ -45,12 +45,22 @@ def tokenizing_cost(reader: TensorReader) -> int:
     return sum(reader.text_sizes("text_input")) + sum(words) + _BYTES_PER_WORD * len(words)
 
 
-def _check_prompt(num_bytes: int, max_bytes_per_token: int | None, max_tokens: int) -> None:
+def _check_prompt(num_bytes: int, max_bytes_per_token: int | None, limits: ModelLimits) -> None:
+    max_tokens = limits.max_input_length
     if max_bytes_per_token is None or num_bytes <= max_tokens * max_bytes_per_token:
         return
     raise InvalidArgument(
         f"text_input has {num_bytes} bytes; this server takes prompts of at most {max_tokens} tokens, which hold "
-        f"at most {max_tokens * max_bytes_per_token} bytes of text"
+        f"at most {max_tokens * max_bytes_per_token} bytes of text{_remedy(limits)}"
+    )
+
+
+def _remedy(limits: ModelLimits) -> str:
+    if limits.max_context_tokens >= limits.max_sequence_length:
+        return ""
+    return (
+        f"; one iteration has to hold all of a prompt (max_num_tokens is {limits.max_context_tokens}), with the "
+        "parameter enable_chunked_context it would be split over several"
     )
 
 
