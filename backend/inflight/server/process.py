@@ -29,7 +29,7 @@ _RANKS_END_S = 10.0
 _START_CHECK_S = 0.1
 
 _STACK_BYTES = 256 << 20
-"""Of each thread. tritonserver 2.51 keeps the texts of an HTTP generate body there: 5 MB of them overflow 8 MiB."""
+"""Of each thread. tritonserver 2.51 keeps texts of HTTP generate bodies there: 5 MB overflow 8 MiB."""
 
 
 def read_pid(folder: Path) -> int | None:
