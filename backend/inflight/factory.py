@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inflight.batch_manager import GptManager
     from inflight.composition.models import LoadedModel
     from inflight.composition.station import Station
-    from inflight.core.ports import GetInferenceRequestsCallback, ReturnMetricsCallback
+    from inflight.core.ports import GetInferenceRequestsCallback, ReturnMetricsCallback, WaitUntilSent
     from inflight.core.request import Request
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
@@ -128,10 +128,7 @@ def build_engine(
         on_death=_dying(client, station),
         instruments=instruments(parameters, config, model.engine.limits, return_metrics),
         ranks=None if station is None else station.ranks,
-        # The others of several ranks wait for this one in a broadcast, on processors that the senders would need.
-        wait_until_sent=client.wait_until_sent
-        if model.engine.limits.takes_all_processors and station is None
-        else None,
+        wait_until_sent=_wait_until_sent(client, model, station),
     )
 
     release = _releasing(model, station)
@@ -158,6 +155,16 @@ def _counting(
         return get_inference_requests(max_num)
 
     return get
+
+
+def _wait_until_sent(
+    client: LocalEngineClient, model: LoadedModel, station: Station | None
+) -> WaitUntilSent | None:
+    """What lets responses be sent between iterations, where the model would take the processors from the senders.
+
+    None with several ranks: the others wait for this one in a broadcast, on processors that senders would need.
+    """
+    return client.wait_until_sent if model.engine.limits.takes_all_processors and station is None else None
 
 
 def _dying(client: LocalEngineClient, station: Station | None) -> Callable[[InflightError], None]:
