@@ -280,6 +280,10 @@ def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> 
             "expected full_attention or sliding_attention for each of num_hidden_layers, 4",
         ),
         (
+            _as("Qwen2ForCausalLM", layer_types=[]),
+            "expected full_attention or sliding_attention for each of num_hidden_layers, 4",
+        ),
+        (
             _as("Qwen2ForCausalLM", layer_types=["sliding_attention"] * 4),
             "key 'use_sliding_window' is missing, expected true",
         ),

@@ -300,7 +300,7 @@ BAD_TEXT_REQUESTS = [
     (
         preprocessing,
         {"QUERY": words(b"a"), "DECODER_QUERY": words(b"b")},
-        "DECODER_QUERY is not available in this version: got 'b'; leave it out or send \"\"",
+        "DECODER_QUERY is not available in this version: got 'b', expected it left out or \"\"",
     ),
     (
         preprocessing,

@@ -38,7 +38,7 @@ def _inputs(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]
     yield "| name | in `ensemble` | type | shape | meaning |" + extra[0]
     yield "|---|---|---|---|---|" + extra[1]
     for spec in specs:
-        yield _row(spec) + (f" {spec.neutral} |" if neutral else "")
+        yield _row(spec) + (f" {spec.asks_for_nothing} |" if neutral else "")
 
 
 def _outputs(specs: Iterable[TensorSpec]) -> Iterator[str]:

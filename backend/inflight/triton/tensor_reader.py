@@ -177,8 +177,8 @@ class TensorReader:
             found = self._find(spec)
             if found is not None and not self._asks_for_nothing(found.array, spec.neutral):
                 raise Unsupported(
-                    f"{found.wire_name} is not available in this version: got {_shown(found.array)}; "
-                    f"leave it out or send {spec.neutral}"
+                    f"{found.wire_name} is not available in this version: got {_shown(found.array)}, "
+                    f"expected it {spec.asks_for_nothing}"
                 )
 
     def _asks_for_nothing(self, array: np.ndarray, neutral: Neutral) -> bool:

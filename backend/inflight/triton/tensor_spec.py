@@ -20,7 +20,7 @@ class Vocabulary(Enum):
 class NeutralRule(Enum):
     """How to recognize a tensor that asks for nothing; an empty tensor always does."""
 
-    EMPTY = "leave it out"
+    EMPTY = "it has no elements"
     VALUES = "every element is one of `values`"
     NO_TEXT = "every string is empty"
     PAD_ID = "it is the request's pad_id alone"
@@ -95,6 +95,13 @@ class TensorSpec:
     def built(self) -> bool:
         """Whether this version acts on the tensor."""
         return self.neutral is None
+
+    @property
+    def asks_for_nothing(self) -> str:
+        """How to send a tensor that is not built, as text for people: "left out", "left out or 0"."""
+        # Triton carries no empty tensor of a fixed shape.
+        is_left_out = self.neutral is None or (self.neutral.rule is NeutralRule.EMPTY and -1 not in self.dims)
+        return "left out" if is_left_out else f"left out or {self.neutral}"
 
     @property
     def scalar(self) -> bool:

@@ -52,7 +52,9 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
 def _read_layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
     """One a layer; empty if the key is absent."""
     types = config.texts("layer_types")
-    if types and (len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}):
+    if config.has("layer_types") and (
+        len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}
+    ):
         raise config.error(
             "layer_types", f"full_attention or sliding_attention for each of num_hidden_layers, {num_layers}"
         )
