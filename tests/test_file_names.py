@@ -26,8 +26,8 @@ ENGINE = """
 import json, sys
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
 from inflight.errors import ConfigError
-from inflight.factory import build_engine
-from inflight.job import Job
+from inflight.build import build_engine
+from inflight.ranks.job import Job
 from inflight.models import read_model_description
 from inflight.text.tokenizer import Tokenizer
 from tests.triton.factories import make_parameters

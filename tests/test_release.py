@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from inflight import factory
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight import build as factory
+from inflight.build import RunningEngine, build_engine
+from inflight.config import Parameters
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint import local
 from inflight.endpoint.client import SocketEngineClient
-from inflight.factory import RunningEngine, build_engine
 from inflight.testing.fake_engine import FakeEngine
-from inflight.triton.parameters import Parameters
 from tests.endpoint.factories import Inbox
 from tests.triton.factories import make_parameters
 

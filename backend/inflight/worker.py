@@ -18,14 +18,14 @@ import select
 import signal
 import sys
 
-from inflight import open_mpi
-from inflight.composition.joining import attend, join, lead, refuse
-from inflight.distributed.mpi import MpiWorld
+from inflight.build import RunningEngine, build_engine, follow
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
-from inflight.factory import RunningEngine, build_engine, follow
-from inflight.job import Orders, Report, decode_orders, encode_line
-from inflight.triton.memory import measure_memory
+from inflight.ranks import open_mpi
+from inflight.ranks.job import Orders, Report, decode_orders, encode_line
+from inflight.ranks.joining import attend, join, lead, refuse
+from inflight.ranks.mpi import MpiWorld
+from inflight.serving.memory import measure_memory
 
 _log = logging.getLogger("inflight.worker")
 
@@ -144,13 +144,13 @@ def _read_orders() -> Orders:
 
 def _build(world: MpiWorld, orders: Orders, supervision: Supervision, on_loss) -> RunningEngine:
     job = orders.job
-    station = lead(world, job, on_loss)
+    rank_context = lead(world, job, on_loss)
     try:
         return build_engine(
-            job.parameters, job.version_dir, job.endpoint_path, supervision.put, station, supervision
+            job.parameters, job.version_dir, job.endpoint_path, supervision.put, rank_context, supervision
         )
     except ConfigError:
-        station.leave()
+        rank_context.leave()
         raise
 
 
@@ -160,15 +160,15 @@ def _build(world: MpiWorld, orders: Orders, supervision: Supervision, on_loss) -
 def _follow(world: MpiWorld) -> int:
     """Always 0: that the model does not load is for rank 0 to say, which mpirun would not let it after another."""
     try:
-        job, station = attend(world, lambda error: _end_at_once())
+        job, rank_context = attend(world, lambda error: _end_at_once())
     except ConfigError as error:
         _log.error("%s", error)
         return 0
     try:
-        in_order = follow(job.parameters, job.version_dir, station)
+        in_order = follow(job.parameters, job.version_dir, rank_context)
     except ConfigError as error:
         _log.error("%s", error)
-        station.leave()
+        rank_context.leave()
         return 0
     if not in_order:
         _end_at_once()

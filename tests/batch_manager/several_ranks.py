@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.statistics_rings import StatisticsRings
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.ports import Ranks
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response
+from inflight.core.report.stats import IterationStats, RequestStatsPerIteration
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopSignal
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.core.stats import IterationStats, RequestStatsPerIteration
-from inflight.core.stop import StopSignal
 from inflight.errors import InflightError, StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
 from inflight.testing.ranks_in_memory import make_ranks
@@ -65,8 +65,8 @@ class LeadersDevice(FakeEngine):
         slots = {*(chunk.slot for chunk in batch.context), *batch.generation_slots}
         if at in breakdowns.unusable:
             return Unavailable("the device is no use")
-        is_guilty = any(self._requests.get(slot, 0) % 100 in breakdowns.guilty for slot in slots)
-        return StepFailed("planned") if is_guilty or at in breakdowns.transient else None
+        is_faulty = any(self._requests.get(slot, 0) % 100 in breakdowns.faulty for slot in slots)
+        return StepFailed("planned") if is_faulty or at in breakdowns.transient else None
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
         try:

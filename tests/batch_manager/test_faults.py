@@ -11,12 +11,12 @@ from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.batch_manager.watchdog import Watchdog
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.micro_batch_scheduler import MicroBatchScheduler
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.report.stats import MemoryUsage
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.scheduler import Scheduler
-from inflight.core.stats import MemoryUsage
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 
@@ -24,11 +24,11 @@ from .test_gpt_manager import LIMITS, Harness
 
 
 class PickyEngine(FakeEngine):
-    """Raises whenever a batch has a row of request `guilty` that has at least `from_token` tokens in its cache."""
+    """Raises whenever a batch has a row of request `faulty` that has at least `from_token` tokens in its cache."""
 
-    def __init__(self, guilty: int, from_token: int, in_decode: bool) -> None:
+    def __init__(self, faulty: int, from_token: int, in_decode: bool) -> None:
         super().__init__(LIMITS)
-        self.guilty, self.from_token, self.in_decode = guilty, from_token, in_decode
+        self.faulty, self.from_token, self.in_decode = faulty, from_token, in_decode
         self.num_failures = 0
         self._ids: dict[int, int] = {}
 
@@ -48,7 +48,7 @@ class PickyEngine(FakeEngine):
         ends = {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in batch.context}
         for slot in (*ends, *batch.generation_slots):
             end = ends.get(slot, self._slots[slot].num_tokens + 1 if slot in self._slots else 0)
-            if self._ids.get(slot) == self.guilty and end >= self.from_token:
+            if self._ids.get(slot) == self.faulty and end >= self.from_token:
                 self.num_failures += 1
                 raise ValueError("no such luck")
 
@@ -56,8 +56,8 @@ class PickyEngine(FakeEngine):
 @pytest.mark.parametrize("in_decode", [False, True], ids=["in forward", "in decode"])
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
 @pytest.mark.parametrize("from_token", [1, 9], ids=["in its context", "in generation"])
-def test_the_guilty_request_ends_and_the_others_never_notice(in_decode, policy, from_token):
-    engine = PickyEngine(guilty=3, from_token=from_token, in_decode=in_decode)
+def test_the_faulty_request_ends_and_the_others_never_notice(in_decode, policy, from_token):
+    engine = PickyEngine(faulty=3, from_token=from_token, in_decode=in_decode)
     harness = Harness(engine, SchedulerConfig(policy=policy))
     prompts = {i: (i, i + 1, i + 2, 7, 7) for i in range(1, 7)}
     harness.pending += [Request(i, prompt, 12, streaming=i % 2 == 0) for i, prompt in prompts.items()]
@@ -98,14 +98,14 @@ def test_a_request_that_cannot_be_scheduled_ends_and_the_others_never_notice(mon
 
 
 def test_a_failure_that_does_not_come_again_ends_nobody():
-    engine = PickyEngine(guilty=1, from_token=1, in_decode=False)
+    engine = PickyEngine(faulty=1, from_token=1, in_decode=False)
     harness = Harness(engine)
     harness.pending += [
         Request(1, (1, 2), 5),
         Request(2, (3, 4), 5, sampling=SamplingConfig(beam_width=2)),
     ]
     harness.manager.step()
-    engine.guilty = 0
+    engine.faulty = 0
     while harness.manager.step():
         pass
     assert engine.num_failures == 1

@@ -7,12 +7,12 @@ import threading
 
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
-from inflight.core.batch import EngineLimits
-from inflight.core.config import SchedulerConfig
-from inflight.core.request import Request
-from inflight.core.response import Response
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason, StopSignal
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason, StopSignal
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 

@@ -11,12 +11,12 @@ from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
 from inflight.batch_manager.replay import IDENTICAL
-from inflight.core.config import SchedulerConfig
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason, StopSignal
+from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason, StopSignal
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 
 from .recorded import outcome, read
@@ -31,8 +31,8 @@ class Stages(FakeEngine):
         fails: Calls that raise.
     """
 
-    def __init__(self, count: int, runs_ahead: bool) -> None:
-        super().__init__(replace(LIMITS, num_micro_batches=count, runs_ahead=runs_ahead))
+    def __init__(self, count: int, overlaps_iterations: bool) -> None:
+        super().__init__(replace(LIMITS, num_micro_batches=count, overlaps_iterations=overlaps_iterations))
         self.calls: list[tuple[str, int]] = []
         self.fails: set[tuple[str, int]] = set()
 
@@ -69,8 +69,10 @@ class WatchedScheduler(Scheduler):
 class Loop:
     """A manager that is stepped by hand."""
 
-    def __init__(self, count: int, recorder: JsonRecorder | None = None, runs_ahead: bool = False) -> None:
-        self.engine = Stages(count, runs_ahead)
+    def __init__(
+        self, count: int, recorder: JsonRecorder | None = None, overlaps_iterations: bool = False
+    ) -> None:
+        self.engine = Stages(count, overlaps_iterations)
         self.scheduler = WatchedScheduler(SchedulerConfig(), self.engine.limits)
         self.pending: list[Request] = []
         self.stops: list[StopSignal] = []

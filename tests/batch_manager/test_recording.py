@@ -26,8 +26,16 @@ from inflight.batch_manager.recording import (
     make_begin,
     zero_logits,
 )
-from inflight.core.batch import (
-    BeamCandidates,
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, IterationInput, Request
+from inflight.core.request.response import TopLogProbs
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import StopReason, StopSignal
+from inflight.core.request.tensor import FloatTensor
+from inflight.core.schedule.batch import (
     BeamGroup,
     BeamMove,
     ContextChunk,
@@ -38,15 +46,7 @@ from inflight.core.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
-from inflight.core.output_config import OutputConfig
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import ExternalDraft, IterationInput, Request
-from inflight.core.response import TopLogProbs
-from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import StopReason, StopSignal
-from inflight.core.tensor import FloatTensor
+from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.errors import ConfigError, StepFailed, Unavailable
 
 LIMITS = EngineLimits(

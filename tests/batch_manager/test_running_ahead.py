@@ -8,10 +8,10 @@ import pytest
 
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
 from inflight.batch_manager.replay import IDENTICAL
-from inflight.core.config import SchedulerConfig
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason, StopSignal
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason, StopSignal
+from inflight.core.schedule.config import SchedulerConfig
 from inflight.testing.fake_engine import expected_tokens
 
 from .recorded import outcome, read
@@ -22,7 +22,7 @@ PENALIZED = SamplingConfig(repetition_penalty=1.3)
 
 
 def make_loop(recorder: JsonRecorder | None = None) -> Loop:
-    return Loop(1, recorder, runs_ahead=True)
+    return Loop(1, recorder, overlaps_iterations=True)
 
 
 def names(loop: Loop) -> str:
@@ -126,7 +126,7 @@ def test_a_stop_ends_a_request_when_its_batch_in_flight_is_back():
 
 def test_what_the_loop_records_is_the_same_again(tmp_path):
     path = tmp_path / "trace"
-    limits = replace(LIMITS, runs_ahead=True)
+    limits = replace(LIMITS, overlaps_iterations=True)
     loop = make_loop(JsonRecorder(str(path), SchedulerConfig(), limits))
     loop.engine.fails |= {("forward", 4), ("decode", 9)}
     for _ in range(2):

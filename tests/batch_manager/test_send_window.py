@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from inflight.batch_manager.send_window import SendWindow
-from inflight.core.response import Response
+from inflight.core.request.response import Response
 
 MS = 1_000_000
 

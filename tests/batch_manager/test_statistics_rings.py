@@ -6,7 +6,7 @@ import json
 import threading
 
 from inflight.batch_manager.statistics_rings import StatisticsRings
-from inflight.core.stats import IterationStats, RequestStage, RequestStats
+from inflight.core.report.stats import IterationStats, RequestStage, RequestStats
 
 
 def stats(iteration: int) -> IterationStats:

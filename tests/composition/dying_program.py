@@ -9,14 +9,14 @@ import tempfile
 import threading
 from pathlib import Path
 
-from inflight.composition.joining import attend, lead
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.distributed.mpi import MpiWorld
+from inflight.build import build_engine, follow
+from inflight.config import Role, read_parameters
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
 from inflight.errors import Unavailable
-from inflight.factory import build_engine, follow
-from inflight.job import Job
-from inflight.triton.parameters import Role, read_parameters
+from inflight.ranks.job import Job
+from inflight.ranks.joining import attend, lead
+from inflight.ranks.mpi import MpiWorld
 
 PATIENCE_S = 20.0
 PARAMETERS = {
@@ -53,8 +53,8 @@ def run_leader(world: MpiWorld, folder: Path, dies_idle: bool) -> None:
     words = {key: {"string_value": value} for key, value in PARAMETERS.items()}
     parameters = read_parameters({"max_batch_size": 4, "parameters": words}, Role.ENGINE)
     job = Job.of(parameters, str(folder), str(folder / "endpoint"))
-    station = lead(world, job, on_loss)
-    engine = build_engine(parameters, job.version_dir, job.endpoint_path, return_metrics, station)
+    rank_context = lead(world, job, on_loss)
+    engine = build_engine(parameters, job.version_dir, job.endpoint_path, return_metrics, rank_context)
     engine.client.submit(Request(0, (1, 2, 3), 40, streaming=True), on_response)
     assert is_answered.wait(PATIENCE_S) and is_lost.wait(PATIENCE_S)
     say(f"answered {answers[-1].error.code if answers[-1].error else 'well'}")
@@ -72,8 +72,8 @@ def main() -> None:
             say(f"rank 1: {error}")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        job, station = attend(world, on_loss)
-        follow(job.parameters, job.version_dir, station)
+        job, rank_context = attend(world, on_loss)
+        follow(job.parameters, job.version_dir, rank_context)
         threading.Event().wait(PATIENCE_S)  # `on_loss` ends it
 
 

@@ -13,14 +13,14 @@ import threading
 import time
 from pathlib import Path
 
-from inflight.composition.joining import attend, lead
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.distributed import mpi
+from inflight.build import build_engine, follow
+from inflight.config import Role, read_parameters
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
 from inflight.errors import Unavailable
-from inflight.factory import build_engine, follow
-from inflight.job import Job
-from inflight.triton.parameters import Role, read_parameters
+from inflight.ranks import mpi
+from inflight.ranks.job import Job
+from inflight.ranks.joining import attend, lead
 
 VERSION_DIR = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1"
 NUM_REQUESTS = 3
@@ -54,8 +54,8 @@ def run_leader(world: mpi.MpiWorld, folder: Path) -> None:
     words = {key: {"string_value": value} for key, value in PARAMETERS.items()}
     parameters = read_parameters({"max_batch_size": 4, "parameters": words}, Role.ENGINE)
     job = Job.of(parameters, str(VERSION_DIR), str(folder / "endpoint"))
-    station = lead(world, job, on_loss)
-    engine = build_engine(parameters, job.version_dir, job.endpoint_path, None, station)
+    rank_context = lead(world, job, on_loss)
+    engine = build_engine(parameters, job.version_dir, job.endpoint_path, None, rank_context)
     engines.append(engine)
     if sys.argv[1] != "asleep":
         for number, given in answers.items():
@@ -109,11 +109,11 @@ def main() -> None:
             run_leader(world, Path(folder))
     else:
         say(f"pid {os.getpid()}")
-        job, station = attend(world, lambda error: os.kill(os.getpid(), signal.SIGKILL))
+        job, rank_context = attend(world, lambda error: os.kill(os.getpid(), signal.SIGKILL))
         if sys.argv[1] == "asleep":
             number = signal.Signals[sys.argv[2]]
             threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
-        follow(job.parameters, job.version_dir, station)
+        follow(job.parameters, job.version_dir, rank_context)
     os.kill(os.getpid(), signal.SIGKILL)  # its loop is inside MPI
 
 

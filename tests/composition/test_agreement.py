@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight.composition.agreement import Agreement
 from inflight.errors import ConfigError
-from tests.distributed.thread_world import make_worlds, on_all
+from inflight.ranks.agreement import Agreement
+from tests.ranks.thread_world import make_worlds, on_all
 
 Step = Callable[[Agreement, int], object]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.mpirun import TIMEOUT_S, start_ranks
+from tests.ranks.mpirun import TIMEOUT_S, start_ranks
 
 
 @pytest.mark.parametrize(("moment", "answer"), [("busy", "UNAVAILABLE"), ("idle", "well")])

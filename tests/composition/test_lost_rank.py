@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from tests.distributed.mpirun import start_ranks
+from tests.ranks.mpirun import start_ranks
 
 DEADLINE_S = 60.0
 

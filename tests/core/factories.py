@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.block_keys import CacheRules
-from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
-from inflight.core.llm_request import LlmRequest, RequestGroup
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response
+from inflight.core.kv.block_keys import CacheRules
+from inflight.core.request.llm_request import LlmRequest, RequestGroup
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopSignal
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import StopSignal
 
 
 def make_request(request_id: int = 1, prompt: int | tuple[int, ...] = 4, new: int = 4, **fields) -> Request:
@@ -24,7 +24,7 @@ def make_limits(
     max_num_sequences: int = 4,
     max_sequence_length: int = 256,
     num_micro_batches: int = 1,
-    runs_ahead: bool = False,
+    overlaps_iterations: bool = False,
 ) -> EngineLimits:
     return EngineLimits(
         1000,
@@ -33,7 +33,7 @@ def make_limits(
         num_blocks,
         tokens_per_block,
         num_micro_batches,
-        runs_ahead,
+        overlaps_iterations,
     )
 
 

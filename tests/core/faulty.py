@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed
 from inflight.testing.fake_engine import FakeEngine
@@ -78,7 +78,7 @@ class FaultyDevice:
 
 @dataclass
 class Outcome:
-    """What a run gave: by request, its responses; and the requests on trial, in the iterations with anybody."""
+    """What a run gave: by request, its responses; and the requests being retried, where there are any."""
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
     trials: list[tuple[int, ...]] = field(default_factory=list)

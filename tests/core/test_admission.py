@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import ModelOutput, ScheduledBatch
-from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
+from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 
@@ -319,7 +319,7 @@ def test_a_trial_is_told():
 
 
 def test_a_retry_looks_at_nobody_who_never_ran():
-    """However many wait: those on trial ran before."""
+    """However many wait: those being retried ran before."""
     driver = Driver(make_scheduler(num_blocks=64, max_num_sequences=2))
     driver.accept(*(make_request(number, (number,) * 4) for number in range(1, 1001)))
     waiting = driver.scheduler._waiting

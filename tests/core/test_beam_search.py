@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import BeamCandidates
-from inflight.core.beam_search import BeamSearch, Hypothesis
-from inflight.core.request import Request
-from inflight.core.response import TopLogProbs
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason
+from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
+from inflight.core.request.request import Request
+from inflight.core.request.response import TopLogProbs
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
 
 from .factories import make_request
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from inflight.core.block_heap import BlockHeap
-from inflight.core.block_pool import BlockPool
-from inflight.core.retention import Retention
+from inflight.core.kv.block_heap import BlockHeap
+from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.retention import Retention
 
 MS = 1_000_000
 

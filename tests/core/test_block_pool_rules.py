@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inflight.core.block_pool import BlockPool
-from inflight.core.retention import DEFAULT_PRIORITY, Retention
+from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention
 
 MS = 1_000_000
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.block_keys import CacheRules
-from inflight.core.capacity_scheduler import (
+from inflight.core.kv.block_keys import CacheRules
+from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.request.request import ExternalDraft
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.capacity_scheduler import (
     Growth,
     GuaranteedNoEvict,
     MaxUtilization,
     make_capacity_scheduler,
 )
-from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.kv_cache_manager import KvCacheManager, PrefixMatch
-from inflight.core.llm_request import LlmRequest
-from inflight.core.request import ExternalDraft
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason
+from inflight.core.schedule.config import CapacitySchedulerPolicy
 
 from .factories import Driver, make_request, make_scheduler, make_sequence
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from inflight.core.block_keys import ROOT_SCOPE, CacheRules, block_digest, private_scope
-from inflight.core.kv_cache_manager import KvCacheManager, PrefixMatch
+from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, block_digest, private_scope
+from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 
 SHARED, UNSHARED = CacheRules(ROOT_SCOPE), CacheRules(None)
 

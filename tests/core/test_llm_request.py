@@ -6,19 +6,19 @@ import itertools
 
 import pytest
 
-from inflight.core import llm_request as llm_request_module
-from inflight.core.block_keys import CacheRules
-from inflight.core.llm_request import (
+from inflight.core.kv.block_keys import CacheRules
+from inflight.core.request import llm_request as llm_request_module
+from inflight.core.request.llm_request import (
     TRANSITIONS,
     IllegalTransition,
     RequestEvent,
     RequestGroup,
     RequestState,
 )
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
 
 from .factories import make_request, make_sequence, make_sequences
 

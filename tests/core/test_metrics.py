@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.core.metrics import SECONDS, TOKENS, Histogram, MetricsSnapshot, ServiceMetrics, seconds
-from inflight.core.stop import FinishReason
+from inflight.core.report.metrics import SECONDS, TOKENS, Histogram, MetricsSnapshot, ServiceMetrics, seconds
+from inflight.core.request.stop import FinishReason
 
 
 def test_a_value_belongs_to_the_bucket_whose_bound_it_is():

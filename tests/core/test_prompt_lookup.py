@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from inflight.core.prompt_lookup import NGRAM_SIZES, PromptLookup
+from inflight.core.request.prompt_lookup import NGRAM_SIZES, PromptLookup
 
 
 def search(tokens: list[int], max_tokens: int) -> tuple[int, ...]:

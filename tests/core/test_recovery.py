@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import ModelOutput
-from inflight.core.block_keys import ROOT_SCOPE, CacheRules
-from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import ModelOutput
+from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import expected_beam_steps, expected_tokens
 
@@ -66,18 +66,18 @@ def assert_unharmed(outcome: Outcome, *innocent: Request) -> None:
             assert outcome.tokens(request.request_id, index) == alone
 
 
-# ---------------------------------------------------------------- one is guilty
+# ---------------------------------------------------------------- one is faulty
 
 
 @pytest.mark.parametrize("applies", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 5, 9])
-@pytest.mark.parametrize("guilty", range(1, 9))
-def test_the_one_from_whose_token_on_it_fails_is_found_in_four_failures_of_eight(guilty, number, applies):
+@pytest.mark.parametrize("faulty", range(1, 9))
+def test_the_one_from_whose_token_on_it_fails_is_found_in_four_failures_of_eight(faulty, number, applies):
     arrived = requests(8)
-    outcome, device = serve(arrived, {guilty: at_token(arrived[guilty - 1], number)}, applies)
-    assert outcome.failed() == {guilty: "boom"}
-    assert_unharmed(outcome, *(request for request in arrived if request.request_id != guilty))
-    assert len(outcome.tokens(guilty)) == number - 1
+    outcome, device = serve(arrived, {faulty: at_token(arrived[faulty - 1], number)}, applies)
+    assert outcome.failed() == {faulty: "boom"}
+    assert_unharmed(outcome, *(request for request in arrived if request.request_id != faulty))
+    assert len(outcome.tokens(faulty)) == number - 1
     assert device.num_failures == 4
 
 
@@ -92,22 +92,22 @@ def test_failures_are_as_many_as_halvings(count):
 
 
 @pytest.mark.parametrize(
-    ("guilty", "trials"),
+    ("faulty", "trials"),
     [
         (1, [(1, 2, 3, 4), (1, 2), (1,), (2,), (3, 4), (5, 6, 7, 8)]),
         (6, [(1, 2, 3, 4), (5, 6, 7, 8), (5, 6), (5,), (6,), (7, 8)]),
     ],
 )
-def test_halves_are_tried_in_order_and_the_innocent_once(guilty, trials):
+def test_halves_are_tried_in_order_and_the_innocent_once(faulty, trials):
     arrived = requests(8)
-    outcome, _ = serve(arrived, {guilty: at_token(arrived[guilty - 1], 3)})
+    outcome, _ = serve(arrived, {faulty: at_token(arrived[faulty - 1], 3)})
     assert outcome.trials == trials
-    # 9 for the tokens; a failure and 6 trials; while the guilty one was alone nobody else got on, who then gets
+    # 9 for the tokens; a failure and 6 trials; while the faulty one was alone nobody else got on, who then gets
     # the token that came with his trial.
     assert outcome.num_iterations == 9 + 1 + 6 - 1
 
 
-def test_two_guilty_ones_are_both_found():
+def test_two_faulty_ones_are_both_found():
     arrived = requests(8)
     outcome, device = serve(arrived, {number: at_token(arrived[number - 1], 3) for number in (2, 7)})
     assert outcome.failed() == {2: "boom", 7: "boom"}
@@ -132,7 +132,7 @@ def test_with_a_second_batch_in_flight(applies):
     assert_unharmed(outcome, *arrived[:2], *arrived[3:])
 
 
-# ---------------------------------------------------------------- nobody is guilty, or everybody
+# ---------------------------------------------------------------- nobody is faulty, or everybody
 
 
 def test_a_failure_that_does_not_come_again_ends_nobody():
@@ -251,13 +251,13 @@ def test_what_a_failed_batch_started_without_a_row_is_started_again_although_the
     assert [chunk.token_ids for chunk in batch.context] == [(20, 21, 22, 23, 24)]
 
 
-# ---------------------------------------------------------------- what the guilty one leaves behind
+# ---------------------------------------------------------------- what the faulty one leaves behind
 
 SEVERAL = SamplingConfig(top_k=5, num_return_sequences=3, random_seed=1)
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SEVERAL, TWO_BEAMS])
-def test_nobody_finds_the_blocks_of_the_guilty_one(sampling):
+def test_nobody_finds_the_blocks_of_the_faulty_one(sampling):
     """What is in them may be what fails. Its sequences share those of the prompt, its beams too."""
     scheduler = make_scheduler(reuse=True)
     engine = FaultyDevice(make_limits(), {1: at_token(make_request(1, prompt=10), 3)})
@@ -273,9 +273,9 @@ def test_blocks_that_others_hold_too_are_still_found():
         cache.extend(key, 10)
         cache.publish(key, tokens, 10)
     assert cache.block_table(1)[:2] == cache.block_table(2)[:2]
-    cache.distrust(1, 99)
+    cache.unpublish(1, 99)
     assert cache.match_prefix(3, tokens, rules).block_ids == cache.block_table(2)[:2]
-    cache.distrust(1, 2)
+    cache.unpublish(1, 2)
     assert cache.match_prefix(3, tokens, rules).block_ids == ()
     cache.check_integrity()
 
@@ -298,7 +298,7 @@ def test_a_search_begins_again_and_says_nothing_twice(failing, streaming):
     ]
 
 
-def test_a_guilty_search_is_found():
+def test_a_faulty_search_is_found():
     search = make_request(2, new=6, sampling=TWO_BEAMS)
     first, _, last = requests(3)
     outcome, _ = serve([first, search, last], {2: at_token(search, 3)})
@@ -308,10 +308,10 @@ def test_a_guilty_search_is_found():
 
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_sequences_of_one_request_are_guilty_together_and_end_with_one_error(number, reuse):
-    guilty, innocent, plain = (make_request(n, tuple(range(n, n + 9)), 8, streaming=True, sampling=s)
+def test_sequences_of_one_request_are_faulty_together_and_end_with_one_error(number, reuse):
+    faulty, innocent, plain = (make_request(n, tuple(range(n, n + 9)), 8, streaming=True, sampling=s)
                                for n, s in ((10, SEVERAL), (20, SEVERAL), (30, SamplingConfig())))  # fmt: skip
-    outcome, _ = serve([guilty, innocent, plain], {10: at_token(guilty, number)}, reuse=reuse)
+    outcome, _ = serve([faulty, innocent, plain], {10: at_token(faulty, number)}, reuse=reuse)
     assert outcome.failed() == {10: "boom"}
     assert [response.is_final for response in outcome.responses[10]].count(True) == 1
     assert_unharmed(outcome, innocent, plain)
@@ -342,11 +342,11 @@ def test_a_static_batch_takes_nobody_new_before_those_that_begin_again():
 
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 8])
-@pytest.mark.parametrize("guilty", [1, 2, 3])
-def test_where_blocks_are_tight(guilty, num_blocks):
+@pytest.mark.parametrize("faulty", [1, 2, 3])
+def test_where_blocks_are_tight(faulty, num_blocks):
     """Two of these requests do not fit to their end, so some are paused and some cannot be tried apart."""
     arrived = requests(4)
-    faults = {guilty: at_token(arrived[guilty - 1], 3)}
+    faults = {faulty: at_token(arrived[faulty - 1], 3)}
     outcome, _ = serve(arrived, faults, policy=MAX_UTILIZATION, num_blocks=num_blocks)
-    assert outcome.failed() == {guilty: "boom"}
-    assert_unharmed(outcome, *(request for request in arrived if request.request_id != guilty))
+    assert outcome.failed() == {faulty: "boom"}
+    assert_unharmed(outcome, *(request for request in arrived if request.request_id != faulty))

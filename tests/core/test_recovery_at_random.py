@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.testing.fake_engine import expected_beam_steps
 
 from .factories import make_limits, make_request, make_scheduler
@@ -34,13 +34,13 @@ from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
         min_size=1,
         max_size=6,
     ),
-    guilty=st.dictionaries(st.integers(1, 6), st.integers(1, 9), max_size=3),
+    faulty=st.dictionaries(st.integers(1, 6), st.integers(1, 9), max_size=3),
     once=st.sets(st.integers(0, 20), max_size=3),
 )
 def test_anything_at_once(
-    policy, num_blocks, num_slots, chunked, reuse, depth, applies, shapes, guilty, once
+    policy, num_blocks, num_slots, chunked, reuse, depth, applies, shapes, faulty, once
 ):
-    """Nobody but the guilty ends with an error, unless it was alone in an iteration that failed for no reason."""
+    """Nobody but the faulty ends with an error, unless it was alone in an iteration that failed for no reason."""
     limits = {"num_blocks": num_blocks, "max_num_sequences": num_slots}
     arrivals: dict[int, list[Request]] = {}
     kinds = {
@@ -53,7 +53,7 @@ def test_anything_at_once(
         arrivals.setdefault(arrival, []).append(request)
     arrived = {request.request_id: request for group in arrivals.values() for request in group}
     faults = {
-        number: at_token(arrived[number], token) for number, token in guilty.items() if number in arrived
+        number: at_token(arrived[number], token) for number, token in faulty.items() if number in arrived
     }
     device = FaultyDevice(make_limits(**limits), faults, applies)
     device.once.update(once)
@@ -69,4 +69,4 @@ def test_anything_at_once(
             ]
         else:
             assert_unharmed(outcome, request)
-            assert number not in faults or guilty[number] > request.max_new_tokens
+            assert number not in faults or faulty[number] > request.max_new_tokens

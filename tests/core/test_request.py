@@ -6,12 +6,12 @@ from math import inf, prod
 
 import pytest
 
-from inflight.core.batch import EngineLimits
-from inflight.core.config import SchedulerConfig
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, ModelLimits, Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.tensor import FloatTensor
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, ModelLimits, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.tensor import FloatTensor
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import SchedulerConfig
 from inflight.errors import InvalidArgument, error_from_code
 
 from .factories import make_request

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.block_keys import ROOT_SCOPE, CacheRules
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.errors import InvalidArgument
 
 MS = 1_000_000

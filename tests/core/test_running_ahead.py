@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from inflight.core.batch import ModelOutput, ScheduledBatch
-from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
+from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason
 
 from .factories import Driver, make_limits, make_request, make_scheduler
 
@@ -42,20 +42,20 @@ GOING_ON: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_a_batch_with_one_that_needs_the_host_does_not_feed_itself(name):
-    scheduler = make_scheduler(max_num_sequences=8, runs_ahead=True)
+    scheduler = make_scheduler(max_num_sequences=8, overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1), make_request(2, **WAITING[name]))
     batch = scheduler.schedule()
-    assert not batch.feeds_itself
-    assert make_limits(runs_ahead=True).num_due(2, batch) == 2
+    assert not batch.samples_on_device
+    assert make_limits(overlaps_iterations=True).num_due(2, batch) == 2
 
 
 @pytest.mark.parametrize("name", GOING_ON)
 def test_a_batch_of_others_does(name):
-    scheduler = make_scheduler(runs_ahead=True)
+    scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1), make_request(2, **GOING_ON[name]))
     batch = scheduler.schedule()
-    assert batch.feeds_itself
-    limits = make_limits(runs_ahead=True)
+    assert batch.samples_on_device
+    limits = make_limits(overlaps_iterations=True)
     assert [limits.num_due(count, batch) for count in (1, 2)] == [0, 1]
     assert [limits.num_due(count, None) for count in (0, 1)] == [0, 1]
 
@@ -65,22 +65,24 @@ def test_on_other_devices_none_does(num_micro_batches):
     scheduler = make_scheduler(num_micro_batches=num_micro_batches)
     Driver(scheduler).accept(make_request(1))
     batch = scheduler.schedule()
-    assert not batch.feeds_itself
+    assert not batch.samples_on_device
     limits = make_limits(num_micro_batches=num_micro_batches)
     assert [limits.num_due(num_micro_batches - more, batch) for more in (1, 0)] == [0, 1]
 
 
 def test_the_middle_of_a_context_needs_no_host_whosever_it_is():
-    scheduler = make_scheduler(max_num_tokens=7, chunked=True, runs_ahead=True)
+    scheduler = make_scheduler(max_num_tokens=7, chunked=True, overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, prompt=14, **WAITING["penalty"]))
-    assert [scheduler.schedule().feeds_itself for _ in range(3)] == [True, True, False]
+    assert [scheduler.schedule().samples_on_device for _ in range(3)] == [True, True, False]
 
 
 def answer(batch: ScheduledBatch, token: int = 7) -> ModelOutput:
     return ModelOutput(batch.iteration, [(token,) for _ in batch.sampled_slots()])
 
 
-def run_ahead(scheduler: Scheduler, tokens: list[int]) -> list[tuple[ScheduledBatch, list[Response]]]:
+def overlap_iterations(
+    scheduler: Scheduler, tokens: list[int]
+) -> list[tuple[ScheduledBatch, list[Response]]]:
     """Every batch gets the next token, when the one behind it is made, until nothing is left."""
     ran = []
     ahead = scheduler.schedule()
@@ -93,9 +95,9 @@ def run_ahead(scheduler: Scheduler, tokens: list[int]) -> list[tuple[ScheduledBa
 
 
 def test_nothing_is_computed_beyond_the_length_limit():
-    scheduler = make_scheduler(runs_ahead=True)
+    scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, new=4))
-    ran = run_ahead(scheduler, [1, 2, 3, 4])
+    ran = overlap_iterations(scheduler, [1, 2, 3, 4])
     assert len(ran) == 4 and scheduler.num_active == 0
     ((final,),) = [responses for _, responses in ran if responses]
     assert final.result.output_token_ids[0][4:] == (1, 2, 3, 4)
@@ -110,9 +112,9 @@ def test_nothing_is_computed_beyond_the_length_limit():
 )
 def test_an_end_that_was_not_foreseen_costs_a_row_whose_token_is_dropped(how, kept, reason):
     """Its blocks are held until that row is back, and the answer comes then."""
-    scheduler = make_scheduler(runs_ahead=True)
+    scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, new=9, **how))
-    ran = run_ahead(scheduler, [1, 2, 3, 4])
+    ran = overlap_iterations(scheduler, [1, 2, 3, 4])
     assert [len(responses) for _, responses in ran] == [0, 0, 0, 1]
     (final,) = ran[-1][1]
     assert final.result.output_token_ids[0][4:] == kept and final.result.finish_reasons == (reason,)
@@ -121,11 +123,13 @@ def test_an_end_that_was_not_foreseen_costs_a_row_whose_token_is_dropped(how, ke
 
 def test_where_blocks_are_short_the_next_batch_waits_and_the_last_started_is_paused():
     """Both need a third block; the older one's token is in flight, and so is that of the one to be paused."""
-    scheduler = make_scheduler(CapacitySchedulerPolicy.MAX_UTILIZATION, num_blocks=5, runs_ahead=True)
+    scheduler = make_scheduler(
+        CapacitySchedulerPolicy.MAX_UTILIZATION, num_blocks=5, overlaps_iterations=True
+    )
     Driver(scheduler).accept(make_request(1, prompt=7, new=9), make_request(2, prompt=7, new=9))
     first = scheduler.schedule()
     second = scheduler.schedule()
-    assert first.feeds_itself and len(second.generation_slots) == 2
+    assert first.samples_on_device and len(second.generation_slots) == 2
     scheduler.update(first, answer(first))
     assert scheduler.schedule() is None, "who is to be paused has a token in flight"
     scheduler.update(second, answer(second))

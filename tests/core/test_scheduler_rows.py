@@ -6,15 +6,17 @@ from types import ModuleType
 
 import pytest
 
-from inflight.core import outcomes, results
-from inflight.core.batch import BeamCandidates, ModelOutput, TokenDetails
-from inflight.core.llm_request import LlmRequest
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core import outcomes
+from inflight.core.request import results
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import ModelOutput, TokenDetails
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason
 from inflight.errors import InvalidArgument, StepFailed
 
 from .factories import Driver, make_request, make_scheduler
@@ -241,7 +243,7 @@ def test_drafts_that_come_to_where_every_token_is_banned(accepted):
 
 def test_a_row_in_flight_behind_one_that_has_every_token_banned():
     """A device that runs ahead has fed itself some token by then, and what follows it is dropped."""
-    scheduler = make_scheduler(runs_ahead=True)
+    scheduler = make_scheduler(overlaps_iterations=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, bad_words=((5,),)), make_request(2, new=3))
     first, second = scheduler.schedule(), scheduler.schedule()

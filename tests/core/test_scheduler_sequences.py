@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 
-from inflight.core.batch import BeamCandidates, BeamGroup, BeamMove, ModelOutput, ScheduledBatch
-from inflight.core.config import CapacitySchedulerPolicy
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, IterationInput
-from inflight.core.response import Response, TopLogProbs
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, IterationInput
+from inflight.core.request.response import Response, TopLogProbs
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason, StopReason, StopSignal
+from inflight.core.schedule.batch import BeamGroup, BeamMove, ModelOutput, ScheduledBatch
+from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.errors import InvalidArgument, StepFailed
 
 from .factories import Driver, make_request, make_scheduler

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import ContextDetails, ModelOutput, ScheduledBatch
-from inflight.core.output_config import OutputConfig
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason, StopReason, StopSignal
+from inflight.core.schedule.batch import ContextDetails, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason, StopReason, StopSignal
 
 from .factories import Driver, make_request, make_scheduler
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.stats import (
+from inflight.core.report.stats import (
     IterationStats,
     MemoryUsage,
     RequestStage,

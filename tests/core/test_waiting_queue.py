@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.core import waiting_queue
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.waiting_queue import WaitingQueue
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule import waiting_queue
+from inflight.core.schedule.waiting_queue import WaitingQueue
 
 from .factories import make_sequence
 

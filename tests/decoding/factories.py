@@ -9,18 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.core.batch import (
-    BeamCandidates,
-    BeamGroup,
-    ContextChunk,
-    ModelOutput,
-    ScheduledBatch,
-    SlotStart,
-)
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.tensor import FloatTensor
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.tensor import FloatTensor
+from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, SlotStart
 from inflight.decoding import Decoding
 from inflight.decoding.row_kernels import RowKernels
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.decoding import reference
 from inflight.decoding.rng import Purpose
 

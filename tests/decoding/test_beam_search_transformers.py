@@ -10,12 +10,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from inflight.core.batch import BeamCandidates
-from inflight.core.beam_search import BeamSearch, Hypothesis
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason
-from inflight.core.stop_words import StopWords
+from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.stop_words import StopWords
 
 VOCAB_SIZE = 48
 MAX_NEW_TOKENS = 12

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.core.batch import BeamCandidates, BeamGroup, BeamMove, ContextChunk, ScheduledBatch, SlotStart
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import Request
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import BeamGroup, BeamMove, ContextChunk, ScheduledBatch, SlotStart
 from inflight.decoding import reference
 from tests.decoding.factories import Row, beams_of, make_decoding, make_request, start_batch
 from tests.decoding.margins import is_apart

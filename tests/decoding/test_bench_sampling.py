@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.bench.sampling import FEATURES, Shape, run
+from benchmarks.sampling import FEATURES, Shape, run
 
 
 def test_every_feature_has_a_figure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.batch import SlotStart
-from inflight.core.request import Request
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import SlotStart
 from inflight.decoding import reference
 from inflight.decoding.drafts import weigh
 from inflight.decoding.rows import Rows

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.core.batch import ContextChunk, ScheduledBatch, SlotStart
-from inflight.core.request import Request
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
 from inflight.decoding import reference
 from inflight.decoding.rng import Purpose
 from tests.decoding.factories import Row, decode_rows, make_decoding, make_request

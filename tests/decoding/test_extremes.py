@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request import Request
-from inflight.core.sampling_config import LARGEST, SMALLEST
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import LARGEST, SMALLEST
 from inflight.decoding import reference
 from inflight.decoding.row_kernels import RowKernels
 from tests.decoding import factories

@@ -8,7 +8,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import expected_tokens
 
 from .clients import TIMEOUT_S, Answer, Stream, ask, infer, unary

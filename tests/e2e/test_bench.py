@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.bench import stream
-from inflight.bench.analyzer import analyze
-from inflight.bench.measuring.workload import BenchRequest
-from inflight.bench.serve import ServedEngine
+from benchmarks import stream
+from benchmarks.analyzer import analyze
+from benchmarks.measuring.workload import BenchRequest
+from benchmarks.serve import ServedEngine
 from inflight.server.errors import ServeError
 from inflight.server.launch import serve
 

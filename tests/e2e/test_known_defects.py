@@ -49,7 +49,7 @@ import tritonclient.grpc as grpc
 from safetensors.torch import load_file, save_file
 from tritonclient.utils import InferenceServerException
 
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
 from inflight.testing.fake_engine import expected_tokens
@@ -350,7 +350,7 @@ def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
-def test_an_iteration_that_raises_ends_the_guilty_request_alone(poisoned_server, oracle, tokenizer):
+def test_an_iteration_that_raises_ends_the_faulty_request_alone(poisoned_server, oracle, tokenizer):
     """Elsewhere an exception in a forward pass ends all active requests."""
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "import os\n", "class A:\n", "for i in ")]
     with Stream(poisoned_server.grpc) as stream:

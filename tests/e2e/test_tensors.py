@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import expected_tokens
 
 from .clients import Stream, ask, completion, infer, make_inputs, unary

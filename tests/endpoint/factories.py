@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from inflight.core.description import EngineDescription
-from inflight.core.request import ModelLimits, Request
-from inflight.core.response import Response, Result
-from inflight.core.stop import FinishReason, StopSignal
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.response import Response, Result
+from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
 
 PATIENCE_S = 10.0

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.batch import EngineLimits
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import IterationInput
-from inflight.core.response import Response
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import IterationInput
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason, StopReason, StopSignal
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason, StopReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import StepFailed, Unavailable, Unsupported
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, delta, make_request, make_result

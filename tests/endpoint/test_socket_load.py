@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from inflight.core.response import Response
+from inflight.core.request.response import Response
 from inflight.endpoint.client import SocketEngineClient
 from tests.endpoint.factories import PATIENCE_S, Inbox, make_request
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from inflight.core.stop import StopReason, StopSignal
+from inflight.core.request.stop import StopReason, StopSignal
 from inflight.endpoint import client as endpoint_client
 from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.core.metrics import ServiceMetrics
-from inflight.core.stats import MemoryUsage
+from inflight.core.report.metrics import ServiceMetrics
+from inflight.core.report.stats import MemoryUsage
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.local import LocalEngineClient
@@ -132,13 +132,13 @@ def test_it_is_taken_over_once_and_only_where_it_was_started_to_be(path, threads
     assert awaits_heir(path, SERVER, JOB, TIMEOUT_S)
     assert not awaits_heir(path, SERVER, "another job", TIMEOUT_S)
     assert not awaits_heir(path, "another server", JOB, TIMEOUT_S)
-    heir = Watching(path, threads)
+    successor = Watching(path, threads)
     assert not awaits_heir(path, SERVER, JOB, TIMEOUT_S)
     starter.watch.close()
     starter.why.result(PATIENCE_S)
     engine.supervision.put(STATS, ServiceMetrics().snapshot())
-    assert heir.has_been_told.wait(PATIENCE_S)
-    heir.watch.close()
+    assert successor.has_been_told.wait(PATIENCE_S)
+    successor.watch.close()
     engine.server.close()
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from inflight.core.batch import (
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import (
     ContextChunk,
     ContextDetails,
     ModelOutput,
@@ -17,8 +19,6 @@ from inflight.core.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 from tests.engine.search import Search
 

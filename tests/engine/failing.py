@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.batch import ScheduledBatch
-from inflight.core.config import SchedulerConfig
 from inflight.core.ports import Engine
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response, Result, merge_responses
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.schedule.batch import ScheduledBatch
+from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
 from inflight.errors import StepFailed
@@ -81,7 +81,7 @@ class Saboteur:
         raise Fault("on command")
 
 
-def spoil(engine: TorchEngine, guilty_id: int, num_tokens: int) -> None:
+def spoil(engine: TorchEngine, faulty_id: int, num_tokens: int) -> None:
     """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
     original, slots = engine._forward, engine._decoding._slots
 
@@ -89,8 +89,8 @@ def spoil(engine: TorchEngine, guilty_id: int, num_tokens: int) -> None:
         logits, context = original(batch, hidden)
         for row, slot in enumerate(batch.sampled_slots()):
             found = slots.requests[slot]
-            is_guilty = found is not None and found.request.request_id == guilty_id
-            if is_guilty and engine._slots.num_tokens[slot] > num_tokens:
+            is_faulty = found is not None and found.request.request_id == faulty_id
+            if is_faulty and engine._slots.num_tokens[slot] > num_tokens:
                 logits = logits.clone()  # those that the engine made are its own
                 logits[row] = torch.nan
         return logits, context
@@ -104,7 +104,7 @@ def serve_through_faults(
     requests: Sequence[Request],
     saboteur: Saboteur | None = None,
     period: int = 7,
-    guilty_id: int | None = None,
+    faulty_id: int | None = None,
 ) -> dict[tuple[int, int], Result]:
     """Every sequence's whole result, by request id and sequence index.
 
@@ -115,7 +115,7 @@ def serve_through_faults(
         saboteur: If there is one, armed at the start and every `period` iterations, until a batch of several
             requests has failed: one that fails alone is ended.
         period: In iterations.
-        guilty_id: The one request that ends with an error, by its own fault.
+        faulty_id: The one request that ends with an error, by its own fault.
     """
     server = _FaultyServer(engine, config, saboteur)
     responses: dict[tuple[int, int], list[Response]] = {}
@@ -128,12 +128,12 @@ def serve_through_faults(
             break
         for response in new:
             if response.error is not None:
-                assert response.request_id == guilty_id, response.error
+                assert response.request_id == faulty_id, response.error
                 errors.append(response.error)
                 continue
             responses.setdefault((response.request_id, response.sequence_index), []).append(response)
     assert server.scheduler.num_active == 0
-    assert len(errors) == (guilty_id is not None)
+    assert len(errors) == (faulty_id is not None)
     return {key: merge_responses(found).result for key, found in responses.items()}
 
 
@@ -176,7 +176,7 @@ class _FaultyServer:
         num_requests = len({self._of_slot[slot] for slot in rows if slot in self._of_slot})
         if self._saboteur and self.wants_fault and not self._saboteur.is_armed and num_requests > 1:
             limits = self._engine.limits
-            has_several = limits.num_micro_batches > 1 or limits.runs_ahead
+            has_several = limits.num_micro_batches > 1 or limits.overlaps_iterations
             self._saboteur.arm(batch if has_several else None)
             self._armed_for = batch
 

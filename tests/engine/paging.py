@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from inflight.core.batch import EngineLimits
+from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.decoder import Decoder

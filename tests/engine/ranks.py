@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.response import Result
+from inflight.core.request.response import Result
 from inflight.engine.torch import TorchEngineConfig
 from inflight.testing.thread_ranks import ThreadRanks
 from tests.engine.serving import Served, to_torch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inflight.core.batch import BeamCandidates, BeamGroup, BeamMove
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.schedule.batch import BeamGroup, BeamMove
 
 if TYPE_CHECKING:
     from tests.engine.driver import Row

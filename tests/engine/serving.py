@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from inflight.core.batch import ScheduledBatch
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.ports import Engine
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response, Result, merge_responses
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.stop import StopReason, StopSignal
+from inflight.core.request.tensor import FloatTensor
+from inflight.core.schedule.batch import ScheduledBatch
+from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import StopReason, StopSignal
-from inflight.core.tensor import FloatTensor
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 
 CHUNK_TOKENS = 32

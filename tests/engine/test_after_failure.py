@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.batch import BeamMove, ContextChunk, ScheduledBatch
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.response import Result
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.response import Result
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch
 from inflight.decoding import decoding as decoding_module
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch import engine as engine_module
@@ -131,7 +131,7 @@ def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], Result]:
 def test_tokens_are_those_of_an_undisturbed_run(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler tries halves of a failed batch apart; none of them is guilty of anything."""
+    """The scheduler tries halves of a failed batch apart; none of them is faulty of anything."""
     model = zoo[CASE]
     engine = load(model.folder, 100, 7, kernels=kernels)
     part, name, after, skipped = STAGES[stage]
@@ -303,9 +303,9 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo) -> None:
     requests = make_requests(model)[:4]
     engine = load(model.folder, 100, 7)
     expected = serve_through_faults(engine, CONFIG, requests)
-    guilty = requests[1]
-    spoil(engine, guilty.request_id, num_tokens=25)
-    served = serve_through_faults(engine, CONFIG, requests, guilty_id=guilty.request_id)
-    assert served.keys() == expected.keys() - {(guilty.request_id, 0)}
+    faulty = requests[1]
+    spoil(engine, faulty.request_id, num_tokens=25)
+    served = serve_through_faults(engine, CONFIG, requests, faulty_id=faulty.request_id)
+    assert served.keys() == expected.keys() - {(faulty.request_id, 0)}
     for key, result in served.items():
         assert_same(result, expected[key])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.testing.make_model import Shape, make_model
 from tests.engine.driver import Driver, Row, alone, load_engine

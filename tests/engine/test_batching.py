@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention_plan import plan_attention
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.distributed.mapping import Mapping
 from inflight.engine.torch import TorchEngineConfig
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.engine import _find_capture
+from inflight.ranks.mapping import Mapping
 
 CUDA = torch.device("cuda")
 

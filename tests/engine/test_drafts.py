@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and

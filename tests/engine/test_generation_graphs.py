@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from inflight.core.batch import ScheduledBatch
+from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.generation_graphs import GenerationGraphs, graph_bytes, recorded_sizes
 from tests.engine.driver import Driver, load_engine

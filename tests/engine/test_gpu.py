@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import check_attention
@@ -210,11 +210,11 @@ def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling:
     """Nor for a stream: only for the tokens' arrival, which is no synchronization by torch's count."""
     model = zoo["llama-gqa"]
     answers = []
-    for feeds_itself in (False, True):
+    for samples_on_device in (False, True):
         driver = Driver(_load_graphed(model))
         rows = [driver.start(model.prompt(9, seed), SamplingConfig(**sampling)) for seed in range(3)]
         driver.step(dict.fromkeys(rows, 9))
-        if not feeds_itself:
+        if not samples_on_device:
             for _ in range(6):
                 driver.step(generation=rows)
             answers.append([row.generated[1:] for row in rows])
@@ -223,7 +223,7 @@ def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling:
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(6):
-                batch = replace(driver.batch({}, rows), feeds_itself=True)
+                batch = replace(driver.batch({}, rows), samples_on_device=True)
                 begun.append((batch, driver.engine.forward(batch)))
                 for row in rows:
                     row.num_computed += 1

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.decoding.usable import find_peaks
+from inflight.decoding.nan_check import find_peaks
 from inflight.engine.torch import TorchEngine, TorchEngineConfig, load_decoder
 from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.packing import Packer, quantize
 from inflight.errors import ConfigError
 from inflight.testing.make_model import Shape, make_model
 from inflight.testing.thread_ranks import ThreadRanks
-from tests.distributed.requests import CONFIG, ENGINE, answers, make_requests
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.serving import Served, serve
 from tests.models.zoo import Zoo
+from tests.ranks.requests import CONFIG, ENGINE, answers, make_requests
 
 TOLERANCE = 1e-4
 PROMPT = tuple(range(5, 40))

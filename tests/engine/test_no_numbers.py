@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, load_engine
 from tests.engine.failing import serve_through_faults
@@ -79,7 +79,7 @@ def test_requests_beside_it_are_answered_as_without_it(
     ]
     engine = load(overflowing, 40, 6, kernels=kernels, dtype=dtype)
     config = config_of("chunked", max_beam_width=2)
-    served = serve_through_faults(engine, config, requests, guilty_id=1)
+    served = serve_through_faults(engine, config, requests, faulty_id=1)
     expected = serve_through_faults(engine, config, [requests[0], *requests[2:]])
     assert served.keys() == expected.keys()
     if kernels == "native" or dtype == "float32":  # torch's products in bfloat16 depend on a batch's shape

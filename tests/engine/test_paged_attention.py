@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 from inflight.engine.torch.attention import GATHERING
 from inflight.engine.torch.attention_check import CannotAttend, check_attention

@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 import torch
 
-from inflight.core.batch import ContextDetails
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason
-from inflight.distributed.vitals import NEVER
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import ContextDetails
 from inflight.errors import StepFailed, Unavailable
+from inflight.ranks.failure_detector import NEVER
 from tests.engine import test_served_beams as beams
 from tests.engine import test_served_controls as controls
 from tests.engine import test_served_details as details
@@ -234,7 +234,7 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
         sampler = next(stage for stage in engine.stages if stage._decoding is not None)
         spoil(sampler, requests[1].request_id, num_tokens=38)
         served = serve_through_faults(
-            engine, config_of("chunked"), requests, guilty_id=requests[1].request_id
+            engine, config_of("chunked"), requests, faulty_id=requests[1].request_id
         )
         assert engine.failures == []
     assert served.keys() == expected.keys() - {(requests[1].request_id, 0)}

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from tests.engine.serving import WAYS, config_of, load, serve
 from tests.models.zoo import Zoo, ZooModel
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument
 from tests.decoding.factories import floats
 from tests.decoding.test_extremes import extreme_request
@@ -66,14 +66,14 @@ def answers(served: Served, requests: list[Request]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_it_is_their_own_error(zoo: Zoo, sampling: str, kernels: str | None) -> None:
     model, others = zoo["llama-gqa"], innocent(zoo["llama-gqa"])
-    guilty = dict(enumerate(BANS))
-    requests = [impossible(model, number, ban, sampling) for number, ban in guilty.items()]
+    faulty = dict(enumerate(BANS))
+    requests = [impossible(model, number, ban, sampling) for number, ban in faulty.items()]
     mixed = [each for pair in zip(requests, others) for each in pair] + others[len(requests) :]
     engine = load(model.folder, 60, 8, kernels=kernels)
     alone = serve(engine, config_of("no-evict"), others)
-    together = serve(engine, config_of("no-evict"), mixed, may_fail=guilty)
+    together = serve(engine, config_of("no-evict"), mixed, may_fail=faulty)
     assert answers(together, others) == answers(alone, others)
-    for number, ban in guilty.items():
+    for number, ban in faulty.items():
         error = together.errors[number]
         assert type(error) is InvalidArgument
         assert str(error).startswith(f"{ban} must leave a token that may come next, got every token banned")
@@ -140,10 +140,10 @@ def test_a_device_that_runs_ahead_has_fed_itself_by_then(zoo: Zoo) -> None:
     """The second batch is in flight when the first one's answer is that there is none."""
     model = zoo["llama-gqa"]
     engine = load_paged(model.folder)
-    engine.limits = replace(engine.limits, runs_ahead=True)
-    guilty = impossible(model, 0, "bad_words_list", "top_k")
+    engine.limits = replace(engine.limits, overlaps_iterations=True)
+    faulty = impossible(model, 0, "bad_words_list", "top_k")
     other = Request(1, model.prompt(9), 12)
-    served = serve(engine, config_of("no-evict"), [guilty, other], may_fail=(0,))
+    served = serve(engine, config_of("no-evict"), [faulty, other], may_fail=(0,))
     assert served.most_in_flight == 2
     assert type(served.errors[0]) is InvalidArgument
     assert served.tokens(1) == model.greedy(model.prompt(9), 12)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import BeamMove, ContextChunk, ScheduledBatch, SlotStart
-from inflight.core.request import Request
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch, SlotStart
 from inflight.engine.torch.void_slots import VoidSlots
 
 

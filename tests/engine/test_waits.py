@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.decoding.transfer import to_host, upload
 from inflight.engine.torch.attention import GATHERING
 from tests.engine.driver import Driver, load_engine

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import attention_plan
 from inflight.engine.torch.windows import AttentionWindow, layer_windows
 from inflight.errors import ConfigError

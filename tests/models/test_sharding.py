@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.distributed.mapping import Mapping
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, load_weights, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
+from inflight.ranks.mapping import Mapping
 from tests.models.zoo import Zoo
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from queue import Queue
 
 import pytest
 
-from inflight.open_mpi import find_mpirun
+from inflight.ranks.open_mpi import find_mpirun
 from inflight.server import belongings, mpirun
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve

@@ -6,13 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from inflight.core.batch import ScheduledBatch
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.metrics import MetricsSnapshot
-from inflight.core.request import IterationInput
-from inflight.core.response import Response, Result
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.request.request import IterationInput
+from inflight.core.request.response import Response, Result
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import FinishReason
 
 from .blame import Flight
 from .cache_oracle import CacheOracle

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inflight.core.beam_search import Hypothesis
-from inflight.core.request import Request
-from inflight.core.response import Result, TopLogProbs
-from inflight.core.stop import FinishReason
+from inflight.core.request.beam_search import Hypothesis
+from inflight.core.request.request import Request
+from inflight.core.request.response import Result, TopLogProbs
+from inflight.core.request.stop import FinishReason
 from inflight.testing.fake_engine import expected_beam_steps, expected_logits, expected_tokens
 from inflight.testing.fake_model import describe_tokens, log_softmax
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, log2
 
-from inflight.core.batch import ModelOutput, ScheduledBatch
-from inflight.core.llm_request import LlmRequest, RequestState
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.errors import InflightError, StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeLogits
 
@@ -92,7 +92,7 @@ class Blame:
         culprits = {
             row.request_id
             for row in flight.rows
-            if row.next_position > breakdowns.guilty.get(row.request_id, row.next_position)
+            if row.next_position > breakdowns.faulty.get(row.request_id, row.next_position)
         }
         if batch.iteration in breakdowns.unusable:
             flight.planned_error = NO_USE
@@ -116,11 +116,11 @@ class Blame:
         return requests
 
     def check(self) -> None:
-        """At the end: the guilty ones did not take more than their share of iterations with them."""
+        """At the end: the faulty ones did not take more than their share of iterations with them."""
         halvings = ceil(log2(self._most_suspects))
         planned = self._num_by_chance + len(self._scenario.breakdowns.unusable)
         most = planned + len(self._culprits) * (2 * halvings + 2)
         # Behind a batch that fails another one is in flight already, and perhaps one that goes on from that one.
         assert self.num_failed <= most * (2 * self._scenario.depth - 1), (
-            f"{self.num_failed} iterations failed for {len(self._culprits)} guilty requests"
+            f"{self.num_failed} iterations failed for {len(self._culprits)} faulty requests"
         )

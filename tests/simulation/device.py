@@ -1,8 +1,8 @@
 """A fake engine that fails when it is told to, somewhere between the first delta and the last token.
 
 What it does then is chosen at random: it may have heard nothing, a part or all of the batch. Mostly it forgets the
-batch's slots, as `core/batch.py` has it; but one that had computed everything when it failed may as well carry on
-with what it has, and answer a batch that was in flight behind as if nothing had happened.
+batch's slots, as `core/schedule/batch.py` has it; but one that had computed everything when it failed may as well
+carry on with what it has, and answer a batch that was in flight behind as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 from enum import Enum, auto
 
-from inflight.core.batch import EngineLimits, ScheduledBatch
+from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
 
 

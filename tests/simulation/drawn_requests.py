@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from inflight.core.output_config import OutputConfig
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import expected_tokens
 from inflight.testing.fake_model import PLAIN
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from inflight.core.request import Request
-from inflight.core.response import Response, Result, merge_responses
-from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason
 from inflight.errors import InvalidArgument, Unavailable
 
 from .alone import Expected, compare_context, compare_outputs, search_alone, sequence_alone

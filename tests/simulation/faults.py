@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.batch import ScheduledBatch
-from inflight.core.isolation import Isolation
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.recovery import Recovery
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.recover.isolation import Isolation
+from inflight.core.recover.recovery import Recovery
+from inflight.core.schedule.batch import ScheduledBatch
 from tests.simulation.faults_of_batches import (
     copy_of_nothing,
     move_to_the_wrong_parent,
@@ -95,7 +95,7 @@ def blamed_for_what_failed_before(patch: Patch) -> None:
 
 
 def guilty_blocks_still_found(patch: Patch) -> None:
-    patch.setattr(KvCacheManager, "distrust", lambda *_: None)
+    patch.setattr(KvCacheManager, "unpublish", lambda *_: None)
 
 
 FAULTS = (

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 import inflight.core.outcomes as outcomes
-from inflight.core.batch import BeamMove, ModelOutput, ScheduledBatch
-from inflight.core.llm_request import LlmRequest
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.schedule.batch import BeamMove, ModelOutput, ScheduledBatch
+from inflight.core.schedule.slots import Slots
 from inflight.core.scheduler import Scheduler
-from inflight.core.slots import Slots
 
 Patch = pytest.MonkeyPatch
 

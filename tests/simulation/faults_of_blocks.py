@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-import inflight.core.block_keys as block_keys
-from inflight.core.block_heap import BlockHeap
-from inflight.core.block_keys import ROOT_SCOPE
-from inflight.core.block_pool import BlockPool
+import inflight.core.kv.block_keys as block_keys
 from inflight.core.endings import Endings
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.running import Running
+from inflight.core.kv.block_heap import BlockHeap
+from inflight.core.kv.block_keys import ROOT_SCOPE
+from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.schedule.running import Running
 
 Patch = pytest.MonkeyPatch
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 import inflight.core.scheduler as scheduler_module
-from inflight.core.admission import Admission
-from inflight.core.capacity_scheduler import GuaranteedNoEvict, MaxUtilization
-from inflight.core.deadlines import Deadlines
-from inflight.core.llm_request import LlmRequest, RequestGroup
-from inflight.core.micro_batch_scheduler import MicroBatchScheduler
+from inflight.core.request.llm_request import LlmRequest, RequestGroup
+from inflight.core.schedule.admission import Admission
+from inflight.core.schedule.capacity_scheduler import GuaranteedNoEvict, MaxUtilization
+from inflight.core.schedule.deadlines import Deadlines
+from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
+from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.core.scheduler import Scheduler
-from inflight.core.waiting_queue import WaitingQueue
 from tests.simulation.faults_of_batches import change_batches
 
 Patch = pytest.MonkeyPatch
@@ -162,11 +162,11 @@ def micro_batches_without_numbers(patch: Patch) -> None:
 
 
 def feeding_whoever_it_is(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_feeds_itself", lambda scheduler, _: scheduler._runs_ahead)
+    patch.setattr(Scheduler, "_samples_on_device", lambda scheduler, _: scheduler._overlaps_iterations)
 
 
 def feeding_itself_untold(patch: Patch) -> None:
-    change_batches(patch, lambda batch: dataclasses.replace(batch, feeds_itself=False))
+    change_batches(patch, lambda batch: dataclasses.replace(batch, samples_on_device=False))
 
 
 def not_waited_for_before_a_pause(patch: Patch) -> None:

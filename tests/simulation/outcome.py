@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from inflight.core.batch import ModelOutput, ScheduledBatch
-from inflight.core.response import Response
-from inflight.core.stop import FinishReason
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 
 
 @dataclass

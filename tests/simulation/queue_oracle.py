@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.request import Request
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.request.request import Request
+from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
 
 from .cache_oracle import CacheOracle
@@ -155,15 +155,15 @@ class QueueOracle:
     # ---------------------------------------------------------------- who starts
 
     def _watched_admit(
-        self, claimed_blocks: int, on_trial: Collection[int]
+        self, claimed_blocks: int, retrying: Collection[int]
     ) -> Iterator[tuple[LlmRequest, int]]:
         policy = self._config.policy
         is_closed = policy is CapacitySchedulerPolicy.STATIC_BATCH and bool(self._scheduler.running_sequences)
         if policy is not CapacitySchedulerPolicy.MAX_UTILIZATION:
             assert claimed_blocks == 0, "blocks were claimed that reservations cover"
-        for llm_request, num_reused in self._admit(claimed_blocks, on_trial):
+        for llm_request, num_reused in self._admit(claimed_blocks, retrying):
             assert not (is_closed and _is_new(llm_request)), "a static batch was joined"
-            self._check_turn(llm_request, on_trial)
+            self._check_turn(llm_request, retrying)
             if llm_request.key not in self._started:
                 self._started.add(llm_request.key)
                 self._present[llm_request.key] = llm_request
@@ -171,22 +171,22 @@ class QueueOracle:
                 self.shares.charge(llm_request)
             self._cache.admitted(llm_request, num_reused)
             yield llm_request, num_reused
-        self._check_end(claimed_blocks, on_trial, is_closed)
+        self._check_end(claimed_blocks, retrying, is_closed)
 
-    def _check_turn(self, llm_request: LlmRequest, on_trial: Collection[int]) -> None:
-        assert not on_trial or llm_request.request_id in on_trial, "only those on trial may start"
+    def _check_turn(self, llm_request: LlmRequest, retrying: Collection[int]) -> None:
+        assert not retrying or llm_request.request_id in retrying, "only those being retried may start"
         for other in self._waiting():
             if other is llm_request or not self._precedes(other, llm_request):
                 continue
-            excused = on_trial and other.request_id not in on_trial
+            excused = retrying and other.request_id not in retrying
             assert excused or self._is_delayed(other), (
                 f"request {other.request_id} was overtaken by request {llm_request.request_id}"
             )
 
-    def _check_end(self, claimed_blocks: int, on_trial: Collection[int], is_closed: bool) -> None:
+    def _check_end(self, claimed_blocks: int, retrying: Collection[int], is_closed: bool) -> None:
         waiting = self._waiting()
         self._cache.check_promises(waiting)
-        allowed = [r for r in waiting if not on_trial or r.request_id in on_trial]
+        allowed = [r for r in waiting if not retrying or r.request_id in retrying]
         undelayed = [r for r in allowed if not self._is_delayed(r)]
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import ceil
 
-from inflight.core.batch import EngineLimits
-from inflight.core.config import ContextChunkingPolicy, SchedulerConfig
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.micro_batch_scheduler import MicroBatch
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 from inflight.core.scheduler import Scheduler
 
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from inflight.core.batch import EngineLimits
-from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
-from inflight.core.request import IterationInput, Request
-from inflight.core.stop import StopReason, StopSignal
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.stop import StopReason, StopSignal
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 
 from .drawn_requests import Habits, draw_habits, draw_requests
 
@@ -35,15 +35,15 @@ class Breakdowns:
     Attributes:
         transient: Iterations whose batch fails, whatever is in it.
         unusable: Iterations in which the device says itself that it is no use.
-        guilty: Requests whose rows make a batch fail, from the one that computes this position on.
+        faulty: Requests whose rows make a batch fail, from the one that computes this position on.
     """
 
     transient: frozenset[int] = frozenset()
     unusable: frozenset[int] = frozenset()
-    guilty: Mapping[int, int] = field(default_factory=dict)
+    faulty: Mapping[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.transient or self.unusable or self.guilty)
+        return bool(self.transient or self.unusable or self.faulty)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Scenario:
 
     def pipelined(self, num_micro_batches: int) -> Scenario:
         """The same on a device of so many pipeline stages."""
-        limits = replace(self.limits, num_micro_batches=num_micro_batches, runs_ahead=False)
+        limits = replace(self.limits, num_micro_batches=num_micro_batches, overlaps_iterations=False)
         return replace(self, limits=limits)
 
     def in_turn(self) -> Scenario:
@@ -74,7 +74,7 @@ class Scenario:
 
     def ahead(self) -> Scenario:
         """The same on a device that feeds itself."""
-        return replace(self, limits=replace(self.limits, num_micro_batches=1, runs_ahead=True))
+        return replace(self, limits=replace(self.limits, num_micro_batches=1, overlaps_iterations=True))
 
     def undemanding(self) -> Scenario:
         """The same with requests that never wait for the host."""
@@ -84,7 +84,7 @@ class Scenario:
     @property
     def depth(self) -> int:
         """Most batches in flight."""
-        return self.limits.num_micro_batches + self.limits.runs_ahead
+        return self.limits.num_micro_batches + self.limits.overlaps_iterations
 
     @property
     def is_pipelined(self) -> bool:
@@ -130,7 +130,7 @@ def draw(seed: int) -> Scenario:
     config = _draw_config(rng, limits, requests)
     return Scenario(
         seed,
-        replace(limits, runs_ahead=rng.choice([False, False, True])),
+        replace(limits, overlaps_iterations=rng.choice([False, False, True])),
         config,
         arrivals,
         stops,
@@ -190,9 +190,9 @@ def _draw_breakdowns(rng: random.Random, requests: list[Request]) -> Breakdowns:
         return Breakdowns()
     transient = rng.sample(range(25), rng.choice([0, 2, 4]))
     unusable = rng.sample(range(40), rng.choice([0, 0, 0, 1]))
-    guilty = rng.sample(requests, rng.choice([0, 1, 1, min(2, len(requests))]))
+    faulty = rng.sample(requests, rng.choice([0, 1, 1, min(2, len(requests))]))
     return Breakdowns(
         frozenset(transient),
         frozenset(unusable),
-        {r.request_id: rng.choice([0, rng.randrange(r.max_kv_tokens)]) for r in guilty},
+        {r.request_id: rng.choice([0, rng.randrange(r.max_kv_tokens)]) for r in faulty},
     )

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from inflight.core.llm_request import LlmRequest
-from inflight.core.request import IterationInput
-from inflight.core.response import Response
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.request.request import IterationInput
+from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed
 
@@ -74,7 +74,7 @@ class SimulatedServer:
         flight = self._schedule()
         is_full = len(self._in_flight) == self.scenario.depth > 1
         self.outcome.num_full_pipelines += is_full and self.scenario.is_pipelined
-        self.outcome.num_ahead += is_full and self.scenario.limits.runs_ahead
+        self.outcome.num_ahead += is_full and self.scenario.limits.overlaps_iterations
         for _ in range(self.scenario.limits.num_due(len(self._in_flight), flight and flight.batch)):
             self._come_back(self._in_flight.popleft())
         if was_active or inputs.new_requests:
@@ -145,7 +145,7 @@ class SimulatedServer:
         """Who ran `before`, with so many tokens in flight, and did not stay, was the right one to be paused."""
         paused = [place for place, (r, _) in enumerate(before) if r.key not in stayed]
         self.accounts.scheduled(len(paused))
-        assert not (paused and self._in_flight and self.scenario.limits.runs_ahead), (
+        assert not (paused and self._in_flight and self.scenario.limits.overlaps_iterations), (
             "it may be another's turn"
         )
         for place in paused:
@@ -158,7 +158,7 @@ class SimulatedServer:
                 assert ranks[0] < ranks[1], "somebody of less worth, or who started later, goes on"
 
     def _run(self, flight: Flight) -> None:
-        may_be_late = self.scenario.is_pipelined or flight.batch.feeds_itself
+        may_be_late = self.scenario.is_pipelined or flight.batch.samples_on_device
         is_early = flight.planned_error and not (may_be_late and self._device.breaks_down_late())
         with _failures_kept(flight):
             if is_early:
@@ -191,7 +191,7 @@ class SimulatedServer:
 
     def _fail(self, flight: Flight, error: InflightError) -> None:
         convicted = self.blame.failed(flight, behind=self._in_flight)
-        # What a guilty request's blocks hold may be what fails: nobody is to find them any more.
+        # What a faulty request's blocks hold may be what fails: nobody is to find them any more.
         self.cache.is_complete &= not convicted
         kv_cache = self.scheduler.kv_cache
         suspicious = [
@@ -202,7 +202,7 @@ class SimulatedServer:
             if kv_cache.pool.is_held_once(block_id)
         ]
         responses = self.scheduler.fail(flight.batch, error)
-        assert not kv_cache.pool._contents.keys() & set(suspicious), "a guilty request's blocks can be found"
+        assert not kv_cache.pool._contents.keys() & set(suspicious), "a faulty request's blocks can be found"
         self._answered(responses)
 
     def _answered(self, responses: list[Response]) -> None:

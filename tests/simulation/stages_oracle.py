@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from inflight.core.batch import EngineLimits
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.request import Request
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 
 from .blame import Flight
@@ -19,7 +19,7 @@ class StagesOracle:
     def __init__(self, scheduler: Scheduler, limits: EngineLimits) -> None:
         self._scheduler = scheduler
         self._num_stages = limits.num_micro_batches
-        self._runs_ahead = limits.runs_ahead
+        self._overlaps_iterations = limits.overlaps_iterations
         self._num_batches = 0
 
     def check(self, flight: Flight, ahead: Sequence[Flight]) -> None:
@@ -46,9 +46,9 @@ class StagesOracle:
         """It feeds itself if it can, and if not, nothing is made before it is back."""
         sampled = set(flight.batch.sampled_slots())
         waits = [r for r in flight.rows if sampled.intersection(r.slots) and _waits_for_host(r.request)]
-        assert flight.batch.feeds_itself == (self._runs_ahead and not waits)
-        if self._runs_ahead:
-            assert len(ahead) < 2 and all(other.batch.feeds_itself for other in ahead)
+        assert flight.batch.samples_on_device == (self._overlaps_iterations and not waits)
+        if self._overlaps_iterations:
+            assert len(ahead) < 2 and all(other.batch.samples_on_device for other in ahead)
 
 
 def _waits_for_host(request: Request) -> bool:

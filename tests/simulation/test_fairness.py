@@ -12,10 +12,10 @@ from itertools import combinations
 
 import pytest
 
-from inflight.core.batch import EngineLimits
-from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 
 from .drawn_requests import draw_tokens
 from .queue_oracle import cost_of

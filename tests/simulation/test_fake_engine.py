@@ -7,7 +7,11 @@ from array import array
 
 import pytest
 
-from inflight.core.batch import (
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import (
     BeamGroup,
     BeamMove,
     ContextChunk,
@@ -16,10 +20,6 @@ from inflight.core.batch import (
     ScheduledBatch,
     SlotStart,
 )
-from inflight.core.output_config import OutputConfig
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import Request
-from inflight.core.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import (
     FakeEngine,
     expected_beam_steps,

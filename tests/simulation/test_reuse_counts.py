@@ -12,13 +12,13 @@ from collections.abc import Hashable
 
 import pytest
 
-from inflight.core.batch import EngineLimits
-from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
-from inflight.core.output_config import OutputConfig
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import Request
-from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import EngineLimits
+from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.testing.fake_model import PLAIN
 
 from .drawn_requests import draw_tokens
@@ -59,7 +59,7 @@ def draw_family(seed: int) -> Scenario:
         enable_chunked_context=True,
         context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
     )
-    limits = EngineLimits(VOCAB_SIZE, 100, slots, 2000, size, runs_ahead=rng.choice([False, True]))
+    limits = EngineLimits(VOCAB_SIZE, 100, slots, 2000, size, overlaps_iterations=rng.choice([False, True]))
     return Scenario(seed, limits, config, arrivals, {})
 
 

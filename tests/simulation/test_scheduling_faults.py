@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 import inflight.core
-from inflight.core.admission import Admission
-from inflight.core.batch_builder import BatchBuilder
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.llm_request import LlmRequest
-from inflight.core.micro_batch_scheduler import MicroBatchScheduler
-from inflight.core.running import Running
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.schedule.admission import Admission
+from inflight.core.schedule.batch_builder import BatchBuilder
+from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
+from inflight.core.schedule.running import Running
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed
 from inflight.testing.fake_engine import FakeEngine
@@ -196,14 +196,14 @@ class Defect:
         site: Which method.
         is_late: Whether it does what it has to do before it raises.
         run: Where.
-        guilty: The request.
+        faulty: The request.
         position: From this position of its next token on.
     """
 
-    def __init__(self, site: str, is_late: bool, run: Run, guilty: int, position: int) -> None:
+    def __init__(self, site: str, is_late: bool, run: Run, faulty: int, position: int) -> None:
         self._owner, self._name, self._about = SITES[site]
         self._original = getattr(self._owner, self._name)
-        self._is_late, self._run, self._guilty, self._position = is_late, run, guilty, position
+        self._is_late, self._run, self._guilty, self._position = is_late, run, faulty, position
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace the method."""
@@ -233,13 +233,13 @@ def test_the_request_that_makes_schedule_raise_ends_and_nobody_else(site, is_lat
     for seed in range(100):
         scenario = scenario_of(seed)
         rng = random.Random(seed)
-        guilty = rng.choice([i for i in scenario.requests if i not in scenario.invalid] or [0])
+        faulty = rng.choice([i for i in scenario.requests if i not in scenario.invalid] or [0])
         run = Run(scenario)
-        defect = Defect(site, is_late, run, guilty, position=rng.choice([0, rng.randrange(20)]))
+        defect = Defect(site, is_late, run, faulty, position=rng.choice([0, rng.randrange(20)]))
         with pytest.MonkeyPatch.context() as monkeypatch:
             defect.plant(monkeypatch)
             outcome = run.to_the_end()
-        assert outcome.convicted <= {guilty}
+        assert outcome.convicted <= {faulty}
         num_convicted += len(outcome.convicted)
         num_crowded += run.num_crowded
     assert num_convicted > 10 and num_crowded > 7, (num_convicted, num_crowded)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from inflight.core.description import EngineDescription
+from inflight.config import Parameters, Role, read_parameters
 from inflight.core.ports import Outbox, SendResponseCallback
-from inflight.core.request import ModelLimits, Request
-from inflight.core.response import Response, Result
-from inflight.core.stop import FinishReason, StopReason
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.response import Response, Result
+from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
+from inflight.serving.completion_text import CompletionText
 from inflight.testing.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
 from inflight.triton.client_stream import ClientStream
-from inflight.triton.completion_text import CompletionText
 from inflight.triton.in_flight import InFlightRequest
-from inflight.triton.parameters import Parameters, Role, read_parameters
 from inflight.triton.reply import PromptReply, Reply
 from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader

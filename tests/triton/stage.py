@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from inflight.core.response import Response
-from inflight.core.stop import FinishReason
+from inflight.config import Role
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
-from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
-from inflight.triton.parameters import Role
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import FakeEngineClient, make_description, make_parameters, make_result
 from tests.triton.letters import letter_tokenizer

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from inflight.core.stop import FinishReason
+from inflight.core.request.stop import FinishReason
+from inflight.serving.background import NICENESS, give_way
+from inflight.serving.response_size import ResponseBudget
 from inflight.testing.fake_pb_utils import FakePbUtils, ResponseSender
-from inflight.triton.background import NICENESS, give_way
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.in_flight import InFlight
-from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
 from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response

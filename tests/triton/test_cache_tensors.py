@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import Request
-from inflight.core.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
+from inflight.serving.text_encoder import NoText
 from inflight.triton.requests import convert
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.text_encoder import NoText
 from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from inflight.core.stop import StopReason
+from inflight.core.request.stop import StopReason
 from inflight.testing.fake_pb_utils import ResponseSender
 from inflight.triton.cancellation import CancellationWatch, CancellationWatcher
 from inflight.triton.in_flight import Ending, InFlight

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from inflight.triton.client_lanes import NOBODY, ClientLanes
+from inflight.serving.client_lanes import NOBODY, ClientLanes
 
 WAIT_S = 30
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inflight.core.response import Result, TopLogProbs
-from inflight.core.stop import FinishReason
-from inflight.core.tensor import FloatTensor
+from inflight.core.request.response import Result, TopLogProbs
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.tensor import FloatTensor
 from inflight.errors import Unsupported
+from inflight.serving.completion_text import CompletionText, TextDelta, TokenizerFinder, cut
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.completion_text import CompletionText, TextDelta, TokenizerFinder, cut
 from tests.text.tiny_tokenizers import NAMES, byte_ids, tokenizer
 from tests.triton.factories import make_beams, make_result
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer

@@ -8,8 +8,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from inflight.config import PARAMETERS, Parameters, is_filled, read_parameters
 from inflight.triton.config_pbtxt import MODELS, TEMPLATES, ModelSpec, render, write
-from inflight.triton.parameters import PARAMETERS, Parameters, is_filled, read_parameters
 from tests.triton import upstream_files
 from tests.triton.upstream_files import DOCUMENTED, fill_template
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from inflight.core.stop import StopReason
+from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
-from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
 from tests.text.tiny_tokenizers import tokenizer

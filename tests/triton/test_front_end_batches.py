@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from inflight.core.response import Response
-from inflight.core.stop import FinishReason, StopReason
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import ConfigError, Unavailable
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.testing.fake_pb_utils import TritonError
-from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from inflight.core.ports import SendResponseCallback
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.core.stop import StopReason
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopReason
 from inflight.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable
 from inflight.testing.fake_pb_utils import ResponseSender
 from inflight.triton.in_flight import Arrival, Ending, InFlight, InFlightRequest

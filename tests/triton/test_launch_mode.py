@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.triton.launch_mode import LaunchMode, find_launch_mode
+from inflight.ranks.launch_mode import LaunchMode, find_launch_mode
 from tests.triton.factories import make_parameters
 
 TOGETHER = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from inflight.core.stop import StopReason
+from inflight.core.request.stop import StopReason
 from inflight.errors import InvalidArgument
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.text_limits import MAX_WORDS, MAX_WORDS_BYTES, check_texts

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.core.metrics import TOKENS, Histogram, ServiceMetrics
-from inflight.core.stats import IterationStats, MemoryUsage, StaticBatchStats
-from inflight.core.stop import FinishReason
+from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
+from inflight.core.report.stats import IterationStats, MemoryUsage, StaticBatchStats
+from inflight.core.request.stop import FinishReason
+from inflight.serving.memory import _torch_memory, measure_memory
 from inflight.testing.fake_metrics import FakeMetrics
 from inflight.testing.fake_pb_utils import FakePbUtils
-from inflight.triton.memory import _torch_memory, measure_memory
 from inflight.triton.metric_families import Courtesy, FamilyMaker, News, lengths_between
 from inflight.triton.metric_table import (
     COUNTERS,

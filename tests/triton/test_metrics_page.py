@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from inflight.core.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationStats, MemoryUsage
 from inflight.triton.metric_table import FAMILIES
 from inflight.triton.metrics_page import fill_in
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from inflight.config import Role
 from inflight.errors import ConfigError
 from inflight.triton.model_args import ModelArgs, read_model_args
-from inflight.triton.parameters import Role
 from tests.triton.factories import make_model_config
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from inflight.core.metrics import MetricsSnapshot
-from inflight.core.request import Request
-from inflight.core.stats import IterationStats, MemoryUsage
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.request.request import Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.supervisor import EngineWatch
 from inflight.errors import ConfigError, Unavailable
-from inflight.job import Job
 from inflight.processes import ProcessId
-from inflight.triton import orchestrator as orchestrator_module
-from inflight.triton.orchestrator import ModelControl, Orchestrator, Surroundings
+from inflight.ranks import orchestrator as orchestrator_module
+from inflight.ranks.job import Job
+from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
 from tests.endpoint.factories import Inbox
 from tests.triton.factories import make_parameters
 
@@ -68,14 +68,14 @@ class Control:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self.has_unloaded = threading.Event()
-        self.heir: Orchestrator | None = None
+        self.successor: Orchestrator | None = None
         self.heirs_guard = Guard()
 
     def unload(self) -> None:
         self.has_unloaded.set()
 
     def load(self) -> None:
-        self.heir = self._stage.make(guard=self.heirs_guard)
+        self.successor = self._stage.make(guard=self.heirs_guard)
 
 
 class Stage:
@@ -146,12 +146,12 @@ def test_a_lost_engine_is_started_for_the_models_next_process(stage: Stage):
     stage.ranks(guard)[0].signal(signal.SIGKILL)
     assert control.has_unloaded.wait(PATIENCE_S)
     engine.close()  # Triton ends the process as soon as it has no requests
-    assert guard.is_dismissed.is_set() and control.heir is not None
+    assert guard.is_dismissed.is_set() and control.successor is not None
     assert control.heirs_guard.launcher == guard.launcher
-    assert submit(control.heir.client).final().error is None
+    assert submit(control.successor.client).final().error is None
     heirs_ranks = stage.ranks(control.heirs_guard)
     assert len(heirs_ranks) == 2
-    control.heir.close()
+    control.successor.close()
     assert all(rank.wait(5) for rank in heirs_ranks) and not Path(guard.folder).exists()
 
 
@@ -177,15 +177,15 @@ def test_pauses_grow_from_process_to_process(stage: Stage):
 def test_an_heir_with_another_job_starts_ranks_of_its_own(stage: Stage):
     class Changed(Control):
         def load(self) -> None:
-            self.heir = self._stage.make(self.heirs_guard, fake_engine="vocab=50,step_us=0")
+            self.successor = self._stage.make(self.heirs_guard, fake_engine="vocab=50,step_us=0")
 
     guard, control = Guard(), Changed(stage)
     engine = stage.make(guard, control)
     stage.ranks(guard)[0].signal(signal.SIGKILL)
     assert control.has_unloaded.wait(PATIENCE_S)
     engine.close()
-    assert control.heir is not None
-    assert control.heir.client.describe().limits.vocab_size == 50
+    assert control.successor is not None
+    assert control.successor.client.describe().limits.vocab_size == 50
     assert guard.launcher is not None and guard.launcher.wait(5) and not Path(guard.folder).exists()
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.core.response import Response
+from inflight.core.request.response import Response
 from inflight.errors import StepFailed
-from inflight.triton.pacing import Pacing
+from inflight.serving.pacing import Pacing
 from tests.endpoint.factories import delta
 
 

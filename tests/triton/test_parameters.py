@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 
-from inflight.core.config import CapacitySchedulerPolicy, ContextChunkingPolicy
-from inflight.errors import ConfigError
-from inflight.triton.parameters import (
+from inflight.config import (
     PARAMETERS,
     Parameters,
     ParameterSpec,
@@ -16,6 +14,8 @@ from inflight.triton.parameters import (
     read_parameters,
     without_effect,
 )
+from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy
+from inflight.errors import ConfigError
 from tests.triton.factories import make_model_config, make_parameters
 
 UNBUILT = [spec for spec in PARAMETERS if spec.neutral is not None]

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.output_config import OutputConfig
-from inflight.core.response import PerfMetrics, Result, TopLogProbs
-from inflight.core.sampling_config import SamplingConfig
-from inflight.core.stop import FinishReason
-from inflight.core.tensor import FloatTensor
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.tensor import FloatTensor
+from inflight.serving.completion_text import CompletionText
 from inflight.text.stop_strings import StopStrings
-from inflight.triton.completion_text import CompletionText
 from inflight.triton.reply import AS_UPSTREAM, Output, PromptReply, Repetition, Reply
 from tests.triton.factories import make_beams, make_prompt, make_reply, make_result
 from tests.triton.letters import letter_tokenizer

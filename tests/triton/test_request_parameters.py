@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from inflight.core.request import Request
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Unsupported
+from inflight.serving.text_encoder import NoText
 from inflight.triton.request_parameters import (
     HARMLESS,
     NO_PARAMETERS,
@@ -17,7 +18,6 @@ from inflight.triton.request_parameters import (
 )
 from inflight.triton.requests import convert
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.text_encoder import NoText
 from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
 

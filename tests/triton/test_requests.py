@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from inflight.core.request import Request
+from inflight.core.request.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
+from inflight.serving.text_encoder import NoText
 from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext, convert, wants_stop
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.text_encoder import NoText
 from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import (
     ALL_OUTPUTS,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.core.output_config import OutputConfig
-from inflight.core.request import ExternalDraft, Request
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
 from inflight.errors import InvalidArgument, Unavailable
-from inflight.testing.fake_pb_utils import InferenceResponse, Tensor
-from inflight.triton.response_size import (
+from inflight.serving.response_size import (
     MAX_RESPONSE_BYTES,
     SMALL_BYTES,
     ResponseBudget,
     response_size,
 )
+from inflight.testing.fake_pb_utils import InferenceResponse, Tensor
 
 MIB = 1 << 20
 VOCABULARY = 1 << 18  # a row of logits is 1 MiB

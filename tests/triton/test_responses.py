@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.stop import FinishReason
+from inflight.core.request.stop import FinishReason
 from inflight.errors import (
     AlreadyExists,
     Cancelled,

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from inflight.core.response import Response
-from inflight.core.stop import FinishReason, StopReason
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import StepFailed, Unavailable
+from inflight.serving.completion_text import CompletionText
+from inflight.serving.response_size import ResponseBudget
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
 from inflight.text.stop_strings import StopStrings
-from inflight.triton.completion_text import CompletionText
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
 from inflight.triton.reply import Reply
-from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
 from tests.triton.factories import (

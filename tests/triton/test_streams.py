@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inflight.core.output_config import OutputConfig
-from inflight.core.response import PerfMetrics, Response, Result, TopLogProbs
-from inflight.core.stop import FinishReason
-from inflight.core.tensor import FloatTensor
-from inflight.triton.response_size import response_size
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.response import PerfMetrics, Response, Result, TopLogProbs
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.tensor import FloatTensor
+from inflight.serving.response_size import response_size
 from inflight.triton.tensor_spec import InStream, TensorSpec
 from inflight.triton.tensors import OUTPUTS
 from tests.triton.factories import (

@@ -18,7 +18,6 @@ from inflight.batch_manager.inputs import Inputs, LeadersInputs, OwnInputs
 from inflight.batch_manager.inspection import Inspections
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
 from inflight.batch_manager.send_window import SendWindow
-from inflight.core.batch import ModelOutput, ScheduledBatch
 from inflight.core.ports import (
     Engine,
     GetInferenceRequestsCallback,
@@ -28,8 +27,9 @@ from inflight.core.ports import (
     SendResponseCallback,
     WaitUntilSent,
 )
-from inflight.core.request import IterationInput
-from inflight.core.response import Response
+from inflight.core.request.request import IterationInput
+from inflight.core.request.response import Response
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed, Unavailable
 
@@ -112,7 +112,7 @@ class GptManager:
         self._work.set()
 
     def state(self, timeout_s: float) -> str:
-        """JSON of what the batcher is doing, for people: `core/state.py`, recent statistics, and what is stuck.
+        """JSON for people: the state of the batcher (`core/report/state.py`), recent statistics, what is stuck.
 
         Waits for the end of the iteration that runs, for at most `timeout_s`; if that does not come, the answer
         says so and has the stuck iteration too, and the state as that left it. Any thread but the loop's.

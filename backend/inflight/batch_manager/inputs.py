@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from inflight.core.ports import GetInferenceRequestsCallback, PollStopSignalCallback, Ranks
-from inflight.core.request import IterationInput, Request
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
-from inflight.core.stop import StopSignal
 
 
 class Inputs(Protocol):

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.watchdog import all_stacks
+from inflight.core.report.state import SchedulerState
+from inflight.core.report.stats import IterationStats
 from inflight.core.scheduler import Scheduler
-from inflight.core.state import SchedulerState
-from inflight.core.stats import IterationStats
 from inflight.errors import Unavailable
 
 _RECENT = 10

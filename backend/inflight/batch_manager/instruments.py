@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.batch_manager.watchdog import Watchdog
-from inflight.core.batch import ModelOutput, ScheduledBatch
-from inflight.core.metrics import MetricsSnapshot
 from inflight.core.ports import Recorder, ReturnMetricsCallback
-from inflight.core.request import IterationInput
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.request.request import IterationInput
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.core.stats import IterationStats, MemoryUsage
 from inflight.errors import InflightError
 
 

@@ -25,8 +25,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from inflight.core.batch import (
-    BeamCandidates,
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.request import IterationInput
+from inflight.core.schedule.batch import (
     ContextDetails,
     EngineLimits,
     ModelOutput,
@@ -34,8 +35,7 @@ from inflight.core.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.config import SchedulerConfig
-from inflight.core.request import IterationInput
+from inflight.core.schedule.config import SchedulerConfig
 from inflight.errors import ConfigError, InflightError
 from inflight.file_names import native
 

@@ -20,8 +20,8 @@ from typing import Any, TextIO
 import msgspec
 
 from inflight.batch_manager.recording import BadTrace, Begin, End, Header, Trace, make_begin
-from inflight.core.batch import ScheduledBatch
-from inflight.core.response import Response
+from inflight.core.request.response import Response
+from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, error_from_code
 

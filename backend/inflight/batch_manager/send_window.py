@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from inflight.core.ports import WaitUntilSent
-from inflight.core.response import Response
+from inflight.core.request.response import Response
 
 _SHARE = 0.3
 """Of the time between two windows, what the second one may take."""

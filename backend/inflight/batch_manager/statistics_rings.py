@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from inflight.core.stats import IterationStats, MemoryUsage, RequestStats, RequestStatsPerIteration
+from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStats, RequestStatsPerIteration
 
 _T = TypeVar("_T")
 

@@ -1,1 +1,1 @@
-"""Parts of the composition root `inflight.factory`: what parameters mean to each, and one rank among others."""
+"""Parts of the composition root `inflight.build`: what parameters mean to each, and one rank among others."""

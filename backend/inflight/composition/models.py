@@ -20,12 +20,12 @@ from inflight.file_names import native
 if TYPE_CHECKING:
     import torch
 
-    from inflight.composition.station import Station
+    from inflight.config import Parameters
     from inflight.core.ports import Engine
-    from inflight.distributed.rank_engine import StageLink
+    from inflight.engine.rank_engine import StageLink
     from inflight.engine.torch import TorchEngine, TorchEngineConfig
     from inflight.engine.torch.collectives import Collectives
-    from inflight.triton.parameters import Parameters
+    from inflight.ranks.rank_context import RankContext
 
 DEMO_MODEL = "demo_model"
 
@@ -51,18 +51,20 @@ class LoadedModel:
     release: Callable[[], None] = lambda: None
 
 
-def load(parameters: Parameters, version_dir: str, station: Station | None) -> LoadedModel:
-    """What `station` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
+def load(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
+    """What `rank_context` is to have of the model, or all of it. Raises ConfigError: of several ranks, all do."""
     if not parameters.fake_engine:
         _begin_compiling(parameters, version_dir)
-    if station is None:
+    if rank_context is None:
         model = load_fake(parameters) if parameters.fake_engine else _load_whole(parameters, version_dir)
         _check_end_ids(parameters, model)
         return model
     # Of fake engines, each rank's makes up the same tokens.
-    model = load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, station)
+    model = (
+        load_fake(parameters) if parameters.fake_engine else _load_part(parameters, version_dir, rank_context)
+    )
     _check_end_ids(parameters, model)
-    station.has_loaded()
+    rank_context.has_loaded()
     return model
 
 
@@ -95,7 +97,7 @@ def _begin_compiling(parameters: Parameters, version_dir: str) -> None:
 
 def load_fake(parameters: Parameters) -> LoadedModel:
     """An engine without a model, for tests and for measuring everything around a forward pass."""
-    from inflight.core.batch import EngineLimits
+    from inflight.core.schedule.batch import EngineLimits
     from inflight.testing.fake_engine import FakeEngine
 
     vocab_size, step_us = parse_fake(parameters.fake_engine or "")
@@ -121,28 +123,28 @@ def _load_whole(parameters: Parameters, version_dir: str) -> LoadedModel:
     if parameters.gpu_device_ids:
         import torch
 
-        from inflight.distributed.hosts import this_host
-        from inflight.distributed.placement import Placement
+        from inflight.ranks.hosts import this_host
+        from inflight.ranks.placement import Placement
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), parameters.gpu_device_ids)
     engine = TorchEngine.load(_engine_config(parameters, version_dir, device))
     return _loaded(parameters, version_dir, engine, engine)
 
 
-def _load_part(parameters: Parameters, version_dir: str, station: Station) -> LoadedModel:
+def _load_part(parameters: Parameters, version_dir: str, rank_context: RankContext) -> LoadedModel:
     import torch
 
-    from inflight.distributed.mpi import MpiOutcomes, MpiStageMates
-    from inflight.distributed.placement import Placement
-    from inflight.distributed.rank_engine import RankEngine
+    from inflight.engine.rank_engine import RankEngine
     from inflight.engine.torch import TorchEngine
+    from inflight.ranks.mpi import MpiOutcomes, MpiStageMates
+    from inflight.ranks.placement import Placement
 
-    mapping, agreement = station.mapping, station.agreement
+    mapping, agreement = rank_context.mapping, rank_context.agreement
     with agreement.step():
-        placement = Placement.of(mapping.rank, station.hosts, parameters.engine_threads)
+        placement = Placement.of(mapping.rank, rank_context.hosts, parameters.engine_threads)
         device = placement.device(torch.cuda.device_count(), parameters.gpu_device_ids)
     with agreement.step():
-        collectives, link, release = _connections(station, torch.device(device))
+        collectives, link, release = _connections(rank_context, torch.device(device))
         mates = MpiStageMates(mapping)
     with agreement.step():
         config = _engine_config(
@@ -150,20 +152,22 @@ def _load_part(parameters: Parameters, version_dir: str, station: Station) -> Lo
         )
         stage = TorchEngine.load(config, mapping, collectives, agreement.least)
     outcomes = MpiOutcomes(mapping.sampler)
-    engine = RankEngine(stage, mapping, link, outcomes, mates, station.report_failure)
+    engine = RankEngine(stage, mapping, link, outcomes, mates, rank_context.report_failure)
     return _loaded(parameters, version_dir, stage, engine, release)
 
 
-def _connections(station: Station, device: torch.device) -> tuple[Collectives, StageLink, Callable[[], None]]:
+def _connections(
+    rank_context: RankContext, device: torch.device
+) -> tuple[Collectives, StageLink, Callable[[], None]]:
     """How this rank's tensors get to the others'. Every rank makes these at the same time."""
-    from inflight.distributed.mpi import MpiCollectives, MpiStageLink
+    from inflight.ranks.mpi import MpiCollectives, MpiStageLink
 
-    mapping = station.mapping
+    mapping = rank_context.mapping
     if device.type == "cpu":
         return MpiCollectives(mapping), MpiStageLink(mapping), lambda: None
-    from inflight.distributed.torch_collectives import TorchRanks
+    from inflight.engine.torch.torch_collectives import TorchRanks
 
-    ranks = TorchRanks(station.world, mapping, station.leader_addresses, device)
+    ranks = TorchRanks(rank_context.world, mapping, rank_context.leader_addresses, device)
     return ranks.collectives(), ranks.stage_link(MpiStageLink(mapping)), ranks.leave
 
 

@@ -14,11 +14,11 @@ from inflight.file_names import native
 if TYPE_CHECKING:
     from inflight.batch_manager.instruments import Instruments
     from inflight.composition.models import LoadedModel
-    from inflight.core.batch import EngineLimits
-    from inflight.core.config import SchedulerConfig
-    from inflight.core.description import EngineDescription
+    from inflight.config import Parameters
     from inflight.core.ports import ReturnMetricsCallback
-    from inflight.triton.parameters import Parameters
+    from inflight.core.request.description import EngineDescription
+    from inflight.core.schedule.batch import EngineLimits
+    from inflight.core.schedule.config import SchedulerConfig
 
 
 def check_parameters(parameters: Parameters) -> None:
@@ -33,7 +33,7 @@ def check_parameters(parameters: Parameters) -> None:
 
 def scheduler_config(parameters: Parameters) -> SchedulerConfig:
     """The same on all ranks."""
-    from inflight.core.config import CapacitySchedulerPolicy, SchedulerConfig
+    from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 
     is_static = parameters.gpt_model_type == "V1"
     return SchedulerConfig(
@@ -58,7 +58,7 @@ def instruments(
     from inflight.batch_manager.recording import JsonRecorder
     from inflight.batch_manager.statistics_rings import StatisticsRings
     from inflight.batch_manager.watchdog import Watchdog
-    from inflight.triton.memory import measure_memory
+    from inflight.serving.memory import measure_memory
 
     timeout_ms, path = parameters.watchdog_timeout_ms, parameters.record_path
     return Instruments(
@@ -83,7 +83,7 @@ def parse_fake(text: str) -> tuple[int, int]:
 
 def describe(parameters: Parameters, model: LoadedModel, config: SchedulerConfig) -> EngineDescription:
     """What front ends are told."""
-    from inflight.core.description import EngineDescription
+    from inflight.core.request.description import EngineDescription
 
     beside_weights = Path(native(model.model_path)) / "tokenizer.json"
     found = model.model_path if model.model_path and beside_weights.is_file() else ""

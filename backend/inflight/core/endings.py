@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.core.admission import Admission
-from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
-from inflight.core.observations import Observations
-from inflight.core.response import Response
-from inflight.core.results import make_response
-from inflight.core.running import Running
-from inflight.core.stop import FinishReason
+from inflight.core.report.observations import Observations
+from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
+from inflight.core.request.response import Response
+from inflight.core.request.results import make_response
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.admission import Admission
+from inflight.core.schedule.running import Running
 from inflight.errors import InflightError, RequestError, StepFailed
 
 
@@ -46,9 +46,9 @@ class Endings:
         self._admission.waiting.remove(llm_request)
         llm_request.finish(reason)
         if llm_request.leads:
-            heir = llm_request.group.pass_context_on()
-            if heir is not None:
-                self._admission.waiting.add_in_front(heir)
+            successor = llm_request.group.pass_context_on()
+            if successor is not None:
+                self._admission.waiting.add_in_front(successor)
             else:
                 self._admission.queue_siblings(llm_request.group)
         return self.drain(llm_request, now_ns)

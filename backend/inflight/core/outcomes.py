@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inflight.core.admission import Admission
-from inflight.core.batch import BeamCandidates, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.core.endings import Endings, as_request_error
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.llm_request import LlmRequest, RequestState
-from inflight.core.observations import Observations
-from inflight.core.progress import (
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.recover.recovery import Recovery
+from inflight.core.report.observations import Observations
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.request.response import Response
+from inflight.core.request.results import make_response
+from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.admission import Admission
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch, TokenDetails
+from inflight.core.schedule.progress import (
     advance_beams,
     append_tokens,
     confirm_chunk,
     keep_context,
     no_token_left,
 )
-from inflight.core.recovery import Recovery
-from inflight.core.response import Response
-from inflight.core.results import make_response
-from inflight.core.running import Running
-from inflight.core.stop import FinishReason
+from inflight.core.schedule.running import Running
 
 
 class Outcomes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.description import EngineDescription
-from inflight.core.metrics import MetricsSnapshot
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response
-from inflight.core.stats import IterationStats
-from inflight.core.stop import StopReason, StopSignal
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopReason, StopSignal
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.errors import InflightError
 
 GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
@@ -131,7 +131,7 @@ class EngineClient(Protocol):
         """Name a front end's outbox, which an engine in the same process may wait for between two iterations."""
 
     def state(self, timeout_s: float) -> str:
-        """JSON of what the batcher is doing (`core/state.py`); blocks for up to `timeout_s`.
+        """JSON of what the batcher is doing (`core/report/state.py`); blocks for up to `timeout_s`.
 
         Raises Unavailable without an engine, Unsupported from an engine that does not tell.
         """

@@ -12,30 +12,30 @@ is among them. Deterministic: a function of the calls alone. Called by the loop 
 
 from __future__ import annotations
 
-from inflight.core.admission import Admission
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch, SlotStart
-from inflight.core.batch_builder import BatchBuilder
-from inflight.core.block_keys import ROOT_SCOPE, CacheRules, private_scope
-from inflight.core.capacity_scheduler import make_capacity_scheduler
-from inflight.core.config import SchedulerConfig
-from inflight.core.deadlines import Deadlines
 from inflight.core.endings import Endings, as_request_error
-from inflight.core.introspection import Introspection
-from inflight.core.kv_cache_manager import KvCacheManager
-from inflight.core.llm_request import LlmRequest, RequestGroup, RequestState
-from inflight.core.metrics import MetricsSnapshot
-from inflight.core.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
-from inflight.core.observations import Observations
+from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
+from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.outcomes import Outcomes
-from inflight.core.rebuild import rebuild
-from inflight.core.recovery import Recovery
-from inflight.core.request import IterationInput, Request
-from inflight.core.response import Response
-from inflight.core.rows import add_rows
-from inflight.core.running import Running
-from inflight.core.state import SchedulerState
-from inflight.core.stats import IterationStats, RequestStats
-from inflight.core.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
+from inflight.core.recover.rebuild import rebuild
+from inflight.core.recover.recovery import Recovery
+from inflight.core.report.introspection import Introspection
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.observations import Observations
+from inflight.core.report.state import SchedulerState
+from inflight.core.report.stats import IterationStats, RequestStats
+from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
+from inflight.core.schedule.admission import Admission
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch, SlotStart
+from inflight.core.schedule.batch_builder import BatchBuilder
+from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
+from inflight.core.schedule.config import SchedulerConfig
+from inflight.core.schedule.deadlines import Deadlines
+from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
+from inflight.core.schedule.rows import add_rows
+from inflight.core.schedule.running import Running
 from inflight.errors import AlreadyExists, InflightError
 
 
@@ -72,7 +72,7 @@ class Scheduler:
             self.kv_cache, self._running, self._admission, self._recovery, self._endings, self._observed
         )
         self._num_micro_batches = limits.num_micro_batches
-        self._runs_ahead = limits.runs_ahead
+        self._overlaps_iterations = limits.overlaps_iterations
         self._next_micro_batch = 0
         self._next_key = 0
         self._iteration = 0
@@ -169,12 +169,12 @@ class Scheduler:
                 return batch
             if not isolation.is_active:
                 break
-            isolation.acquit()  # they cannot run apart: what they need is not free before others end
+            isolation.clear()  # they cannot run apart: what they need is not free before others end
         return None
 
     def _make_batch(self) -> ScheduledBatch | None:
         growth = self._capacity.plan_growth(self._running.sequences, self.kv_cache)
-        if growth.is_short and self._runs_ahead and self._num_in_flight:
+        if growth.is_short and self._overlaps_iterations and self._num_in_flight:
             return None  # whoever is to be paused has a token in flight
         self._observed.paused(len(growth.paused))
         for llm_request in growth.paused:
@@ -184,26 +184,29 @@ class Scheduler:
         batch = BatchBuilder()
         is_new_batch = not self._running.sequences
         for llm_request, num_reused in self._admission.admit(
-            growth.num_blocks, self._recovery.isolation.on_trial
+            growth.num_blocks, self._recovery.isolation.retrying
         ):
             self._start(llm_request, num_reused, batch)
-        on_trial = self._recovery.on_trial(self._running.sequences)
-        selected = self._micro_batch.select(on_trial, self._num_in_flight)
+        retrying = self._recovery.retrying(self._running.sequences)
+        selected = self._micro_batch.select(retrying, self._num_in_flight)
         add_rows(selected, self.kv_cache, batch)
         if batch.is_empty:
             assert not batch.starts, "a request was admitted that cannot run"
             return None
         slots = self._running.slots
         built = batch.build(
-            self._iteration, self._next_micro_batch, slots.collect_released(), self._feeds_itself(selected)
+            self._iteration,
+            self._next_micro_batch,
+            slots.collect_released(),
+            self._samples_on_device(selected),
         )
         self._next_micro_batch = (self._next_micro_batch + 1) % self._num_micro_batches
         self._observed.count_static(built, is_new_batch, slots.count - slots.num_free)
         return built
 
-    def _feeds_itself(self, selected: MicroBatch) -> bool:
+    def _samples_on_device(self, selected: MicroBatch) -> bool:
         """Whether nobody who gets a token of this batch needs the host for the next one."""
-        if not self._runs_ahead:
+        if not self._overlaps_iterations:
             return False
         finishing = (llm_request for llm_request, _ in selected.context if not llm_request.in_context)
         return not any(llm_request.needs_host for llm_request in (*selected.generation, *finishing))
@@ -247,9 +250,9 @@ class Scheduler:
     # ---------------------------------------------------------------- when nothing came of it
 
     def fail(self, batch: ScheduledBatch, error: InflightError) -> list[Response]:
-        """An iteration raised: end the guilty request with `error`; the others go on, their tokens unchanged.
+        """An iteration raised: end the faulty request with `error`; the others go on, their tokens unchanged.
 
-        Who is guilty takes some iterations to find out (`recovery.py`), unless a request was alone. With
+        Who is faulty takes some iterations to find out (`recovery.py`), unless a request was alone. With
         `Unavailable` all requests of the batch end.
         """
         self._num_in_flight -= 1
@@ -257,9 +260,9 @@ class Scheduler:
             return []
         verdict = self._recovery.judge(batch, error)
         responses: list[Response] = []
-        for request_id in verdict.guilty:
+        for request_id in verdict.faulty:
             group = self._groups[request_id]
-            self.kv_cache.distrust(*(llm_request.key for llm_request in group.sequences))
+            self.kv_cache.unpublish(*(llm_request.key for llm_request in group.sequences))
             responses += self._endings.fail(group, error, self._now_ns)
         for llm_request in verdict.rows:
             if llm_request.state is RequestState.FINISHED and llm_request.slots:
@@ -268,13 +271,13 @@ class Scheduler:
         return responses
 
     def recover(self, error: InflightError, num_in_flight: int) -> list[Response]:
-        """`schedule` raised: end the guilty request with `error`; the others go on, their tokens unchanged.
+        """`schedule` raised: end the faulty request with `error`; the others go on, their tokens unchanged.
 
-        Everything that runs begins again (`rebuild.py`), and the guilty request is looked for as after a failed
+        Everything that runs begins again (`rebuild.py`), and the faulty request is looked for as after a failed
         iteration. No batch is made before those in flight, which count for nothing, have come back.
 
         Args:
-            error: For the guilty request.
+            error: For the faulty request.
             num_in_flight: Batches that were made and have not come back.
         """
         touched = tuple(dict.fromkeys((*self._ran_before, *self._admission.considered)))
@@ -284,9 +287,9 @@ class Scheduler:
         responses: list[Response] = []
         for llm_request in ended:
             responses += self._endings.drain(llm_request, self._now_ns)
-        guilty = self._recovery.sentence(suspects, touched)
-        if guilty is not None:
-            responses += self._endings.fail(self._groups[guilty], error, self._now_ns)
+        faulty = self._recovery.sentence(suspects, touched)
+        if faulty is not None:
+            responses += self._endings.fail(self._groups[faulty], error, self._now_ns)
         return responses
 
     def _is_disowned(self) -> bool:

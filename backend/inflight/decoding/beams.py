@@ -7,10 +7,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from inflight.core.batch import BeamCandidates, BeamGroup
-from inflight.core.request import Request
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import BeamGroup
+from inflight.decoding.argmax import likeliest
 from inflight.decoding.details import log_probs_of, logits_of
-from inflight.decoding.likeliest import likeliest
 
 
 def beam_candidates(

@@ -15,18 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import (
-    BeamCandidates,
-    BeamGroup,
-    ContextChunk,
-    ModelOutput,
-    ScheduledBatch,
-    TokenDetails,
-)
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.decoding.beams import beam_candidates
 from inflight.decoding.details import join_details, token_details, with_drawn_log_probs
 from inflight.decoding.drafts import accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.history import History
+from inflight.decoding.nan_check import refuse_unusable
 from inflight.decoding.pipeline import process
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import RawLogits, Rows, take_rows
@@ -34,7 +29,6 @@ from inflight.decoding.sampler import NO_TOKEN, choose, choose_on_device
 from inflight.decoding.slot_parameters import Needs, SlotParameters
 from inflight.decoding.threads import threads_for
 from inflight.decoding.transfer import Arriving, to_host
-from inflight.decoding.usable import refuse_unusable
 
 
 @dataclass(frozen=True, slots=True)

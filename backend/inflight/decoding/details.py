@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import TokenDetails
-from inflight.core.output_config import OutputConfig
-from inflight.core.response import TopLogProbs
-from inflight.decoding.likeliest import likeliest
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.response import TopLogProbs
+from inflight.core.schedule.batch import TokenDetails
+from inflight.decoding.argmax import likeliest
 from inflight.decoding.rows import Rows, take_rows
 from inflight.decoding.sampler import distribution
 

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import ContextChunk
-from inflight.core.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.schedule.batch import ContextChunk
 from inflight.decoding.draws import inverse_cdf, random_numbers
 from inflight.decoding.rng import Purpose
 from inflight.decoding.rows import Rows, take_rows

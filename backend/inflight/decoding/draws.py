@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.kept import BLOCK, Kept, block_sums, kept_tokens
 from inflight.decoding.rng import Purpose, uniforms
 from inflight.decoding.rows import Rows
+from inflight.decoding.top_k_top_p import BLOCK, Kept, block_sums, kept_tokens
 
 
 class Drawn(NamedTuple):

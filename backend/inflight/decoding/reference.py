@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from inflight.core.request import Request
-from inflight.core.sampling_config import NO_REPEAT_OFF, SamplingConfig
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import NO_REPEAT_OFF, SamplingConfig
 from inflight.decoding.rng import GOLDEN_GAMMA, Purpose
 
 _MASK = 2**64 - 1

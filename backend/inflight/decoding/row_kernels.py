@@ -10,9 +10,9 @@ from torch import Tensor
 
 from inflight.decoding.draws import Drawn, draw
 from inflight.decoding.history import History
+from inflight.decoding.nan_check import Peaks, find_peaks
 from inflight.decoding.penalties import penalize
 from inflight.decoding.rows import Rows
-from inflight.decoding.usable import Peaks, find_peaks
 
 
 class RowKernels:

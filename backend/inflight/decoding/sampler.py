@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.decoding.draws import Drawn
-from inflight.decoding.kept import kept_tokens
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows, take_rows
 from inflight.decoding.slot_parameters import Needs
+from inflight.decoding.top_k_top_p import kept_tokens
 from inflight.decoding.transfer import to_host
 
 NO_TOKEN = -1

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import BeamMove, SlotStart
-from inflight.core.request import Request
-from inflight.core.sampling_config import NO_REPEAT_OFF
-from inflight.core.tensor import FloatTensor
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import NO_REPEAT_OFF
+from inflight.core.request.tensor import FloatTensor
+from inflight.core.schedule.batch import BeamMove, SlotStart
 from inflight.decoding.transfer import upload
 
 

@@ -15,11 +15,11 @@ import struct
 import threading
 from dataclasses import replace
 
-from inflight.core.description import EngineDescription
 from inflight.core.ports import Outbox, SendResponseCallback
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.core.stop import StopReason
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (
     Answer,
     BadFrame,

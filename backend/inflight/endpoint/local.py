@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from inflight.core.description import EngineDescription
 from inflight.core.ports import Outbox, SendResponseCallback
-from inflight.core.request import Request
-from inflight.core.response import Response
-from inflight.core.results import ended_before_start
-from inflight.core.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.results import ended_before_start
+from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
 from inflight.errors import InflightError, Unavailable, Unsupported
 
 _log = logging.getLogger(__name__)

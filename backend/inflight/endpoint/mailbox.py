@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from itertools import islice
 
-from inflight.core.response import Response, Result, merge_responses
+from inflight.core.request.response import Response, Result, merge_responses
 
 MAX_JOINED_LOGITS_BYTES = 8 << 20
 """Responses with more generation_logits than this together are not joined: else a stream that falls behind would

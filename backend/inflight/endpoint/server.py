@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from inflight.core.ports import EngineClient
-from inflight.core.response import Response
-from inflight.core.stop import StopReason
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (
     BadFrame,
     Drained,

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from inflight.core.metrics import MetricsSnapshot
-from inflight.core.stats import IterationStats, MemoryUsage
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats, MemoryUsage
 from inflight.endpoint.frames import Beat, EngineProcesses, Leaving, Statistics, Supervised, encode
 
 Send = Callable[[Sequence[bytes]], None]

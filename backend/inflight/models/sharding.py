@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from inflight.distributed.mapping import Mapping
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
-from inflight.rank_sizes import tensor_parallel_sizes
+from inflight.ranks.mapping import Mapping
+from inflight.ranks.sizes import tensor_parallel_sizes
 
 Range = tuple[int, int]
 """First and behind the last."""

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inflight import open_mpi
 from inflight.errors import ConfigError
+from inflight.ranks import open_mpi
 from inflight.server.errors import ServeError
 
 _WORKER = ("-m", "inflight.worker")

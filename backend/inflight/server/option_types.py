@@ -1,4 +1,4 @@
-"""What an option's word has to be. Functions for argparse; standard library only, see `incumbent`."""
+"""What an option's word has to be. Functions for argparse; standard library only, see `trtllm_launcher`."""
 
 import argparse
 

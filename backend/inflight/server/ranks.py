@@ -1,7 +1,7 @@
 """How many ranks the engines of a model repository have, and who starts them.
 
 Owns what the parameters about it mean to the launcher; the model that holds the engine reads them again. Standard
-library only (see `incumbent`). Reads the environment, keeps nothing.
+library only (see `trtllm_launcher`). Reads the environment, keeps nothing.
 """
 
 import os
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from inflight import open_mpi
 from inflight.errors import ConfigError
+from inflight.ranks import open_mpi
 from inflight.server.config_text import is_filled
 from inflight.server.errors import OptionError
 

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from inflight.core.batch import (
-    BeamCandidates,
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import (
     BeamGroup,
     BeamMove,
     ContextChunk,
@@ -25,8 +27,6 @@ from inflight.core.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import Request
 from inflight.testing.fake_model import (
     PLAIN,
     choose,
@@ -137,7 +137,7 @@ class FakeEngine:
             row = self._slots[slot]
             sampled.append((self._run_token(row, row.last_token),))
         logits = FakeLogits(sampled, context)
-        return replace(logits, output=self._decode(batch, logits)) if batch.feeds_itself else logits
+        return replace(logits, output=self._decode(batch, logits)) if batch.samples_on_device else logits
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
         """Turn digests into tokens and feed each back to its slot; beams wait for their next moves."""

@@ -13,13 +13,13 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 
-from inflight.core.batch import BeamCandidates, BeamGroup, TokenDetails
-from inflight.core.beam_search import BeamSearch, Hypothesis
-from inflight.core.output_config import OutputConfig
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.request import Request
-from inflight.core.response import TopLogProbs
-from inflight.core.sampling_config import SamplingConfig
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.request.response import TopLogProbs
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import BeamGroup, TokenDetails
 
 _GREEDY_LOGIT = 8.5
 _LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # the others: 0 .. 8, exact in float32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from inflight.core.request import IterationInput
+from inflight.core.request.request import IterationInput
 from inflight.errors import Unavailable
 
 

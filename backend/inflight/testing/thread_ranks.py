@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.core.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.distributed.mapping import Mapping
-from inflight.distributed.rank_engine import RankEngine
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.engine.rank_engine import RankEngine
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.ranks.mapping import Mapping
 
 
 class _Meeting:
@@ -71,7 +71,7 @@ class ThreadCollectives:
 
 
 class ThreadStageLink:
-    """Implements `inflight.distributed.rank_engine.StageLink`."""
+    """Implements `inflight.engine.rank_engine.StageLink`."""
 
     def __init__(self, before: SimpleQueue[Tensor | None], behind: SimpleQueue[Tensor | None]) -> None:
         self._before = before
@@ -89,7 +89,7 @@ class ThreadStageLink:
 
 
 class ThreadStageMates:
-    """Implements `inflight.distributed.rank_engine.StageMates`; one for all ranks of a stage."""
+    """Implements `inflight.engine.rank_engine.StageMates`; one for all ranks of a stage."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -104,7 +104,7 @@ class ThreadStageMates:
 
 
 class ThreadOutcomes:
-    """Implements `inflight.distributed.rank_engine.Outcomes` for one rank; `told` has a queue for each hearer."""
+    """Implements `inflight.engine.rank_engine.Outcomes` for one rank; `told` has a queue for each hearer."""
 
     def __init__(self, rank: int, told: dict[int, SimpleQueue[bytes]]) -> None:
         self._rank = rank

@@ -6,8 +6,8 @@ execute.
 
 from __future__ import annotations
 
-from inflight.core.prefix_identity import PrefixIdentity
-from inflight.core.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
 from inflight.errors import InvalidArgument
 from inflight.triton.tensor_reader import TensorReader
 

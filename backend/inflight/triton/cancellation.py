@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from inflight.triton.background import give_way
+from inflight.serving.background import give_way
 from inflight.triton.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.triton.parameters import PARAMETERS, ParameterSpec, Role
+from inflight.config import PARAMETERS, ParameterSpec, Role
 from inflight.triton.tensor_spec import TensorSpec, TensorTable, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
 from inflight.triton.text_tensors import (

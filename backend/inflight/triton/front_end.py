@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from inflight.core.description import EngineDescription
+from inflight.config import Parameters
 from inflight.core.ports import EngineClient
+from inflight.core.request.description import EngineDescription
 from inflight.errors import InflightError, StepFailed, Unsupported
+from inflight.serving.client_lanes import ClientLanes
+from inflight.serving.completion_text import CompletionText, TokenizerFinder
+from inflight.serving.response_size import ResponseBudget
+from inflight.serving.text_encoder import ModelTextEncoder
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.cancellation import CancellationWatcher
-from inflight.triton.client_lanes import ClientLanes
 from inflight.triton.client_stream import ClientStream
-from inflight.triton.completion_text import CompletionText, TokenizerFinder
 from inflight.triton.in_flight import Ending, InFlight, InFlightRequest, error_of_ending
-from inflight.triton.parameters import Parameters
 from inflight.triton.reply import NewText, PromptReply, Repetition, Reply
 from inflight.triton.request_parameters import RequestParameters, read_request_parameters
 from inflight.triton.requests import Prompt, ServingContext, client_of, convert, wants_state, wants_stop
-from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 from inflight.triton.sender import Sender
 from inflight.triton.state_requests import StateRequests
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
-from inflight.triton.text_encoder import ModelTextEncoder
 from inflight.triton.text_limits import check_texts, tokenizing_cost
 from inflight.triton.wanted_outputs import Naming
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from inflight.core.ports import EngineClient, SendResponseCallback
-from inflight.core.request import Request
-from inflight.core.stop import StopReason
+from inflight.core.request.request import Request
+from inflight.core.request.stop import StopReason
 from inflight.errors import (
     AlreadyExists,
     Cancelled,

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from inflight.core.description import EngineDescription
-from inflight.core.request import ModelLimits, Request
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
+from inflight.serving.text_encoder import NoText
 from inflight.triton.requests import ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from inflight.triton.text_encoder import NoText
 from inflight.triton.wanted_outputs import Naming
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from inflight.core.ports import ReturnMetricsCallback
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import ConfigError, InflightError, Unavailable
-from inflight.job import Job
+from inflight.ranks.job import Job
 
 
 class Leader:
@@ -37,18 +37,18 @@ class Leader:
     def __init__(
         self, job: Job, return_metrics: ReturnMetricsCallback, on_end: Callable[[InflightError], None]
     ) -> None:
-        from inflight.composition.joining import join, lead
-        from inflight.factory import build_engine
+        from inflight.build import build_engine
+        from inflight.ranks.joining import join, lead
 
         self._engine = None
         self._on_end = on_end
-        station = lead(join(), job, self._lose)
+        rank_context = lead(join(), job, self._lose)
         try:
             self._engine = build_engine(
-                job.parameters, job.version_dir, job.endpoint_path, return_metrics, station
+                job.parameters, job.version_dir, job.endpoint_path, return_metrics, rank_context
             )
         except ConfigError:
-            station.leave()
+            rank_context.leave()
             raise
         self.client: LocalEngineClient = self._engine.client
         self.shared_memory = _shared_memory()
@@ -66,7 +66,7 @@ class Leader:
 
 def refuse_ranks(why: str) -> None:
     """There is nothing to serve: those who wait for this process in MPI end."""
-    from inflight.composition.joining import join, refuse
+    from inflight.ranks.joining import join, refuse
 
     refuse(join(), why)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from inflight.core.metrics import HistogramSnapshot, MetricsSnapshot, ServiceMetrics
+from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot, ServiceMetrics
 from inflight.triton.metric_table import (
     TIMESTAMP,
     CounterFamily,

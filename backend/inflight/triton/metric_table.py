@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from inflight.core.metrics import HistogramSnapshot, MetricsSnapshot
-from inflight.core.stop import FinishReason
+from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot
+from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
 
 TIMESTAMP = "Timestamp"

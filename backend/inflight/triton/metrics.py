@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.core.metrics import MetricsSnapshot
-from inflight.core.stats import IterationStats, MemoryUsage, microseconds
-from inflight.triton.memory import measure_memory
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats, MemoryUsage, microseconds
+from inflight.serving.memory import measure_memory
 from inflight.triton.metric_families import Courtesy, FamilyMaker, News, Published
 from inflight.triton.metric_table import FAMILIES, Batching, GaugeFamily
 

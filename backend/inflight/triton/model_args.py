@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inflight.config import Parameters, Role, read_parameters, without_effect
 from inflight.errors import ConfigError
-from inflight.triton.parameters import Parameters, Role, read_parameters, without_effect
 from inflight.triton.tensors import OUTPUTS
 
 _log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
-from inflight.core.response import Response, Result, merge_responses
-from inflight.core.stop import FinishReason
-from inflight.core.tensor import FloatTensor
-from inflight.triton.completion_text import CompletionText, cut
+from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.tensor import FloatTensor
+from inflight.serving.completion_text import CompletionText, cut
 from inflight.triton.requests import Prompt
 
 NewText = Callable[[], CompletionText]

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from inflight.core.description import EngineDescription
-from inflight.core.request import Request
+from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
+from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.cache_tensors import read_identity, read_retention
 from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
 from inflight.triton.tensor_reader import TensorReader, each_row
-from inflight.triton.text_encoder import TextEncoder
 from inflight.triton.wanted_outputs import Naming, output_config, wanted_outputs
 from inflight.triton.word_lists import LAYOUT, Words, read_word_list
 

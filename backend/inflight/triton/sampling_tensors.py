@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from inflight.core.request import ExternalDraft
-from inflight.core.sampling_config import NO_REPEAT_OFF, SamplingConfig
-from inflight.core.tensor import FloatTensor
+from inflight.core.request.request import ExternalDraft
+from inflight.core.request.sampling_config import NO_REPEAT_OFF, SamplingConfig
+from inflight.core.request.tensor import FloatTensor
 from inflight.errors import InvalidArgument
+from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.text_encoder import TextEncoder
 from inflight.triton.word_bias import add_word_bias, check_bias
 
 _DEFAULT = SamplingConfig()

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from inflight.core.response import Response
+from inflight.core.request.response import Response
 from inflight.endpoint.mailbox import Mailbox
 from inflight.errors import InflightError, StepFailed
-from inflight.triton.background import give_way
+from inflight.serving.background import give_way
+from inflight.serving.pacing import Pacing
+from inflight.serving.response_size import ResponseBudget
 from inflight.triton.in_flight import Arrival, Ending, InFlight, error_of_ending
-from inflight.triton.pacing import Pacing
-from inflight.triton.response_size import ResponseBudget
 from inflight.triton.responses import ResponseBuilder
 
 

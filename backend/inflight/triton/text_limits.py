@@ -6,10 +6,10 @@ calls execute.
 
 from __future__ import annotations
 
-from inflight.core.request import ModelLimits
+from inflight.core.request.request import ModelLimits
 from inflight.errors import InvalidArgument
+from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.text_encoder import TextEncoder
 
 MAX_WORDS = 1024
 """Most words in stop_words, bad_words or embedding_bias_words of one prompt."""

@@ -12,8 +12,8 @@ from io import BytesIO
 import torch
 from torch import Tensor
 
-from inflight.core.batch import ContextChunk, ContextDetails, ScheduledBatch
-from inflight.core.request import Request
+from inflight.core.request.request import Request
+from inflight.core.schedule.batch import ContextChunk, ContextDetails, ScheduledBatch
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.packing import PackedChunk

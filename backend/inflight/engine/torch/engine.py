@@ -5,7 +5,7 @@ it, the loop's. On a GPU `forward` waits for the device only where context outpu
 with a top-k that keeps the whole vocabulary), generation batches are recorded once and replayed
 (`generation_graphs.py`), and the next batch is forwarded while one is computed.
 
-It may be one rank's part of a model. Then `inflight.distributed.rank_engine` takes its place before the loop, and
+It may be one rank's part of a model. Then `inflight.engine.rank_engine` takes its place before the loop, and
 what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.
 """
 
@@ -22,10 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
+from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Choice, Decoding
 from inflight.decoding.transfer import upload
-from inflight.distributed.mapping import Mapping
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
 from inflight.engine.torch.context_outputs import ContextOutputs
@@ -45,6 +44,7 @@ from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import DynamicScaling
 from inflight.models.sharding import Part
+from inflight.ranks.mapping import Mapping
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
@@ -170,7 +170,7 @@ class TorchEngine:
             num_blocks=num_blocks,
             tokens_per_block=config.tokens_per_block,
             num_micro_batches=mapping.pp_size,
-            runs_ahead=device.type == "cuda" and mapping.world_size == 1,
+            overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
             takes_all_processors=device.type == "cpu"
             and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
         )
@@ -222,7 +222,7 @@ class TorchEngine:
 
     def _pend(self, batch: ScheduledBatch, logits: Tensor, context: dict[int, ContextDetails]) -> Pending:
         positions = self._slots.positions(batch)
-        if not (batch.feeds_itself and len(positions)):
+        if not (batch.samples_on_device and len(positions)):
             return Pending(logits, positions, context)
         choice = self._decoding.begin(batch, logits, positions)
         self._slots.feed(batch, choice.tokens)

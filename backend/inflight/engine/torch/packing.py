@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import ScheduledBatch
+from inflight.core.schedule.batch import ScheduledBatch
 from inflight.decoding.transfer import upload
 from inflight.engine.torch.slot_table import SlotTable
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.batch import ModelOutput, ScheduledBatch
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.decoding.transfer import upload
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from inflight.core.batch import ScheduledBatch
+from inflight.core.schedule.batch import ScheduledBatch
 
 
 class VoidSlots:

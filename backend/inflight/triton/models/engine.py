@@ -13,23 +13,23 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from inflight.config import Role
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
-from inflight.job import Job
 from inflight.processes import this_parent
+from inflight.ranks.job import Job
+from inflight.ranks.launch_mode import LaunchMode, find_launch_mode, waits_for_leader
+from inflight.ranks.orchestrator import Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
-from inflight.triton.completion_text import TokenizerFinder
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
-from inflight.triton.launch_mode import LaunchMode, find_launch_mode, waits_for_leader
 from inflight.triton.leader import Leader, refuse_ranks, take_seat
 from inflight.triton.log import log_to_triton
 from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.model_args import ModelArgs, read_model_args
 from inflight.triton.model_control import TritonModelControl, has_explicit_control
-from inflight.triton.orchestrator import Orchestrator, Surroundings
-from inflight.triton.parameters import Role
 from inflight.triton.tensor_spec import Vocabulary
 
 _EXIT_TIMEOUT_S = 10
@@ -114,7 +114,7 @@ class TritonPythonModel:
             return self._orchestrate(job, model.name)
         if self._mode is LaunchMode.LEADER:
             return self._lead(job, model.name)
-        from inflight.factory import UNLOAD_TIMEOUT_S, build_engine
+        from inflight.build import UNLOAD_TIMEOUT_S, build_engine
 
         self._guard = guard_in_server(model.name)
         # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
@@ -130,7 +130,7 @@ class TritonPythonModel:
         return leader
 
     def _orchestrate(self, job: Job, name: str) -> Orchestrator:
-        from inflight.factory import UNLOAD_TIMEOUT_S
+        from inflight.build import UNLOAD_TIMEOUT_S
 
         self._guard, server = Guard(sys.executable, name), this_parent()
         control = TritonModelControl(self._pb_utils, name) if has_explicit_control(server) else None
@@ -141,7 +141,7 @@ class TritonPythonModel:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """A rank is lost: on the pulse's thread, once everybody is answered."""
+        """A rank is lost: on the heartbeat's thread, once everybody is answered."""
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)
@@ -150,7 +150,7 @@ class TritonPythonModel:
 
 
 def _read(args: Mapping[str, str]) -> tuple[ModelArgs, LaunchMode]:
-    from inflight.factory import check_parameters
+    from inflight.build import check_parameters
 
     try:
         model = read_model_args(args, Role.ENGINE)

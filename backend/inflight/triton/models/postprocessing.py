@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 
+from inflight.config import Role
 from inflight.errors import InvalidArgument
 from inflight.triton.models.text_model import TextModel
-from inflight.triton.parameters import Role
 from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.text_tensors import POSTPROCESSING_INPUTS, POSTPROCESSING_OUTPUTS
 

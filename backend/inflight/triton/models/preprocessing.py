@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from inflight.config import Role
 from inflight.errors import InvalidArgument
 from inflight.text.words import biased_ids
 from inflight.triton.models.text_model import TextModel
-from inflight.triton.parameters import Role
 from inflight.triton.requests import NO_ID
 from inflight.triton.tensor_reader import TensorReader, decode_utf8, each_row
 from inflight.triton.text_tensors import PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS

@@ -11,14 +11,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inflight.config import Role
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.path import endpoint_path
 from inflight.server.guard import guard_in_server
-from inflight.triton.completion_text import TokenizerFinder
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.log import log_to_triton
 from inflight.triton.model_args import read_model_args
-from inflight.triton.parameters import Role
 from inflight.triton.tensor_spec import Vocabulary
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from inflight.config import Role
 from inflight.errors import InflightError, StepFailed
 from inflight.server.guard import guard_in_server
-from inflight.triton.completion_text import TokenizerFinder
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.log import log_to_triton
 from inflight.triton.model_args import read_model_args
-from inflight.triton.parameters import Role
 from inflight.triton.request_parameters import TIMEOUT, refuse_unread
 from inflight.triton.responses import triton_error
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader

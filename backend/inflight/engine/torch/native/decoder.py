@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.decoding.usable import Peaks
+from inflight.decoding.nan_check import Peaks
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache

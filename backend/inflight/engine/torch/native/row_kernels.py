@@ -13,11 +13,11 @@ from torch import Tensor
 
 from inflight.decoding.draws import Drawn, random_numbers
 from inflight.decoding.history import History
-from inflight.decoding.kept import effective_top_p
+from inflight.decoding.nan_check import Peaks
 from inflight.decoding.rng import Purpose
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
-from inflight.decoding.usable import Peaks
+from inflight.decoding.top_k_top_p import effective_top_p
 from inflight.engine.torch.native.handle import Handle
 from inflight.engine.torch.native.structs import CHANCE, PENALTIES, PenalizedRowsStruct
 

@@ -1,0 +1,79 @@
+"""What a KV block's content follows from, as a digest; and what a sequence says about sharing its blocks. Pure.
+
+A block's key is the blake2b digest of its parent's key, its tokens and their extra ids, so that equal keys mean
+equal prefixes. Python's `hash()` would not do: it is salted, collides for -1 and -2, and collisions can be made on
+purpose, which here would mean reading another user's cache. A chain of digests starts from a scope: sequences of
+one scope share blocks, a sequence without a scope shares none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import zip_longest
+
+from inflight.core.kv.retention import Retention, RetentionConfig
+
+ROOT_SCOPE = b"\x00" * 16
+
+_DIGEST_SIZE = 16
+# Goes into the digest apart from the message: ids of n tokens with extra ids are no 2 n tokens without.
+_WITH_EXTRA_IDS = b"extra ids"
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[int] = ()) -> bytes:
+    """Key of a full block that follows the block with key `parent`.
+
+    Args:
+        parent: 16 bytes; of a first block, the scope.
+        token_ids: The block's tokens.
+        extra_ids: One per token, 0 .. 2**64 - 1; none at all means that all are 0.
+    """
+    message = array("q", token_ids).tobytes()
+    if not any(extra_ids):
+        return blake2b(message, digest_size=_DIGEST_SIZE, key=parent).digest()
+    assert len(extra_ids) == len(token_ids), f"{len(extra_ids)} extra ids for {len(token_ids)} tokens"
+    message += array("Q", extra_ids).tobytes()
+    return blake2b(message, digest_size=_DIGEST_SIZE, key=parent, person=_WITH_EXTRA_IDS).digest()
+
+
+def private_scope(key: int) -> bytes:
+    """A scope that no other request has."""
+    return blake2b(key.to_bytes(16, "big"), digest_size=_DIGEST_SIZE).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRules:
+    """What a sequence's blocks are shared by, and how long they are worth keeping.
+
+    Attributes:
+        scope: What its chain of digests starts from; None: it neither finds blocks nor lets others find its own.
+        extra_ids: One per prompt token, 0 for text; empty: all 0. Generated tokens have none.
+        retention: What the request says about its blocks.
+        prompt_length: In tokens; tells its prompt's blocks from the generated ones.
+    """
+
+    scope: bytes | None
+    extra_ids: tuple[int, ...] = ()
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    prompt_length: int = 0
+
+    def digest(self, parent: bytes, token_ids: Sequence[int], start: int, end: int) -> bytes:
+        """Key of the block of tokens start .. end - 1, which follows the block with key `parent`."""
+        extra_ids = self.extra_ids[start:end]
+        if extra_ids:
+            extra_ids += (0,) * (end - start - len(extra_ids))
+        return block_digest(parent, token_ids[start:end], extra_ids)
+
+    def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
+        """What tokens start .. end - 1 are told apart by, one for each."""
+        tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
+        if not any(extra_ids):
+            return tuple(tokens)
+        return tuple((t, e) if e else t for t, e in zip_longest(tokens, extra_ids, fillvalue=0))
+
+    def retention_of(self, first_token: int) -> Retention | None:
+        """Of the block that begins at position `first_token`; None: nothing is said."""
+        return self.retention.of_block(first_token, self.prompt_length)

@@ -1,0 +1,306 @@
+"""The KV blocks of the device, as integers: owns reference counts, the reuse index and the order of eviction.
+
+    held    reference count > 0, in some block tables
+    cached  reference count 0, published: content kept, and found by its digest, until the block is taken
+    empty   reference count 0, not published: content worthless
+
+Published blocks name their parents, so they form trees. A block is taken, in this order, from
+
+    1. the empty ones, the last released first;
+    2. the cached leaves, which no published block names as its parent: the lowest priority first, and of one
+       priority the least recently released. A parent whose last child goes becomes a leaf with its own priority
+       and time, so a child protects what it is of no use without;
+    3. the other cached ones, the least recently released first. There is such a block without a leaf only where
+       somebody who computed the same parent on his own holds the child.
+
+Children are counted by their parent's digest, not its block: the same content may be published again by another
+block while they stay. Knows nothing of requests or tokens. Called by the loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from inflight.core.kv.block_heap import BlockHeap, Key
+from inflight.core.kv.retention import Retention
+
+_NS_PER_MS = 1_000_000
+_DEFAULT_RETENTION = Retention()
+_MOST_COMPARED = 64
+"""Blocks whose tokens are compared to find the one that begins with the most."""
+
+
+@dataclass(slots=True)
+class _Content:
+    """What is known of a published block.
+
+    Attributes:
+        digest, parent: Of its content, and of what comes before it.
+        tokens: Its content itself.
+        retention: How long it is worth keeping.
+        age: Count of all releases when it was last released; the lowest is the least recent.
+    """
+
+    digest: bytes
+    parent: bytes
+    tokens: tuple[Hashable, ...]
+    retention: Retention
+    age: int = 0
+
+
+class BlockPool:
+    """A fixed number of blocks, 0 .. num_blocks - 1."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._empty = list(reversed(range(num_blocks)))  # the last is taken first
+        self._contents: dict[int, _Content] = {}
+        self._block_of: dict[bytes, int] = {}
+        # By the parent's digest, in order of publication; without empty ones.
+        self._children: dict[bytes, dict[bytes, None]] = {}
+        self._cached = BlockHeap(num_blocks)  # in the order of eviction
+        self._expiries = BlockHeap(num_blocks)  # cached blocks whose priority is for a time only, by its end
+        self._num_releases = 0
+        self._now_ns = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken, cached ones included."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without a reference whose content can be found."""
+        return len(self._cached)
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks without a reference whose content is worthless."""
+        return len(self._empty)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one reference. Looks at every block."""
+        return sum(count > 1 for count in self._references)
+
+    def is_held(self, block_id: int) -> bool:
+        """Whether some block table names the block."""
+        return self._references[block_id] > 0
+
+    def is_held_once(self, block_id: int) -> bool:
+        """Whether exactly one block table names the block."""
+        return self._references[block_id] == 1
+
+    def num_references(self, block_id: int) -> int:
+        """How often block tables name the block."""
+        return self._references[block_id]
+
+    def find(self, digest: bytes) -> int | None:
+        """The block whose content has this digest."""
+        return self._block_of.get(digest)
+
+    def find_beginning(self, parent: bytes, tokens: Sequence[Hashable]) -> tuple[int, int]:
+        """Of the blocks that follow `parent`, the one that begins with the most of `tokens`, and with how many.
+
+        (0, 0) if none does. Of many, those published last are looked at.
+        """
+        best = (0, 0)
+        for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
+            if best[1] == len(tokens):
+                break
+            block_id = self._block_of[digest]
+            count = _num_alike(self._contents[block_id].tokens, tokens)
+            if count > best[1]:
+                best = (block_id, count)
+        return best
+
+    # ---------------------------------------------------------------- references
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Take `count` blocks, with one reference each; there must be as many free ones."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        taken = tuple(self._empty.pop() if self._empty else self._evict() for _ in range(count))
+        for block_id in taken:
+            self._references[block_id] = 1
+        return taken
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to blocks that are held or cached."""
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                assert block_id in self._cached, f"block {block_id} is shared, but its content is worthless"
+                self._cached.discard(block_id)
+                self._expiries.discard(block_id)
+            self._references[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference from each block, the least useful first."""
+        for block_id in block_ids:
+            self._references[block_id] -= 1
+            assert self._references[block_id] >= 0, f"block {block_id} released more often than taken"
+            if self._references[block_id] > 0:
+                continue
+            content = self._contents.get(block_id)
+            if content is None:
+                self._empty.append(block_id)
+                continue
+            self._num_releases += 1
+            content.age = self._num_releases
+            self._cache(block_id, content)
+
+    # ---------------------------------------------------------------- content
+
+    def publish(
+        self,
+        block_id: int,
+        digest: bytes,
+        parent: bytes,
+        retention: Retention | None = None,
+        tokens: tuple[Hashable, ...] = (),
+    ) -> None:
+        """Let others find a held block by its content.
+
+        The first block of a digest stays the one found; what `retention` says then applies to that one.
+
+        Args:
+            block_id: A held block, not published before.
+            digest: Of its content and all that comes before.
+            parent: Digest of what comes before.
+            retention: How long it is worth keeping; None: nothing is said.
+            tokens: Its content itself, for those who find a beginning of it only.
+        """
+        assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
+        first = self._block_of.get(digest)
+        if first is not None:
+            self.retain(first, retention)
+            return
+        assert block_id not in self._contents, f"block {block_id} has other content already"
+        self._contents[block_id] = _Content(digest, parent, tokens, retention or _DEFAULT_RETENTION)
+        self._block_of[digest] = block_id
+        self._children.setdefault(parent, {})[digest] = None
+        self._requeue(parent)
+
+    def retain(self, block_id: int, retention: Retention | None) -> None:
+        """Change how long a published block is worth keeping; None: nothing is said, so nothing changes."""
+        if retention is None:
+            return
+        content = self._contents[block_id]
+        content.retention = retention
+        if not self.is_held(block_id):
+            self._cache(block_id, content)
+
+    def expire(self, now_ns: int) -> None:
+        """Tell the time: durations that are over by now end, later ones start from now. O(1) if none is over.
+
+        Args:
+            now_ns: Monotonic, in nanoseconds.
+        """
+        self._now_ns = now_ns
+        while (end := self._expiries.first_key()) is not None and end[0] <= now_ns:
+            block_id = self._expiries.pop()
+            content = self._contents[block_id]
+            content.retention = _DEFAULT_RETENTION
+            self._cache(block_id, content)
+
+    def _cache(self, block_id: int, content: _Content) -> None:
+        """Nobody holds the block, or what is known of it has changed: find its place in the queues."""
+        self._cached.put(block_id, self._eviction_key(content))
+        duration_ms = content.retention.duration_ms
+        if duration_ms is None:
+            self._expiries.discard(block_id)
+        else:
+            self._expiries.put(block_id, (self._now_ns + duration_ms * _NS_PER_MS,))
+
+    def _eviction_key(self, content: _Content) -> Key:
+        if content.digest in self._children:
+            return (1, 0, content.age)
+        return (0, content.retention.priority, content.age)
+
+    def _requeue(self, digest: bytes) -> None:
+        """The number of a block's children has changed; perhaps whether it is a leaf."""
+        block_id = self._block_of.get(digest)
+        if block_id is not None and block_id in self._cached:
+            self._cached.put(block_id, self._eviction_key(self._contents[block_id]))
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Let nobody find these held blocks any more; those that were not published stay as they are."""
+        for block_id in block_ids:
+            assert self.is_held(block_id), f"block {block_id} is unpublished, but nobody holds it"
+            if block_id in self._contents:
+                self._forget(block_id)
+
+    def _evict(self) -> int:
+        block_id = self._cached.pop()
+        self._expiries.discard(block_id)
+        self._forget(block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        content = self._contents.pop(block_id)
+        del self._block_of[content.digest]
+        del self._children[content.parent][content.digest]
+        if not self._children[content.parent]:
+            del self._children[content.parent]
+            self._requeue(content.parent)
+
+    # ---------------------------------------------------------------- checks
+
+    def check_references(self, block_ids: Iterable[int]) -> None:
+        """Raise AssertionError unless `block_ids`, the entries of all block tables, are the references counted."""
+        counts = [0] * self.num_blocks
+        for block_id in block_ids:
+            counts[block_id] += 1
+        assert counts == self._references, "the block tables and the reference counts disagree"
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is in one state, the index points both ways, and all that is
+        cached can be evicted, in the order of its leaves."""
+        held = {block_id for block_id, count in enumerate(self._references) if count > 0}
+        cached = {block_id for block_id in self._contents if block_id not in held}
+        empty = set(self._empty)
+        assert len(empty) == len(self._empty), "a block is in the list of empty ones twice"
+        assert len(held) + len(cached) + len(empty) == self.num_blocks, (
+            f"{len(held)} held + {len(cached)} cached + {len(empty)} empty != {self.num_blocks} blocks"
+        )
+        assert not empty & (held | cached), "a held or cached block counts as empty"
+        index = {content.digest: block_id for block_id, content in self._contents.items()}
+        assert self._block_of == index, "the reuse index and the published blocks disagree"
+        children: dict[bytes, set[bytes]] = {}
+        for content in self._contents.values():
+            children.setdefault(content.parent, set()).add(content.digest)
+        known = {parent: set(digests) for parent, digests in self._children.items()}
+        assert known == children, "the children and the published blocks disagree"
+        self._check_queues(cached)
+
+    def _check_queues(self, cached: set[int]) -> None:
+        assert len(self._cached) == len(cached), (
+            f"{len(self._cached)} of {len(cached)} cached blocks are queued"
+        )
+        for block_id in cached:
+            content = self._contents[block_id]
+            key, is_leaf = self._cached.key(block_id), content.digest not in self._children
+            wanted = (0, content.retention.priority, content.age) if is_leaf else (1, 0, content.age)
+            assert key == wanted, f"cached block {block_id} is queued at {key}, its place is {wanted}"
+        expiring = {b for b in cached if self._contents[b].retention.duration_ms is not None}
+        assert all(block_id in self._expiries for block_id in expiring), (
+            "a priority for a time only never ends"
+        )
+        assert len(self._expiries) == len(expiring), "a block expires that is not cached, or is to stay"
+        self._cached.check_integrity()
+        self._expiries.check_integrity()
+
+
+def _num_alike(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    """With how many equal elements both begin."""
+    for count, (mine, yours) in enumerate(zip(one, other)):
+        if mine != yours:
+            return count
+    return min(len(one), len(other))

@@ -1,0 +1,394 @@
+"""Owns the block tables: which KV blocks each running sequence holds, shares with others or has set aside.
+
+Blocks are shared by content (`block_keys.py`): only full ones, and never a sequence's last known token: its logits
+are needed, so it is computed. Of a block that only begins as a sequence goes on, the beginning is copied.
+
+The beams of a search share the block that they are filling too, as long as they agree: whoever writes into a block
+that others hold gets a copy of its own.
+
+What a running sequence is about to publish is promised, so that another with the same prefix may wait for it and
+not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Called
+by the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from inflight.core.kv.block_keys import CacheRules
+from inflight.core.kv.block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Blocks that hold the beginning of a sequence already.
+
+    Attributes:
+        block_ids: In order from the first token.
+        num_held: How many of them some running sequence holds; the others count as free until shared.
+        is_promised: Whether a running sequence is computing the first block that was not found.
+        source: A block that begins as the first block that was not found does.
+        num_copied_tokens: How many of its tokens are the sequence's; 0: there is no such block.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    num_held: int = 0
+    is_promised: bool = False
+    source: int = 0
+    num_copied_tokens: int = 0
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of the tokens of a sequence that were known when it was admitted.
+
+    Attributes:
+        new: Not found as a whole, to be taken from the free ones.
+        reused: Found in the cache, the last one perhaps in part: that one's beginning is copied to a new block.
+        missed: Full blocks that were looked for and not found.
+    """
+
+    new: int
+    reused: int
+    missed: int
+
+
+@dataclass(slots=True)
+class BeamGrowth:
+    """What it took to give every beam room for a token.
+
+    Attributes:
+        copies: (source, target) blocks whose content is to be copied.
+        replaced: (beam, index, block id): the copy's place in the beam's table.
+        appended: (beam, block id).
+    """
+
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    replaced: list[tuple[int, int, int]] = field(default_factory=list)
+    appended: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Table:
+    block_ids: list[int]  # with beams, those that all of them begin with
+    reserved: int  # blocks this sequence may still take without asking
+    num_published: int
+    rules: CacheRules
+    digests: list[bytes]  # of the full blocks known at admission; those not published yet are promised
+    parent: bytes | None  # digest of the last published block; None: nothing is shared
+    num_reused: int
+    num_missed: int
+    num_new: int
+    copy: tuple[int, int] | None = None  # (source, target) of the block that was found in part
+    # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
+    # beginning, so that a step costs what the beams differ in and not what they have in common.
+    tails: list[list[int]] = field(default_factory=list)
+
+    @property
+    def promised(self) -> list[bytes]:
+        return self.digests[self.num_published :]
+
+    def num_distinct(self) -> int:
+        return len(self.block_ids) + len(set(chain.from_iterable(self.tails)))
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """Digests of a waiting sequence's full blocks, computed once and not at every look."""
+
+    num_tokens: int
+    digests: list[bytes]
+
+
+class KvCacheManager:
+    """Block tables by sequence key, over one pool."""
+
+    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tokens_per_block = tokens_per_block
+        self.num_reserved = 0
+        self.num_taken_blocks = 0
+        self.num_reused_blocks = 0
+        self.num_missed_blocks = 0
+        self._tables: dict[int, _Table] = {}
+        self._prompts: dict[int, _Prompt] = {}
+        self._promises: dict[bytes, int] = {}  # how many running sequences are computing it; without zeros
+
+    @property
+    def num_unreserved(self) -> int:
+        """Free blocks that no running sequence counts on."""
+        return self.pool.num_free - self.num_reserved
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.tokens_per_block)
+
+    def block_table(self, key: int) -> tuple[int, ...]:
+        """The blocks of a running sequence, in order; with beams, those that all of them begin with."""
+        return tuple(self._tables[key].block_ids)
+
+    def block_counts(self, key: int) -> BlockCounts:
+        """What a running sequence found in the cache when it was admitted, and what not."""
+        table = self._tables[key]
+        return BlockCounts(table.num_new, table.num_reused, table.num_missed)
+
+    def block_copy(self, key: int) -> tuple[int, int] | None:
+        """(source, target) of the block whose beginning a sequence was admitted with; None if there is none."""
+        return self._tables[key].copy
+
+    def held(self, key: int) -> tuple[int, int]:
+        """(distinct blocks held, blocks reserved beyond them) of a running sequence."""
+        table = self._tables[key]
+        return table.num_distinct(), table.reserved
+
+    def expire(self, now_ns: int) -> None:
+        """Tell the time, in monotonic nanoseconds: what was worth keeping until now no longer is."""
+        self.pool.expire(now_ns)
+
+    # ---------------------------------------------------------------- admission
+
+    def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
+        """The longest cached prefix of `token_ids`, leaving at least one token to compute.
+
+        It is full blocks, and then the beginning of another one.
+        """
+        if rules.scope is None:
+            return PrefixMatch()
+        digests = self._digests(key, token_ids, rules)
+        block_ids: list[int] = []
+        is_promised = False
+        for digest in digests[: self._num_sought(len(token_ids))]:
+            block_id = self.pool.find(digest)
+            if block_id is None:
+                is_promised = digest in self._promises
+                break
+            block_ids.append(block_id)
+        num_held = sum(map(self.pool.is_held, block_ids))
+        place = len(block_ids)
+        start, end = place * self.tokens_per_block, len(token_ids) - 1
+        rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
+        beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
+        return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning)
+
+    def _num_sought(self, num_tokens: int) -> int:
+        """Full blocks that leave at least one token to compute."""
+        return (num_tokens - 1) // self.tokens_per_block
+
+    def _digests(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> list[bytes]:
+        """Of all full blocks, in order; the last may be one that is computed whether it is found or not."""
+        known = self._prompts.get(key)
+        if known is None or known.num_tokens != len(token_ids):
+            known = self._prompts[key] = _Prompt(len(token_ids), [])
+            parent, size = rules.scope, self.tokens_per_block
+            for end in range(size, len(token_ids) + 1, size):
+                parent = rules.digest(parent, token_ids, end - size, end)
+                known.digests.append(parent)
+        return known.digests
+
+    def blocks_to_admit(self, match: PrefixMatch, num_blocks: int) -> int:
+        """Free blocks it takes to set aside `num_blocks` blocks, of which the matched ones are there."""
+        return num_blocks - match.num_held
+
+    def admit(
+        self, key: int, match: PrefixMatch, num_blocks: int, rules: CacheRules, num_tokens: int = 0
+    ) -> None:
+        """Open a block table that begins with the matched blocks and reserves `num_blocks` blocks in all.
+
+        Where the match goes on into a block, its copy is in the table too: see `block_copy`. The sequence has
+        `num_tokens` tokens now, which is for its `block_counts`.
+
+        With a scope, full blocks become findable for others of that scope as they are published. Until then those
+        of the tokens that `match_prefix` saw are promised.
+        """
+        assert key not in self._tables, f"sequence {key} holds blocks already"
+        known = self._prompts.pop(key, None)
+        digests = known.digests if known else []
+        shared = len(match.block_ids)
+        missed = self._num_sought(known.num_tokens) - shared if known else 0
+        parent = digests[shared - 1] if shared else rules.scope
+        reserved = max(0, num_blocks - shared)
+        new = max(0, self.blocks_for(num_tokens) - shared)
+        table = _Table(list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed, new)
+        self._tables[key] = table
+        self.pool.share(match.block_ids)
+        if match.num_copied_tokens:
+            self._take_copy(table, match.source)
+        for index, block_id in enumerate(match.block_ids):
+            self.pool.retain(block_id, rules.retention_of(index * self.tokens_per_block))
+        for digest in table.promised:
+            self._promises[digest] = self._promises.get(digest, 0) + 1
+        self.num_reserved += table.reserved
+        self.num_reused_blocks += table.num_reused
+        self.num_missed_blocks += missed
+
+    def _take_copy(self, table: _Table, source: int) -> None:
+        """A block for what is known of it and what comes next; perhaps the source, which nobody finds then."""
+        assert table.reserved > 0, "a sequence was admitted without a block for its last token"
+        (target,) = self.pool.take(1)
+        table.copy = (source, target)
+        table.block_ids.append(target)
+        table.reserved -= 1
+        table.num_reused += 1
+        self.num_taken_blocks += 1
+
+    # ---------------------------------------------------------------- growth
+
+    def missing_blocks(self, key: int, num_tokens: int) -> int:
+        """Blocks beyond its table and reservation that a sequence needs to hold `num_tokens` tokens."""
+        table = self._tables[key]
+        return max(0, self.blocks_for(num_tokens) - len(table.block_ids) - table.reserved)
+
+    def num_certain_tokens(self, key: int) -> int:
+        """Tokens that fit into a sequence's table and reservation."""
+        table = self._tables[key]
+        return (len(table.block_ids) + table.reserved) * self.tokens_per_block
+
+    def blocks_freed_by(self, key: int) -> int:
+        """Blocks that become unreserved when this sequence alone is released."""
+        table = self._tables[key]
+        return table.reserved + sum(self.pool.is_held_once(block_id) for block_id in table.block_ids)
+
+    def extend(self, key: int, num_tokens: int) -> tuple[int, ...]:
+        """Grow a table until it holds `num_tokens` tokens; returns the blocks appended.
+
+        The blocks must be there: within the reservation, or `missing_blocks` <= `num_unreserved`.
+        """
+        table = self._tables[key]
+        count = self.blocks_for(num_tokens) - len(table.block_ids)
+        if count <= 0:
+            return ()
+        from_reserved = min(count, table.reserved)
+        assert count - from_reserved <= self.num_unreserved, f"sequence {key} outgrew the free blocks"
+        table.reserved -= from_reserved
+        self.num_reserved -= from_reserved
+        taken = self.pool.take(count)
+        table.block_ids.extend(taken)
+        self.num_taken_blocks += count
+        return taken
+
+    # ---------------------------------------------------------------- beams
+
+    def reorder_beams(self, key: int, parents: Sequence[int]) -> None:
+        """Let beam i go on from what was beam `parents[i]`: the same blocks, held once more.
+
+        The first time there is one beam, 0: the sequence, whose context is computed.
+        """
+        table = self._tables[key]
+        distinct = table.num_distinct()
+        before = table.tails or [[table.block_ids.pop()]]
+        table.tails = [list(before[parent]) for parent in parents]
+        for block_ids in table.tails:
+            self.pool.share(block_ids)
+        for block_ids in before:
+            self.pool.release(reversed(block_ids))
+        self._join_beginnings(table)
+        # What nobody needs any more may be needed again: the reservation is for the worst case.
+        self._reserve(table, table.reserved + distinct - table.num_distinct())
+
+    def _join_beginnings(self, table: _Table) -> None:
+        """What all tails begin with belongs to the common beginning, but for a tail's last block."""
+        count = 0
+        for block_ids in zip(*(tail[:-1] for tail in table.tails)):
+            if len(set(block_ids)) > 1:
+                break
+            table.block_ids.append(block_ids[0])
+            self.pool.release(block_ids[1:])
+            count += 1
+        if count:
+            table.tails = [tail[count:] for tail in table.tails]
+
+    def grow_beams(self, key: int, num_tokens: int) -> BeamGrowth:
+        """Give every beam a block of its own to write token `num_tokens - 1` into; the reservation covers it."""
+        table = self._tables[key]
+        distinct, index = table.num_distinct(), (num_tokens - 1) // self.tokens_per_block
+        place = index - len(table.block_ids)
+        growth = BeamGrowth()
+        for beam, tail in enumerate(table.tails):
+            if place < len(tail) and self.pool.is_held_once(tail[place]):
+                continue
+            (block_id,) = self.pool.take(1)
+            self.num_taken_blocks += 1
+            if place == len(tail):
+                tail.append(block_id)
+                growth.appended.append((beam, block_id))
+            else:
+                growth.copies.append((tail[place], block_id))
+                growth.replaced.append((beam, index, block_id))
+                self.pool.release((tail[place],))
+                tail[place] = block_id
+        self._reserve(table, table.reserved + distinct - table.num_distinct())
+        return growth
+
+    def _reserve(self, table: _Table, count: int) -> None:
+        assert count >= 0, "beams outgrew their reservation"
+        self.num_reserved += count - table.reserved
+        table.reserved = count
+
+    # ---------------------------------------------------------------- sharing and the end
+
+    def publish(self, key: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Make the blocks that `num_computed_tokens` computed tokens fill findable for others."""
+        table, size = self._tables[key], self.tokens_per_block
+        if table.parent is None:
+            return
+        while (table.num_published + 1) * size <= num_computed_tokens:
+            index, start = table.num_published, table.num_published * size
+            if index < len(table.digests):
+                digest = table.digests[index]
+                self._end_promise(digest)
+            else:
+                digest = table.rules.digest(table.parent, token_ids, start, start + size)
+            retention = table.rules.retention_of(start)
+            content = table.rules.content(token_ids, start, start + size)
+            self.pool.publish(table.block_ids[index], digest, table.parent, retention, content)
+            table.parent = digest
+            table.num_published += 1
+
+    def _end_promise(self, digest: bytes) -> None:
+        """A sequence has published the block, or never will."""
+        self._promises[digest] -= 1
+        if self._promises[digest] == 0:
+            del self._promises[digest]
+
+    def unpublish(self, *keys: int) -> None:
+        """Let nobody find the blocks that these sequences alone hold: what is in them may be what fails."""
+        tables = [self._tables[key] for key in keys if key in self._tables]
+        parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
+        held = Counter(chain.from_iterable(parts))
+        self.pool.unpublish(
+            block_id for block_id, count in held.items() if count == self.pool.num_references(block_id)
+        )
+
+    def release(self, key: int) -> None:
+        """Close a sequence's table, if it has one, and forget what was computed while it waited."""
+        self._prompts.pop(key, None)
+        table = self._tables.pop(key, None)
+        if table is not None:
+            self.num_reserved -= table.reserved
+            for digest in table.promised:
+                self._end_promise(digest)
+            for block_ids in (*table.tails, table.block_ids):
+                # Later blocks are of no use without the earlier ones: they are to be evicted first.
+                self.pool.release(reversed(block_ids))
+
+    def clear(self) -> None:
+        """Close every table and forget all that blocks hold, whatever state that is in; what was counted stays."""
+        self.pool = BlockPool(self.pool.num_blocks)
+        self.num_reserved = 0
+        self._tables.clear()
+        self._prompts.clear()
+        self._promises.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every reference and promise is some table's and reservations add up."""
+        self.pool.check_integrity()
+        tables = [part for table in self._tables.values() for part in (table.block_ids, *table.tails)]
+        self.pool.check_references(chain.from_iterable(tables))
+        reserved = sum(table.reserved for table in self._tables.values())
+        assert reserved == self.num_reserved, f"reservations add up to {reserved}, not {self.num_reserved}"
+        assert self.num_unreserved >= 0, f"{-self.num_unreserved} blocks are reserved twice"
+        promises = Counter(chain.from_iterable(table.promised for table in self._tables.values()))
+        assert promises == self._promises, "the promises and what the sequences are computing disagree"

@@ -1,0 +1,1 @@
+"""What follows from a failed iteration: which request is at fault, and how the others go on. Pure."""

@@ -1,0 +1,1 @@
+"""Statistics, metrics and the state that people ask for. Pure."""

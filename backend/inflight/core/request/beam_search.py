@@ -1,0 +1,248 @@
+"""One beam search's decisions: which continuations run on, which have finished, and when there is no more to find.
+
+The device ranks continuations and the scheduler moves beams; this is what lies between: candidates in, parents and
+tokens out. Knows no slots, blocks or iterations. Tokens are linked backwards, from each beam's last one, so that a
+step costs the number of candidates and not the length. Pure. Called by the loop thread only.
+
+Reference: transformers `GenerationMixin._beam_search`, whose tokens and scores these are:
+
+    candidates  the max(2, 1 + number of end ids) * K best continuations of the K beams
+    finish      the first K candidates, if they hit an end id, a stop word or the length limit; a later one that
+                hits is dropped
+    run on      the first K candidates that hit nothing
+    score       cumulative log probability / generated_length ** length_penalty, the end id counted
+    end         K beams finished and none running that could be better (`early_stopping`), or nothing runs on
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from inflight.core.request.request import Request
+from inflight.core.request.response import TopLogProbs
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.stop_words import StopWords
+
+_NO_SCORE = -1.0e9
+"""The score of a beam that only fills a row."""
+_POSSIBLE = -1.0e8
+"""Scores below this come from banned tokens, or from a row that only fills: such a beam is never returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The best continuations of one BeamGroup, best first. Equal ranks: lower row, then lower token id, first.
+
+    Attributes:
+        rows: Per candidate, which row of the group it continues.
+        token_ids: Per candidate.
+        scores: Per candidate, the row's score plus the token's log probability as the search sees it (after
+            bias, temperature, penalties and bans). beam_search_diversity_rate counts for the rank alone.
+        log_probs: Per candidate, the model's own log probability of the token; empty if not wanted.
+        top_log_probs: Per row of the group; empty if not wanted.
+        logits: Per row of the group; empty if not wanted.
+    """
+
+    rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    logits: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One output of a beam search.
+
+    Attributes:
+        token_ids: The generated tokens, without the end id.
+        cum_log_prob: Sum of the search's log probabilities: after penalties, bias and temperature, and with the
+            end id's.
+        score: What hypotheses are ranked by: `cum_log_prob` / generated_length ** length_penalty.
+        finish_reason: NOT_FINISHED while the beam runs.
+        log_probs: The model's own log probability of each of `token_ids`; empty if the device gave none.
+        top_log_probs: One for each of `token_ids`, or empty.
+        logits: float32 [vocab_size] for each of `token_ids`, or empty.
+    """
+
+    token_ids: tuple[int, ...]
+    cum_log_prob: float
+    score: float
+    finish_reason: FinishReason
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    logits: tuple[bytes, ...] = ()
+
+
+_NOTHING = Hypothesis((), _NO_SCORE, _NO_SCORE, FinishReason.LENGTH)
+"""Takes the place of a beam that the bans left no token for."""
+_NOT_BEGUN = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
+"""What every beam is before the first step."""
+
+
+class _Node:
+    """A token of a beam and the way back to its first."""
+
+    __slots__ = ("log_prob", "logits", "parent", "token_id", "top_log_probs")
+
+    def __init__(self, parent: _Node | None, candidates: BeamCandidates, rank: int) -> None:
+        row = candidates.rows[rank]
+        self.parent = parent
+        self.token_id = candidates.token_ids[rank]
+        self.log_prob = candidates.log_probs[rank] if candidates.log_probs else None
+        self.top_log_probs = candidates.top_log_probs[row] if candidates.top_log_probs else None
+        self.logits = candidates.logits[row] if candidates.logits else None
+
+
+def _path(node: _Node | None, most: int = -1) -> list[_Node]:
+    """The nodes from the first token, or the last `most` ones, to this."""
+    nodes = []
+    while node is not None and len(nodes) != most:
+        nodes.append(node)
+        node = node.parent
+    nodes.reverse()
+    return nodes
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """A beam where it is compared with others; `node` is its last token, an end id included."""
+
+    cumulative: float
+    score: float
+    node: _Node
+    reason: FinishReason
+
+
+class BeamSearch:
+    """The search of one request with `beam_width` beams, from its context's logits to its last hypothesis.
+
+    Attributes:
+        done: Whether it has ended: `hypotheses` is final and `advance` must not be called.
+        scores: Per row, the cumulative log probability of its beam; what a `BeamGroup` carries.
+        parents: Per running beam, after an `advance`: which of the rows before it the beam continues.
+        token_ids: Per running beam, after an `advance`: its new token.
+        num_candidates: How many continuations `advance` wants to choose from.
+    """
+
+    def __init__(self, request: Request) -> None:
+        sampling = request.sampling
+        self._request = request
+        self._width = sampling.beam_width
+        self._length_penalty = sampling.length_penalty
+        self._early_stopping = sampling.early_stopping
+        self._end_ids = frozenset(request.end_ids)
+        self._stop_words = StopWords(request.stop_words)
+        self._num_generated = 0
+        self._beams: list[_Node | None] = [None]
+        self._ended: list[_Ranked] = []  # the best so far, at most K, best first
+        self.done = False
+        self.scores: tuple[float, ...] = (0.0,)
+        self.parents: tuple[int, ...] = ()
+        self.token_ids: tuple[int, ...] = ()
+        self.num_candidates = max(2, 1 + len(request.end_ids)) * self._width
+
+    @property
+    def num_rows(self) -> int:
+        """Beams that run: one until the first `advance`, then K."""
+        return len(self._beams)
+
+    @property
+    def has_found_nothing(self) -> bool:
+        """Whether it has ended without a single hypothesis: bans left no token for any beam."""
+        return self.done and not self._ended
+
+    def row_tokens(self, row: int) -> tuple[int, ...]:
+        """The generated tokens of a running beam."""
+        return tuple(node.token_id for node in _path(self._beams[row]))
+
+    def advance(self, candidates: BeamCandidates) -> None:
+        """Take the best continuations of the rows, best first, and decide."""
+        assert not self.done, "the search has ended"
+        self._num_generated += 1
+        running: list[tuple[int, _Node]] = []  # (rank, its last token)
+        for rank, row in enumerate(candidates.rows):
+            node = _Node(self._beams[row], candidates, rank)
+            reason = self._why_finished(node)
+            if reason is FinishReason.NOT_FINISHED:
+                running.append((rank, node))
+            elif rank < self._width and candidates.scores[rank] > _POSSIBLE:
+                self._ended.append(self._ranked(candidates.scores[rank], node, reason))
+            if len(running) == self._width:
+                break
+        self._ended = sorted(self._ended, key=lambda beam: -beam.score)[: self._width]
+        self._run_on(running, candidates)
+        self.done = self._has_ended()
+
+    def _why_finished(self, node: _Node) -> FinishReason:
+        if node.token_id in self._end_ids:
+            return FinishReason.END_ID
+        if self._stop_words.may_end_with(node.token_id):
+            newest = [each.token_id for each in _path(node, self._stop_words.longest)]
+            if self._stop_words.matches(newest, len(newest)):
+                return FinishReason.STOP_WORDS
+        if self._num_generated == self._request.max_new_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.NOT_FINISHED
+
+    def _ranked(self, cumulative: float, node: _Node, reason: FinishReason) -> _Ranked:
+        return _Ranked(cumulative, cumulative / self._divisor(self._num_generated), node, reason)
+
+    def _divisor(self, length: int) -> float:
+        """What a score at this length is divided by; the largest float where a power exceeds it."""
+        try:
+            return float(length) ** self._length_penalty
+        except OverflowError:
+            return sys.float_info.max
+
+    def _run_on(self, running: list[tuple[int, _Node]], candidates: BeamCandidates) -> None:
+        """Let the chosen candidates be the beams; where stop words left fewer than K, the last fills the rows."""
+        missing = self._width - len(running) if running else 0
+        self.scores = tuple(candidates.scores[rank] for rank, _ in running) + (_NO_SCORE,) * missing
+        running = running + running[-1:] * missing
+        self._beams = [node for _, node in running]
+        self.parents = tuple(candidates.rows[rank] for rank, _ in running)
+        self.token_ids = tuple(node.token_id for _, node in running)
+
+    def _has_ended(self) -> bool:
+        best = max(self.scores, default=_NO_SCORE)
+        if best <= _POSSIBLE:
+            return True
+        if len(self._ended) < self._width:
+            return False
+        if self._early_stopping == 1:
+            return True
+        length = self._num_generated
+        if self._early_stopping != 0 and self._length_penalty > 0.0:
+            length = self._request.max_new_tokens
+        return best / self._divisor(length) <= self._ended[-1].score
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """The outputs, best first, as many as the request wants back, as if the search ended now."""
+        wanted = self._request.sampling.num_outputs
+        if not self._num_generated:
+            return [_NOT_BEGUN] * wanted
+        ranked = list(self._ended)
+        if not self.done:
+            ranked += [
+                self._ranked(score, node, FinishReason.NOT_FINISHED)
+                for score, node in zip(self.scores, self._beams)
+                if node is not None and score > _POSSIBLE
+            ]
+            ranked.sort(key=lambda beam: -beam.score)
+        found = [self._hypothesis(beam) for beam in ranked[:wanted]]
+        return found + [_NOTHING] * (wanted - len(found))
+
+    def _hypothesis(self, beam: _Ranked) -> Hypothesis:
+        nodes = _path(beam.node.parent if beam.reason is FinishReason.END_ID else beam.node)
+        return Hypothesis(
+            token_ids=tuple(node.token_id for node in nodes),
+            cum_log_prob=beam.cumulative,
+            score=beam.score,
+            finish_reason=beam.reason,
+            log_probs=tuple(node.log_prob for node in nodes if node.log_prob is not None),
+            top_log_probs=tuple(node.top_log_probs for node in nodes if node.top_log_probs is not None),
+            logits=tuple(node.logits for node in nodes if node.logits is not None),
+        )

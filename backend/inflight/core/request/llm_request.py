@@ -1,0 +1,342 @@
+"""A sequence's life: its state machine as a table, and the few counters everything else derives from.
+
+    event      WAITING    RUNNING    PAUSED     FINISHED
+    START      RUNNING    -          RUNNING    -
+    PAUSE      -          PAUSED     -          -
+    FINISH     FINISHED   FINISHED   FINISHED   -
+
+A dash is an illegal transition: it raises and changes nothing. There is no context or generation state: the
+phase follows from how many of the known tokens are computed. Written by the scheduler and its parts alone.
+
+A request is one LlmRequest, or one for each of num_return_sequences; a beam search is one, in several slots. What
+belongs to the request as a whole is in its RequestGroup.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from inflight.core.kv.block_keys import CacheRules
+from inflight.core.request.beam_search import BeamSearch
+from inflight.core.request.prompt_lookup import PromptLookup
+from inflight.core.request.request import Request
+from inflight.core.request.response import TopLogProbs
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.stop_words import StopWords
+from inflight.errors import InflightError
+
+
+class RequestState(Enum):
+    """Where a sequence stands."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PAUSED = auto()
+    FINISHED = auto()
+
+
+class RequestEvent(Enum):
+    """What can happen to a sequence."""
+
+    START = auto()
+    PAUSE = auto()
+    FINISH = auto()
+
+
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.WAITING, RequestEvent.START): RequestState.RUNNING,
+    (RequestState.PAUSED, RequestEvent.START): RequestState.RUNNING,
+    (RequestState.RUNNING, RequestEvent.PAUSE): RequestState.PAUSED,
+    (RequestState.WAITING, RequestEvent.FINISH): RequestState.FINISHED,
+    (RequestState.RUNNING, RequestEvent.FINISH): RequestState.FINISHED,
+    (RequestState.PAUSED, RequestEvent.FINISH): RequestState.FINISHED,
+}
+
+
+class IllegalTransition(AssertionError):
+    """The scheduler asked for something that cannot happen: a defect, not a user's mistake."""
+
+
+class RequestGroup:
+    """A request and its sequences.
+
+    Attributes:
+        request: What was asked.
+        sequences: By sequence index.
+        num_unfinished: Sequences that have not given up their last block and said their last word.
+        error: Why the request failed, if it did; then no sequence has a last word of its own.
+        context_log_probs: Of the prompt tokens from the second on, as far as they are known.
+        context_logits: Of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
+        num_context_rows: Prompt positions whose outputs are known.
+        context_index: The sequence that computes the prompt for all, and from whose rows they are taken.
+        has_context: Whether its siblings need not wait for it any more.
+        arrival_ns: When it arrived.
+        deadline_ns: When it times out; 0: never.
+        stop_requested_ns: When a front end asked for its end; 0: nobody did.
+    """
+
+    __slots__ = (
+        "arrival_ns",
+        "context_index",
+        "context_log_probs",
+        "context_logits",
+        "deadline_ns",
+        "error",
+        "has_context",
+        "num_context_rows",
+        "num_unfinished",
+        "request",
+        "sequences",
+        "stop_requested_ns",
+    )
+
+    def __init__(self, request: Request, first_key: int, rules: CacheRules, now_ns: int) -> None:
+        count = request.sampling.num_sequences
+        self.request = request
+        self.arrival_ns = request.arrival_time_ns or now_ns
+        allotted_ns = request.allotted_time_ms * 1_000_000
+        self.deadline_ns = self.arrival_ns + allotted_ns if allotted_ns else 0
+        self.stop_requested_ns = 0
+        self.sequences = [LlmRequest(self, index, first_key + index, rules) for index in range(count)]
+        self.num_unfinished = count
+        self.error: InflightError | None = None
+        self.context_log_probs: list[float] = []
+        self.context_logits: list[bytes] = []
+        self.num_context_rows = 0
+        self.context_index = 0
+        self.has_context = False
+
+    @property
+    def lacks_context(self) -> bool:
+        """Whether context outputs are wanted and not all there."""
+        return self.request.output.wants_context and self.num_context_rows < self.request.prompt_length
+
+    def pass_context_on(self) -> LlmRequest | None:
+        """Who gives the context outputs that are wanted, now that the sequence that was to do so has ended.
+
+        One that never started, and the others wait for it in turn; None if nobody has to, or nobody is left.
+        """
+        waiting = (s for s in self.sequences if s.state is RequestState.WAITING)
+        successor = next(waiting, None) if self.lacks_context else None
+        if successor is not None:
+            self.context_index = successor.sequence_index
+        return successor
+
+
+class LlmRequest:
+    """One sequence, or one beam search, from arrival to its last response.
+
+    Attributes:
+        group: The request it belongs to.
+        request: What was asked.
+        sequence_index: Which of the request's sequences.
+        key: Unique among all sequences there ever were.
+        rules: How its KV blocks are shared and kept.
+        state: Where it stands.
+        prompt_length, max_length: Tokens at the start, and at the length limit.
+        streams_tokens_only: Whether its responses are deltas of nothing but tokens.
+        tokens: Prompt and generated tokens; of a beam search the generated ones are of no one beam.
+        slots: The device's indices for it while RUNNING, and after its end until its batches are back, else ();
+            beams have one each.
+        context_length: How many of `tokens` this run has to compute as context: the prompt, and after a pause
+            what had been generated as well.
+        num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
+        num_scheduled_tokens: Tokens in batches whose update has not come yet.
+        is_void: Whether what is in flight follows from a failed iteration and counts for nothing.
+        retry_until: So many computed tokens get it past the point where an iteration with it failed.
+        has_started: Whether it ever ran.
+        last_turn: When it was last chosen to generate, counted in micro-batches; 0 with one of them.
+        next_block_end: So many computed tokens fill the next block.
+        num_streamed_tokens: Generated tokens that responses have carried.
+        has_draft: Whether the request's own draft is still to be verified.
+        needs_host: Whether what runs next depends on what came of the rows in flight.
+        beams: Its beam search, if it is one.
+        lookup: Makes its draft tokens, if it is to.
+        stop_words: Ends it, if it has any.
+        finish_reason: Why it ended.
+        log_probs, drawn_log_probs, top_log_probs, logits: Of each generated token that no response has carried, if
+            they are wanted. `TokenDetails` says what they are.
+        cum_log_prob: Sum of all log probabilities, carried or not.
+        first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
+        num_iterations: Iterations that gave it tokens.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: Of runs that are over.
+        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted and kept.
+    """
+
+    __slots__ = (
+        "beams",
+        "context_length",
+        "cum_log_prob",
+        "drawn_log_probs",
+        "finish_reason",
+        "first_scheduled_ns",
+        "first_token_ns",
+        "group",
+        "has_draft",
+        "has_started",
+        "is_void",
+        "key",
+        "last_token_ns",
+        "last_turn",
+        "log_probs",
+        "logits",
+        "lookup",
+        "max_length",
+        "needs_host",
+        "next_block_end",
+        "num_accepted_tokens",
+        "num_computed_tokens",
+        "num_draft_tokens",
+        "num_iterations",
+        "num_missed_blocks",
+        "num_new_blocks",
+        "num_reused_blocks",
+        "num_scheduled_tokens",
+        "num_streamed_tokens",
+        "prompt_length",
+        "request",
+        "retry_until",
+        "rules",
+        "sequence_index",
+        "slots",
+        "state",
+        "stop_words",
+        "streams_tokens_only",
+        "tokens",
+        "top_log_probs",
+    )
+
+    def __init__(self, group: RequestGroup, sequence_index: int, key: int, rules: CacheRules) -> None:
+        request = group.request
+        self.group = group
+        self.request = request
+        self.sequence_index = sequence_index
+        self.key = key
+        self.rules = rules
+        self.state = RequestState.WAITING
+        self.tokens = list(request.input_token_ids)
+        self.slots: tuple[int, ...] = ()
+        self.context_length = len(self.tokens)
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.is_void = False
+        self.retry_until = 0
+        self.has_started = False
+        self.last_turn = 0
+        self.num_streamed_tokens = 0
+        self.next_block_end = 0
+        self.has_draft = request.draft is not None
+        self.needs_host = request.needs_host
+        output = request.output
+        self.prompt_length = request.prompt_length
+        self.max_length = request.max_sequence_length
+        self.streams_tokens_only = request.streaming and not (
+            request.sampling.uses_beams
+            or output.wants_details
+            or output.wants_context
+            or output.return_perf_metrics
+        )
+        self.beams = BeamSearch(request) if request.sampling.uses_beams else None
+        self.lookup = PromptLookup(self.tokens) if request.prompt_lookup_num_tokens else None
+        self.stop_words = StopWords(request.stop_words) if request.stop_words and not self.beams else None
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self.log_probs: list[float] = []
+        self.drawn_log_probs: list[float] = []
+        self.top_log_probs: list[TopLogProbs] = []
+        self.logits: list[bytes] = []
+        self.cum_log_prob = 0.0
+        self.first_scheduled_ns = 0
+        self.first_token_ns = 0
+        self.last_token_ns = 0
+        self.num_iterations = 0
+        self.num_new_blocks = 0
+        self.num_reused_blocks = 0
+        self.num_missed_blocks = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+
+    @property
+    def request_id(self) -> int:
+        """The request's id; its sequences share it."""
+        return self.request.request_id
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def num_slots(self) -> int:
+        """Slots it runs in."""
+        return self.request.sampling.beam_width
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next token to be computed."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
+
+    @property
+    def in_context(self) -> bool:
+        """Whether known tokens are still to be scheduled; otherwise the device feeds its own last token."""
+        return self.num_computed_tokens + self.num_scheduled_tokens < self.context_length
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the sequence that computes the prompt for all."""
+        return self.group.context_index == self.sequence_index
+
+    @property
+    def gives_context(self) -> bool:
+        """Whether context outputs are wanted that its rows give."""
+        return self.leads and self.group.lacks_context
+
+    @property
+    def draft_length(self) -> int:
+        """Draft tokens that its last context chunk has to carry."""
+        return self.request.draft_length if self.has_draft else 0
+
+    def apply(self, event: RequestEvent) -> None:
+        """Move along the table; IllegalTransition, with nothing changed, where it has no entry."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"request {self.request_id} is {self.state.name}: cannot {event.name}")
+        self.state = target
+
+    def start(self, slots: tuple[int, ...], num_reused_tokens: int) -> None:
+        """Take slots; the first `num_reused_tokens` tokens are in its block table already."""
+        self.apply(RequestEvent.START)
+        self.slots = slots
+        self.has_started = True
+        self.context_length = len(self.tokens)
+        self.num_computed_tokens = num_reused_tokens
+
+    def pause(self) -> None:
+        """Give up slot and blocks; every token known so far is computed again on resumption."""
+        self.apply(RequestEvent.PAUSE)
+        self.slots = ()
+        self.num_computed_tokens = 0
+        self.is_void = False
+
+    def restart(self) -> None:
+        """Give up slots and blocks after a failed iteration, to be computed again up to where it was.
+
+        The beams of a search cannot be computed from tokens alone: the search begins again, and what was streamed
+        of it is not streamed twice.
+        """
+        self.pause()
+        if self.beams is not None:
+            self.beams = BeamSearch(self.request)
+            del self.tokens[self.prompt_length :]
+
+    def forget_details(self) -> None:
+        """A response has carried them: a long stream's logits would fill the memory."""
+        self.log_probs.clear()
+        self.drawn_log_probs.clear()
+        self.top_log_probs.clear()
+        self.logits.clear()
+
+    def finish(self, reason: FinishReason) -> None:
+        """End for `reason`. The slots stay until the batches in flight have come back."""
+        self.apply(RequestEvent.FINISH)
+        self.is_void = False
+        self.finish_reason = reason

@@ -1,0 +1,312 @@
+"""What was asked: a frozen Request, and the one value through which the outside enters an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.retention import RetentionConfig
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import StopSignal
+from inflight.core.request.tensor import FloatTensor
+from inflight.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model can take, known to every front end before it sends a request.
+
+    Attributes:
+        vocab_size: Number of token ids; valid ids are 0 .. vocab_size - 1.
+        max_sequence_length: Prompt and generated tokens together, in tokens.
+        max_input_length: Longest prompt, in tokens.
+        num_blocks: KV cache blocks, all of which one request may have if it is alone.
+        tokens_per_block: Tokens per KV cache block.
+        max_beam_width: Most beams of a search.
+        max_draft_length: Most draft tokens verified at a time.
+        max_context_tokens: Most prompt and draft tokens together, where contexts are not split; else no bound.
+    """
+
+    vocab_size: int
+    max_sequence_length: int
+    max_input_length: int
+    num_blocks: int
+    tokens_per_block: int
+    max_beam_width: int = 1
+    max_draft_length: int = 0
+    max_context_tokens: int = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalDraft:
+    """TensorRT-LLM's `ExternalDraftTokensConfig`: a guess at the first generated tokens, verified in one pass.
+
+    Attributes:
+        token_ids: The guess. Tensor `draft_input_ids` [1, n].
+        logits: [n, vocab_size] float32: softmax of row i is the distribution that token i was drawn from. With
+            them a token is accepted with probability min(1, target / draft), so that the output's distribution
+            does not change; without, as long as it is the one that would have been generated anyway. Tensor
+            `draft_logits`.
+        acceptance_threshold: With logits, accept a token where target / draft reaches it, instead of by chance.
+            Tensor `draft_acceptance_threshold`.
+    """
+
+    token_ids: tuple[int, ...]
+    logits: FloatTensor | None = None
+    acceptance_threshold: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as a front end hands it over. Specification: Inference Request.
+
+    Attributes:
+        request_id: Unique among requests in flight, 0 .. 2**64 - 1.
+        input_token_ids: The prompt. Tensor `input_ids` [1, num_input_tokens].
+        max_new_tokens: Most tokens to generate, at least 1. Tensor `request_output_len` [1, 1].
+        streaming: Respond at every iteration instead of once. Tensor `streaming`.
+        end_ids: Token ids that end the sequence; they are not returned. Tensor `end_id`.
+        pad_id: Fills ragged outputs of several beams; None means -1. Tensor `pad_id`.
+        sampling: How tokens are chosen.
+        output: What comes back.
+        stop_words: Token sequences that end the output once generated; they are returned. A prompt's tokens are
+            no part of one. Tensor `stop_words_list`.
+        bad_words: Token sequences whose last token is banned where the others stand before it, prompt included.
+            Tensor `bad_words_list`.
+        embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
+        draft: A guess from outside at the first tokens.
+        prompt_lookup_num_tokens: Most tokens to guess in an iteration from what followed the last few tokens
+            earlier in this sequence; 0: none. Tensor `prompt_lookup_num_tokens`.
+        identity: What its KV blocks depend on besides its tokens.
+        retention: How long its KV blocks are worth keeping afterwards.
+        priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
+        client_id: Whose request it is; clients of one priority get equal shares. Tensor `client_id`.
+        allotted_time_ms: From arrival; then it ends with TIMED_OUT. 0: no deadline. Tensor `allotted_time_ms`.
+        arrival_time_ns: When the engine's client took it; the clock of `IterationInput.now_ns`; 0: unknown.
+    """
+
+    request_id: int
+    input_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    streaming: bool = False
+    end_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: FloatTensor | None = None
+    draft: ExternalDraft | None = None
+    prompt_lookup_num_tokens: int = 0
+    identity: PrefixIdentity = field(default_factory=PrefixIdentity)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    priority: float = 0.5
+    client_id: int = 0
+    allotted_time_ms: int = 0
+    arrival_time_ns: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.input_token_ids)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Prompt and generated tokens at the length limit."""
+        return len(self.input_token_ids) + self.max_new_tokens
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV entries of one sequence at the length limit: the last generated token is never fed back."""
+        return len(self.input_token_ids) + self.max_new_tokens - 1
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens of the draft from outside."""
+        return len(self.draft.token_ids) if self.draft else 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the device needs the tokens so far to choose the next one."""
+        sampling = self.sampling
+        return (
+            sampling.penalizes
+            or sampling.no_repeat_ngram_size > 0
+            or sampling.top_p_decay < 1.0
+            or any(len(word) > 1 for word in self.bad_words)
+        )
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next token waits for the host to look at the one before; else the device goes on alone.
+
+        The host decides about beams and drafts, writes what is looked back at, describes tokens, and finds out
+        whether a top-p alone was reached by few tokens.
+        """
+        sampling = self.sampling
+        return (
+            sampling.uses_beams
+            or self.draft is not None
+            or self.prompt_lookup_num_tokens > 0
+            or self.looks_back
+            or self.output.wants_details
+            or (0.0 < sampling.top_p < 1.0 and sampling.top_k == 0 and not sampling.greedy)
+        )
+
+    def max_kv_blocks(self, tokens_per_block: int) -> int:
+        """KV blocks at the length limit; beams share the prompt's full blocks and nothing else for certain."""
+        shared = self.prompt_length // tokens_per_block if self.sampling.uses_beams else 0
+        return shared + self.sampling.beam_width * (-(-self.max_kv_tokens // tokens_per_block) - shared)
+
+    def validate(self, limits: ModelLimits) -> None:
+        """Raise InvalidArgument, with what would fit, if this request can never run on such a model."""
+        self.sampling.validate()
+        self.output.validate(limits.vocab_size)
+        if not self.input_token_ids:
+            raise InvalidArgument("input_ids is empty: a request needs at least one prompt token")
+        if self.max_new_tokens < 1:
+            raise InvalidArgument(f"request_output_len must be at least 1, got {self.max_new_tokens}")
+        self.identity.validate(self.prompt_length)
+        self.retention.validate()
+        self._validate_queueing()
+        self._validate_ids(limits.vocab_size)
+        self._validate_lengths(limits)
+        self._validate_beams(limits)
+        self._validate_drafts(limits)
+
+    def _validate_queueing(self) -> None:
+        if not 0.0 <= self.priority <= 1.0:
+            raise InvalidArgument(f"priority must be in [0, 1], got {self.priority}")
+        if not 0 <= self.client_id < 1 << 64:
+            raise InvalidArgument(f"client_id must be in [0, 2**64), got {self.client_id}")
+        if self.allotted_time_ms < 0:
+            raise InvalidArgument(
+                f"allotted_time_ms must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
+            )
+
+    def _validate_ids(self, vocab_size: int) -> None:
+        _check_ids("input_ids", self.input_token_ids, vocab_size)
+        for end_id in self.end_ids:
+            if not 0 <= end_id < vocab_size:
+                raise InvalidArgument(f"end_id must be in [-1, {vocab_size - 1}] (-1: none), got {end_id}")
+        for name, words in (("stop_words_list", self.stop_words), ("bad_words_list", self.bad_words)):
+            for word in words:
+                if not word:
+                    raise InvalidArgument(f"{name} has an empty word")
+                _check_ids(name, word, vocab_size)
+        bias = self.embedding_bias
+        if bias is not None and bias.shape != (vocab_size,):
+            raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
+
+    def _validate_lengths(self, limits: ModelLimits) -> None:
+        if self.prompt_length > limits.max_input_length:
+            raise InvalidArgument(
+                f"input_ids has {self.prompt_length} tokens; this server takes prompts of at most "
+                f"{limits.max_input_length} tokens{self._remedy(limits)}"
+            )
+        room = limits.max_sequence_length - self.prompt_length
+        if self.max_new_tokens > room:
+            raise InvalidArgument(
+                f"request_output_len is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at "
+                f"most {max(room, 0)} fit in the model's sequence length of {limits.max_sequence_length}"
+            )
+        needed = self.max_kv_blocks(limits.tokens_per_block)
+        if needed > limits.num_blocks:
+            self._refuse_blocks(needed, limits)
+
+    def _remedy(self, limits: ModelLimits) -> str:
+        """What to change for a prompt that is too long for one iteration, but not for the model."""
+        if not limits.max_context_tokens < self.prompt_length < limits.max_sequence_length:
+            return ""
+        return (
+            f", as one iteration has to hold all of it (max_num_tokens is {limits.max_context_tokens}); "
+            "with the parameter enable_chunked_context it would be split over several"
+        )
+
+    def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
+        size, beams = limits.tokens_per_block, self.sampling.beam_width
+        shared = self.prompt_length // size if beams > 1 else 0
+        fits = (shared + max(0, limits.num_blocks - shared) // beams) * size - self.prompt_length + 1
+        of_beams = f" and beam_width {beams}" if beams > 1 else ""
+        raise InvalidArgument(
+            f"{self.prompt_length} prompt tokens, request_output_len {self.max_new_tokens}{of_beams} need "
+            f"{needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, "
+            f"so request_output_len can be at most {max(fits, 0)}"
+        )
+
+    def _validate_beams(self, limits: ModelLimits) -> None:
+        width = self.sampling.beam_width
+        if width > limits.max_beam_width:
+            raise InvalidArgument(
+                f"beam_width must be at most {limits.max_beam_width} on this server, got {width}"
+            )
+        candidates = width * max(2, 1 + len(self.end_ids))
+        if self.sampling.uses_beams and candidates > limits.vocab_size:
+            raise InvalidArgument(
+                f"beam_width {width} needs {candidates} candidates, the vocabulary has {limits.vocab_size}"
+            )
+
+    def _validate_drafts(self, limits: ModelLimits) -> None:
+        lookup, width = self.prompt_lookup_num_tokens, self.sampling.beam_width
+        if lookup < 0:
+            raise InvalidArgument(f"prompt_lookup_num_tokens must be >= 0 (0: off), got {lookup}")
+        if width > 1 and (lookup or self.draft):
+            name = "draft_input_ids" if self.draft else "prompt_lookup_num_tokens"
+            raise InvalidArgument(f"{name} needs beam_width 1, got {width}")
+        if self.draft:
+            self._validate_external_draft(self.draft, limits)
+
+    def _validate_external_draft(self, draft: ExternalDraft, limits: ModelLimits) -> None:
+        length, threshold = len(draft.token_ids), draft.acceptance_threshold
+        if not length:
+            raise InvalidArgument("draft_input_ids is empty: leave it out, or send at least one token")
+        _check_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
+        most = min(limits.max_draft_length, limits.max_context_tokens - self.prompt_length)
+        if length > most:
+            raise InvalidArgument(
+                f"Draft tokens length ({length}) exceeds maximum draft tokens length ({max(most, 0)}): "
+                "draft_input_ids is too long"
+            )
+        if length >= self.max_new_tokens:
+            raise InvalidArgument(
+                f"draft_input_ids has {length} tokens, which request_output_len {self.max_new_tokens} has no "
+                f"room for: send at most {self.max_new_tokens - 1}"
+            )
+        wanted = (length, limits.vocab_size)
+        if draft.logits is not None and draft.logits.shape != wanted:
+            raise InvalidArgument(
+                f"draft_logits must have shape {[1, *wanted]}: one row for each of draft_input_ids; "
+                f"got {[1, *draft.logits.shape]}"
+            )
+        if threshold is not None and not 0.0 <= threshold < float("inf"):
+            raise InvalidArgument(f"draft_acceptance_threshold must be a finite number >= 0, got {threshold}")
+
+
+def _check_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidArgument(
+            f"{name} must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IterationInput:
+    """Everything that enters one iteration and is not a function of earlier state.
+
+    Rank 0 makes it inside GetInferenceRequests. It is what a broadcast carries to other ranks and what a
+    recording keeps; `now_ns` is the only clock the core sees.
+
+    Attributes:
+        iteration: Count of iterations, from 0.
+        now_ns: Monotonic time of this iteration, in nanoseconds.
+        new_requests: Requests that arrive with this iteration, in order.
+        stops: Requests to end early.
+    """
+
+    iteration: int
+    now_ns: int
+    new_requests: tuple[Request, ...] = ()
+    stops: tuple[StopSignal, ...] = ()

@@ -1,0 +1,195 @@
+"""What goes back to a front end, and how waiting responses of one sequence are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from inflight.core.request.stop import CUT_SHORT, FinishReason
+from inflight.core.request.tensor import FloatTensor, concatenate_rows
+from inflight.errors import InflightError
+
+
+@dataclass(frozen=True, slots=True)
+class PerfMetrics:
+    """What a sequence took. Times are monotonic, in nanoseconds; 0 for what has not happened yet.
+
+    Attributes:
+        arrival_time_ns: The request was queued. Output `arrival_time_ns`.
+        first_scheduled_time_ns: Its first iteration began. Output `first_scheduled_time_ns`.
+        first_token_time_ns: The first token was there. Output `first_token_time_ns`.
+        last_token_time_ns: The last token was there; 0 until then. Output `last_token_time_ns`.
+        num_new_blocks: KV blocks that it took for the tokens it began with; those of generated ones are not
+            counted. Output `kv_cache_alloc_new_blocks`.
+        num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
+        num_missed_blocks: Full blocks of known tokens that it did not find there. Output `kv_cache_missed_blocks`.
+        num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
+        num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output
+            `total_accepted_draft_tokens`.
+    """
+
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+    num_new_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_missed_blocks: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """The likeliest tokens beside one that was chosen, likeliest first.
+
+    Attributes:
+        token_ids: [num_top_log_probs].
+        log_probs: [num_top_log_probs].
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """TensorRT-LLM's `Result` for one sequence, or for the beams of one search, best first.
+
+    Attributes:
+        output_token_ids: Per beam (one, if there are no beams). Streaming: the tokens since the last response;
+            with beams, everything generated so far. Otherwise: the prompt, unless excluded, and everything
+            generated. End ids are not returned. Tensor `output_ids`.
+        num_input_tokens: Prompt tokens. Tensor `num_input_tokens`.
+        num_output_tokens: Per beam, how many of its ids at the end are generated tokens. Tensor
+            `num_output_tokens`.
+        finish_reasons: Per beam; NOT_FINISHED until its last response. Tensor `finish_reason`.
+        sequence_index: Which of num_return_sequences; 0 with beams. Tensor `sequence_index`.
+        is_sequence_final: Whether this is the sequence's last response.
+        is_cumulative: Whether it repeats what earlier responses said, as streamed beams do, instead of adding.
+        log_probs: Per beam, of each generated token in this response; None if not wanted. Tensor
+            `output_log_probs`.
+        model_log_probs: Per beam, the model's own log probabilities of the same tokens, where `log_probs` are of
+            the distribution that a token was drawn from; None where these are the model's own already.
+        cum_log_probs: Per beam, of everything generated so far: of a sequence the sum of the model's own; of a
+            beam the sum that it is ranked by (divided by length ** length_penalty), which is of log
+            probabilities after penalties, bias and temperature and has the end id's in it. Tensor `cum_log_probs`.
+        top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
+            `top_log_probs`.
+        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response alone.
+        context_logits: [prompt tokens, vocab_size]; in the sequence's first response alone. Of a sequence that was
+            cut short in its prompt, these two have the rows that were computed.
+        generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
+            streamed beams.
+        perf_metrics: None if not wanted.
+    """
+
+    output_token_ids: tuple[tuple[int, ...], ...]
+    num_input_tokens: int
+    num_output_tokens: tuple[int, ...]
+    finish_reasons: tuple[FinishReason, ...]
+    sequence_index: int = 0
+    is_sequence_final: bool = False
+    is_cumulative: bool = False
+    log_probs: tuple[tuple[float, ...], ...] | None = None
+    cum_log_probs: tuple[float, ...] | None = None
+    top_log_probs: tuple[tuple[TopLogProbs, ...], ...] | None = None
+    prompt_log_probs: tuple[float, ...] | None = None
+    context_logits: FloatTensor | None = None
+    generation_logits: tuple[FloatTensor, ...] | None = None
+    perf_metrics: PerfMetrics | None = None
+    model_log_probs: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def carries_tokens_only(self) -> bool:
+        """Whether it is a delta of nothing but tokens. Prompt outputs come in a sequence's first result only."""
+        return (
+            self.log_probs is None
+            and self.top_log_probs is None
+            and self.context_logits is None
+            and self.prompt_log_probs is None
+            and self.generation_logits is None
+            and self.perf_metrics is None
+            and not self.is_cumulative
+        )
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether the sequence was cancelled or ran out of time: it may lack what it was still to generate."""
+        return self.finish_reasons[0] in CUT_SHORT
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One call of the SendResponse callback. Specification: Get and Send Callbacks.
+
+    Attributes:
+        request_id: Whose response it is.
+        result: The outputs of one of its sequences, or None with an error.
+        error: Why the request failed; then `is_final` is true.
+        is_final: Whether this is the request's last response. Its id may be used again afterwards.
+    """
+
+    request_id: int
+    result: Result | None = None
+    error: InflightError | None = None
+    is_final: bool = False
+
+    @property
+    def sequence_index(self) -> int:
+        """Which of the request's sequences it is about; 0 for an error."""
+        return self.result.sequence_index if self.result else 0
+
+
+def merge_responses(responses: Sequence[Response]) -> Response:
+    """One response that says what consecutive responses of one sequence say together; an error says it alone."""
+    last = responses[-1]
+    if len(responses) == 1 or last.result is None:
+        return last
+    results = [response.result for response in responses if response.result is not None]
+    return replace(last, result=_merge(results))
+
+
+def _merge(results: list[Result]) -> Result:
+    last = results[-1]
+    if last.carries_tokens_only and results[0].carries_tokens_only:
+        return Result(
+            _join([r.output_token_ids for r in results]),
+            last.num_input_tokens,
+            (sum(r.num_output_tokens[0] for r in results),),
+            last.finish_reasons,
+            last.sequence_index,
+            last.is_sequence_final,
+        )
+    prompt_log_probs = next((r.prompt_log_probs for r in results if r.prompt_log_probs is not None), None)
+    context_logits = next((r.context_logits for r in results if r.context_logits is not None), None)
+    if last.is_cumulative:
+        return replace(last, prompt_log_probs=prompt_log_probs, context_logits=context_logits)
+    return replace(
+        last,
+        output_token_ids=_join([r.output_token_ids for r in results]),
+        num_output_tokens=(sum(r.num_output_tokens[0] for r in results),),
+        log_probs=None if last.log_probs is None else _join([r.log_probs or ((),) for r in results]),
+        model_log_probs=(  # a response without tokens has none
+            _join([r.model_log_probs or ((),) for r in results])
+            if any(r.model_log_probs is not None for r in results)
+            else None
+        ),
+        top_log_probs=(
+            None if last.top_log_probs is None else _join([r.top_log_probs or ((),) for r in results])
+        ),
+        prompt_log_probs=prompt_log_probs,
+        context_logits=context_logits,
+        generation_logits=_join_logits(results),
+    )
+
+
+def _join(parts: Sequence[tuple[tuple, ...]]) -> tuple[tuple, ...]:
+    """The one beam of every part, one after another."""
+    return (tuple(chain.from_iterable(part[0] for part in parts)),)
+
+
+def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
+    parts = [r.generation_logits[0] for r in results if r.generation_logits is not None]
+    return (concatenate_rows(parts),) if parts else None

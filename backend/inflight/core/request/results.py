@@ -1,0 +1,160 @@
+"""What a response of a sequence says now: from an LlmRequest to a Result.
+
+Owns the selection of tokens and details and what was streamed already. Called by `outcomes.py` and
+`endings.py`, on the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from inflight.core.kv.block_keys import CacheRules
+from inflight.core.kv.kv_cache_manager import BlockCounts
+from inflight.core.request.beam_search import BeamSearch
+from inflight.core.request.llm_request import LlmRequest, RequestGroup
+from inflight.core.request.request import Request
+from inflight.core.request.response import PerfMetrics, Response, Result
+from inflight.core.request.stop import CUT_SHORT, FinishReason
+from inflight.core.request.tensor import FloatTensor
+
+BlockCounter = Callable[[LlmRequest], BlockCounts]
+"""Tells how many KV blocks a sequence needed when it started, found in the cache and missed there."""
+
+
+def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
+    """As `make_result`, to be sent; final if the request's other sequences have said their last words."""
+    return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
+
+
+def ended_before_start(request: Request, reason: FinishReason) -> list[Response]:
+    """The last responses of a request's sequences, all of which have ended before anything was computed."""
+    sequences = RequestGroup(request, 0, CacheRules(None), request.arrival_time_ns).sequences
+    for llm_request in sequences:
+        llm_request.finish(reason)
+    return [make_response(each, lambda _: BlockCounts(0, 0, 0), each is sequences[-1]) for each in sequences]
+
+
+def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
+    """What is new since the last call, or everything, as the request wants it.
+
+    Args:
+        llm_request: The sequence; its count of streamed tokens moves on, and details that are carried are gone.
+        block_counts: Asked if the request wants to know.
+    """
+    request, reason = llm_request.request, llm_request.finish_reason
+    if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
+        return _delta(llm_request)
+    if llm_request.beams is not None:
+        result = _of_beams(llm_request, llm_request.beams)
+    else:
+        result = _of_sequence(llm_request)
+    if request.output.return_perf_metrics:
+        result = replace(result, perf_metrics=_metrics(llm_request, block_counts(llm_request)))
+    return result
+
+
+_RUNS_ON = (FinishReason.NOT_FINISHED,)
+
+
+def _delta(llm_request: LlmRequest) -> Result:
+    """What nearly all responses are: made for every stream in every iteration."""
+    tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
+    llm_request.num_streamed_tokens += len(tokens)
+    return Result((tokens,), llm_request.prompt_length, (len(tokens),), _RUNS_ON, llm_request.sequence_index)
+
+
+def _of_sequence(llm_request: LlmRequest) -> Result:
+    request, reason = llm_request.request, llm_request.finish_reason
+    first = llm_request.num_streamed_tokens
+    tokens = tuple(llm_request.tokens[request.prompt_length + first :])
+    llm_request.num_streamed_tokens += len(tokens)
+    echoed = not (request.streaming or request.output.exclude_input_from_output)
+    result = Result(
+        ((*request.input_token_ids, *tokens) if echoed else tokens,),
+        request.prompt_length,
+        (len(tokens),),
+        (reason,),
+        llm_request.sequence_index,
+        reason is not FinishReason.NOT_FINISHED,
+    )
+    output = request.output
+    if output.wants_details:
+        log_probs = (tuple(llm_request.log_probs),) if output.return_log_probs else None
+        drawn = (tuple(llm_request.drawn_log_probs),) if llm_request.drawn_log_probs else None
+        result = replace(
+            result,
+            log_probs=drawn or log_probs,
+            model_log_probs=log_probs if drawn else None,
+            cum_log_probs=(llm_request.cum_log_prob,) if output.return_log_probs else None,
+            top_log_probs=(tuple(llm_request.top_log_probs),) if output.num_top_log_probs else None,
+            generation_logits=(_stacked(llm_request.logits),) if output.return_generation_logits else None,
+        )
+        llm_request.forget_details()
+    return _with_context(result, llm_request) if first == 0 else result
+
+
+def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
+    request, output = llm_request.request, llm_request.request.output
+    best, reason = beams.hypotheses(), llm_request.finish_reason
+    final = reason is not FinishReason.NOT_FINISHED
+    # What ends a search from outside, or does not end it, is said of all its beams.
+    is_common = not final or reason in CUT_SHORT
+    echoed = not (request.streaming or output.exclude_input_from_output)
+    prompt = request.input_token_ids if echoed else ()
+    result = Result(
+        tuple((*prompt, *beam.token_ids) for beam in best),
+        request.prompt_length,
+        tuple(len(beam.token_ids) for beam in best),
+        tuple(reason if is_common else beam.finish_reason for beam in best),
+        is_sequence_final=final,
+        is_cumulative=request.streaming,
+        log_probs=tuple(beam.log_probs for beam in best) if output.return_log_probs else None,
+        cum_log_probs=tuple(beam.cum_log_prob for beam in best) if output.return_log_probs else None,
+        top_log_probs=tuple(beam.top_log_probs for beam in best) if output.num_top_log_probs else None,
+        generation_logits=tuple(_stacked(beam.logits) for beam in best)
+        if output.return_generation_logits and not request.streaming
+        else None,
+    )
+    first, llm_request.num_streamed_tokens = llm_request.num_streamed_tokens == 0, llm_request.num_generated
+    return _with_context(result, llm_request) if first else result
+
+
+def _with_context(result: Result, llm_request: LlmRequest) -> Result:
+    group, output = llm_request.group, llm_request.request.output
+    if not output.wants_context:
+        return result
+    return replace(
+        result,
+        prompt_log_probs=(0.0, *group.context_log_probs) if output.return_prompt_log_probs else None,
+        context_logits=_context_logits(group) if output.return_context_logits else None,
+    )
+
+
+def _context_logits(group: RequestGroup) -> FloatTensor:
+    """One copy, however many sequences carry it; kept for the other sequences alone."""
+    tensor = _stacked(group.context_logits, group.num_context_rows)
+    group.context_logits = [tensor.data] if len(group.sequences) > 1 else []
+    return tensor
+
+
+def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int | None = None) -> FloatTensor:
+    """[rows, vocab_size] from pieces of rows; one row a piece unless `num_rows` says how many there are."""
+    data = b"".join(pieces)
+    rows = len(pieces) if num_rows is None else num_rows
+    return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)
+
+
+def _metrics(llm_request: LlmRequest, blocks: BlockCounts) -> PerfMetrics:
+    ended = llm_request.finish_reason is not FinishReason.NOT_FINISHED
+    return PerfMetrics(
+        arrival_time_ns=llm_request.request.arrival_time_ns,
+        first_scheduled_time_ns=llm_request.first_scheduled_ns,
+        first_token_time_ns=llm_request.first_token_ns,
+        last_token_time_ns=llm_request.last_token_ns if ended else 0,
+        num_new_blocks=blocks.new,
+        num_reused_blocks=blocks.reused,
+        num_missed_blocks=blocks.missed,
+        num_draft_tokens=llm_request.num_draft_tokens,
+        num_accepted_draft_tokens=llm_request.num_accepted_tokens,
+    )

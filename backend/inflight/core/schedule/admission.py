@@ -1,0 +1,155 @@
+"""Who may start: the waiting queue, and whether slots and KV blocks suffice for the first in it.
+
+Asks the capacity scheduler how much a sequence has to reserve, and the KV cache manager what of it is there
+already. Called by the scheduler, on the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
+from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
+from inflight.core.request.request import Request
+from inflight.core.schedule.capacity_scheduler import CapacityScheduler
+from inflight.core.schedule.running import Running
+from inflight.core.schedule.waiting_queue import WaitingQueue
+from inflight.errors import Unavailable
+
+_MOST_PASSED_OVER = 64
+"""Everybody who is passed over is looked at again in every iteration."""
+
+
+class Admission:
+    """The way from waiting to running.
+
+    Attributes:
+        waiting: Who waits.
+        considered: Who was looked at by `admit`, whether let in or not, since somebody cleared this.
+    """
+
+    def __init__(
+        self, capacity: CapacityScheduler, kv_cache: KvCacheManager, running: Running, max_queue_size: int
+    ) -> None:
+        self.waiting = WaitingQueue()
+        self.considered: list[LlmRequest] = []
+        self._capacity = capacity
+        self._kv_cache = kv_cache
+        self._running = running
+        self._max_queue_size = max_queue_size
+
+    def check_queue(self, request: Request) -> None:
+        """Raise Unavailable if the queue is full.
+
+        Free slots are no queue, and lower priorities stand in nobody's way.
+        """
+        bound = self._max_queue_size
+        if not bound:
+            return
+        room = bound + self._running.slots.num_free - request.sampling.num_sequences
+        if self.waiting.num_new_at_all > room and self.waiting.num_new(request.priority) > room:
+            # The first sentence is Triton's own, of its dynamic batcher, the second TensorRT-LLM's: clients look
+            # for either.
+            raise Unavailable(
+                "Exceeds maximum queue size. "
+                f"Maximum queue size of {bound} has been reached, please try again later"
+            )
+
+    def queue_siblings(self, group: RequestGroup) -> None:
+        """The prompt is computed: the request's other sequences find its full blocks and go on from there.
+
+        If the one that was to compute it ended before, another does, and the others wait for its blocks.
+        """
+        if group.has_context:
+            return
+        group.has_context = True
+        for sibling in reversed(group.sequences[1:]):
+            if sibling.state is RequestState.WAITING:
+                self.waiting.add_in_front(sibling)
+
+    def admit(self, claimed_blocks: int, retrying: Collection[int]) -> Iterator[tuple[LlmRequest, int]]:
+        """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
+
+        Passed over, and first again the next time, is who is about to find more of its prompt in the cache,
+        because a running sequence is computing it. If requests are `retrying`, no others are let in.
+
+        Yields:
+            A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its
+            tokens they hold already.
+        """
+        passed: list[tuple[LlmRequest, bool]] = []
+        is_filled = bool(self._running.sequences)
+        for llm_request in self._in_turn(retrying):
+            self.considered.append(llm_request)
+            if llm_request.num_slots > self._running.slots.num_free:
+                break
+            # Who is to fill a static batch does not wait for a prompt: it would wait for the end of the batch.
+            fills_batch = self._capacity.fills_batches_once and _is_new(llm_request)
+            if fills_batch and is_filled:
+                break
+            match, num_blocks, needed = self.blocks_needed(llm_request)
+            if match.is_promised and not fills_batch:
+                if len(passed) >= _MOST_PASSED_OVER:
+                    break
+                passed.append((llm_request, bool(self.waiting.remove(llm_request))))
+                continue
+            if needed > self._kv_cache.num_unreserved - claimed_blocks:
+                break
+            self.waiting.remove(llm_request)
+            num_tokens = len(llm_request.tokens)
+            self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules, num_tokens)
+            if not llm_request.has_started:
+                self.waiting.charge(llm_request)
+            num_tokens = len(match.block_ids) * self._kv_cache.tokens_per_block
+            yield llm_request, num_tokens + match.num_copied_tokens
+        for llm_request, was_in_front in reversed(passed):
+            self.waiting.put_back(llm_request, was_in_front)
+
+    def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
+        """Whose turn it is, again and again; the one before has been removed from the queue.
+
+        Those being retried ran before, so they are in front, and nobody else needs to be looked at.
+        """
+        if retrying:
+            ids = set(retrying)
+            yield from [r for r in self.waiting.in_front() if r.request_id in ids]
+            return
+        while (llm_request := self.waiting.first()) is not None:
+            yield llm_request
+
+    def blocks_needed(self, llm_request: LlmRequest) -> tuple[PrefixMatch, int, int]:
+        """What is in the cache of a sequence, how many blocks it reserves, and how many of them are free ones."""
+        num_blocks = self._capacity.blocks_to_reserve(llm_request, self._kv_cache.tokens_per_block)
+        if llm_request.gives_context:
+            match = PrefixMatch()  # every row of its context is wanted
+        else:
+            match = self._kv_cache.match_prefix(llm_request.key, llm_request.tokens, llm_request.rules)
+        return match, num_blocks, self._kv_cache.blocks_to_admit(match, num_blocks)
+
+    def why_waiting(self, llm_request: LlmRequest, retrying: Collection[int]) -> str:
+        """What a sequence waits for, for people."""
+        if retrying and llm_request.request_id not in retrying:
+            return "an iteration failed: the requests that were in it are tried again apart"
+        free_slots = self._running.slots.num_free
+        if llm_request.num_slots > free_slots:
+            return f"needs {_count(llm_request.num_slots, 'slot')}, {free_slots} free"
+        if self._capacity.fills_batches_once and self._running.sequences and _is_new(llm_request):
+            return "static batching: waits for the end of the batch that runs"
+        match, _, needed = self.blocks_needed(llm_request)
+        if match.is_promised:
+            return "a running request is computing the next block of its prompt"
+        free = self._kv_cache.num_unreserved
+        if needed > free:
+            return f"needs {_count(needed, 'block')}, {free} free"
+        first = self.waiting.first()
+        if first is not None and first is not llm_request:
+            return f"is behind request {first.request_id}"
+        return "starts with the next iteration"
+
+
+def _is_new(llm_request: LlmRequest) -> bool:
+    return llm_request.state is RequestState.WAITING and llm_request.sequence_index == 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

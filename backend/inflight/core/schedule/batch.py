@@ -1,0 +1,262 @@
+"""The contract with the device: what runs in one iteration, and what comes back.
+
+Plain integers and deltas, so that a batch's size follows the rows it holds and not their history. A row is one
+sequence. A row's **slot** is a small integer, stable while the sequence runs: the index of everything the device
+remembers of it (block table, last token, number of tokens, tokens seen, sampling parameters). A beam search has a
+slot for each beam; its context runs in the first of them.
+
+The device applies a batch in this order:
+
+1. forget `released_slots`, remember `starts`;
+2. copy the blocks of `block_copies`;
+3. apply `moves`, all at once: what a beam becomes was some beam's before any of them;
+4. put the blocks of `replaced_blocks` in their places, then append `new_blocks` to the block tables;
+5. one packed forward pass over the rows of `context`, then those of `generation_slots`.
+
+A batch fails when `forward` or `decode` raises, for whatever reason and however far it got. Then
+
+- what the device remembers of the slots that the batch named (starts, blocks, rows) is void, and so is what it
+  wrote into blocks: only this batch's sequences had them to write to; but where `decode` raises, a batch that was
+  forwarded meanwhile may have started some of these slots again, for sequences that had no row in this one;
+- sequences without a start, blocks or a row in it are untouched, and get the tokens of a run without the failure;
+- the scheduler releases the void slots, tells the batch's `released_slots` again, but for those that are taken by
+  then, and starts the sequences anew, from their known tokens, in any slots; a beam search begins again;
+- to that end releasing a slot that is free or was never started does nothing, and a start leaves nothing of what
+  the slot held before;
+- a batch that was made before the failure was known and carries on in a void slot fails too; or, if it had been
+  forwarded by then, comes back with tokens of those slots that count for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.request import Request
+from inflight.core.request.response import TopLogProbs
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A sequence takes a slot: at its first context chunk, and again when a paused request resumes.
+
+    Attributes:
+        slot: Slot index, 0 .. max_num_sequences - 1.
+        request: What was asked: sampling, end ids, bad words, bias, draft, outputs.
+        sequence_index: Which of the request's sequences, part of the key of its random numbers.
+        token_ids: Every token known so far, prompt and generated, if choosing the next one looks back at them
+            (`Request.looks_back`); else empty.
+    """
+
+    slot: int
+    request: Request
+    sequence_index: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChunk:
+    """Consecutive known tokens of one sequence whose keys and values are to be computed.
+
+    The chunk may end with draft tokens: a guess at what comes next, verified in the same pass. Then it has
+    1 + num_draft_tokens rows of logits, from the last token that is certain on. Only a last chunk has drafts.
+
+    Attributes:
+        slot: The sequence's slot.
+        start: Position of the first token; positions before it are in the block table already, computed by
+            earlier chunks or shared with another sequence.
+        token_ids: The chunk, at least one token, draft tokens included.
+        is_last: Whether the next token is to be chosen from the last row's logits.
+        num_draft_tokens: How many of `token_ids`, at the end, are drafts.
+        is_generation: Whether this is a sequence in generation that verifies drafts, and no context.
+        wants_context: Whether the request's context outputs are wanted of this chunk's rows.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    is_last: bool
+    num_draft_tokens: int = 0
+    is_generation: bool = False
+    wants_context: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeamMove:
+    """A beam goes on from some beam of its search, itself or another.
+
+    Attributes:
+        slot: The beam's slot, which may never have been started.
+        parent_slot: Whose memory it takes over: block table, number of tokens, tokens seen, parameters.
+        token_id: The token with which it goes on: the slot's last token.
+    """
+
+    slot: int
+    parent_slot: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeamGroup:
+    """One beam search's sampled rows in a batch: the context's, or one for each running beam.
+
+    Attributes:
+        slots: The rows' slots, in the order of the beams.
+        scores: Per row, the beam's cumulative log probability as the search adds it up.
+        num_candidates: How many of the best continuations, over all rows, are wanted.
+    """
+
+    slots: tuple[int, ...]
+    scores: tuple[float, ...]
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One iteration's work.
+
+    Attributes:
+        iteration: Count of iterations.
+        micro_batch_id: Which of the micro-batches in flight; 0 with one pipeline stage.
+        released_slots: Slots whose sequence ended or was paused since the last batch.
+        starts: Sequences that take a slot.
+        block_copies: (source, target): blocks whose content another beam or sequence is about to continue
+            differently. All sources are read before a target is written.
+        moves: Beams that go on.
+        replaced_blocks: (slot, index, block id): a copied block in its beam's block table.
+        new_blocks: (slot, block ids) to append to the slot's block table.
+        context: Chunks of known tokens, at most one per slot.
+        generation_slots: Slots that feed back their own last token; no slot is also in `context`.
+        beam_groups: Which of the sampled rows belong to beam searches.
+        samples_on_device: Whether the device is to remember the tokens that it chooses before `decode` tells
+            them: the next batch, which feeds them, is forwarded first. No row of such a batch needs the host
+            (`Request.needs_host`).
+    """
+
+    iteration: int
+    micro_batch_id: int = 0
+    released_slots: tuple[int, ...] = ()
+    starts: tuple[SlotStart, ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
+    moves: tuple[BeamMove, ...] = ()
+    replaced_blocks: tuple[tuple[int, int, int], ...] = ()
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    context: tuple[ContextChunk, ...] = ()
+    generation_slots: tuple[int, ...] = ()
+    beam_groups: tuple[BeamGroup, ...] = ()
+    samples_on_device: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences in this batch; every beam is one."""
+        return len(self.context) + len(self.generation_slots)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens over the chunks of `context`."""
+        return sum(len(chunk.token_ids) for chunk in self.context)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the packed forward pass."""
+        return self.num_context_tokens + len(self.generation_slots)
+
+    def sampled_slots(self) -> list[int]:
+        """Slots that get tokens, in the order of `ModelOutput.token_ids`: last context chunks, generation.
+
+        The logits' rows are in the same order, 1 + num_draft_tokens of them for a chunk.
+        """
+        return [chunk.slot for chunk in self.context if chunk.is_last] + list(self.generation_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    """More about the new tokens of one row; each part is empty unless the request's OutputConfig asks for it.
+
+    Attributes:
+        log_probs: One per token.
+        top_log_probs: One per token.
+        logits: One per token: the vocabulary's float32 values.
+        drawn_log_probs: One per token, of the distribution that it was drawn from: after penalties, temperature,
+            bans, top-k, top-p and min_p. Only where the engine is to normalize log probabilities.
+    """
+
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    logits: tuple[bytes, ...] = ()
+    drawn_log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextDetails:
+    """Context outputs of one chunk's rows; each part is empty unless the request's OutputConfig asks for it.
+
+    A last chunk's draft rows are left out.
+
+    Attributes:
+        log_probs: For each row the model's log probability of the token that follows it in the prompt; one fewer
+            where the chunk ends the prompt.
+        logits: float32 [rows, vocab_size]; one row for each of the chunk's positions within the prompt.
+    """
+
+    log_probs: tuple[float, ...] = ()
+    logits: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What the device decided.
+
+    Attributes:
+        iteration: The batch's iteration.
+        token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one; with d drafts 1 to d + 1, all
+            but the last of which are accepted drafts; () where what the request asks for bans every token, and
+            for rows of beam searches.
+        beams: Per group of `ScheduledBatch.beam_groups`.
+        details: By slot, for rows whose request asks for log probs or logits; not for beams.
+        context: By slot, for chunks that want context outputs.
+    """
+
+    iteration: int
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    beams: list[BeamCandidates] = field(default_factory=list)
+    details: dict[int, TokenDetails] = field(default_factory=dict)
+    context: dict[int, ContextDetails] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a device declares once it is loaded.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        max_sequence_length: Longest sequence, in tokens, that the model's positions allow.
+        max_num_sequences: Number of slots.
+        num_blocks: KV cache blocks.
+        tokens_per_block: Tokens per KV cache block.
+        num_micro_batches: How many batches may be in flight, of different sequences: its pipeline stages.
+        overlaps_iterations: Whether, of one micro-batch, the next batch may be in flight too, of the same
+            sequences: the device takes batches that sample on the device. For a device that computes while the host does other things.
+        takes_all_processors: Whether a forward pass computes on every processor that this process may use.
+    """
+
+    vocab_size: int
+    max_sequence_length: int
+    max_num_sequences: int
+    num_blocks: int
+    tokens_per_block: int
+    num_micro_batches: int = 1
+    overlaps_iterations: bool = False
+    takes_all_processors: bool = False
+
+    def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
+        """How many batches, the oldest first, have to be back before another one is made.
+
+        Args:
+            num_in_flight: Batches that have begun.
+            batch: The last of them; None: nothing could be made behind it before one is back.
+        """
+        if batch is None:
+            return min(1, num_in_flight)
+        num_behind = int(batch.samples_on_device) if self.overlaps_iterations else self.num_micro_batches - 1
+        return max(0, num_in_flight - num_behind)

@@ -1,0 +1,170 @@
+"""Who runs in this iteration, and with how many tokens: fills `max_num_tokens` rows of one forward pass.
+
+Without chunked context, contexts go first, whole and first come, first served, then one token for every request
+in generation; if that left some of those without a row, generation goes first the next time, so that prompts
+that keep coming cannot stop a running stream. With chunked context, generation always goes first, and contexts
+fill what is left in chunks that end on a block boundary:
+
+    FIRST_COME_FIRST_SERVED   the oldest as far as there are rows, then the next
+    EQUAL_PROGRESS            a block for each in turn, oldest first, so that short prompts do not wait for a long
+                              one's end; with room for one block only it is the same
+
+A resumed context longer than max_num_tokens is always chunked: its request was accepted, so it has to run. A
+beam search in generation takes a row for each beam. Draft tokens that a request brought stand behind its
+context, in the same chunk as its last token.
+
+With several micro-batches, one for each pipeline stage, a sequence in generation waits while anything of it is in
+flight: the first stage needs the token that the last one chooses. Those that wait for no token share the
+micro-batches evenly, beam searches counted as one each, so that every stage has work; who has not run for the
+longest time goes first. A context chunk may follow another one in flight.
+
+Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`. Loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.schedule.config import ContextChunkingPolicy
+
+Chunks = list[tuple[LlmRequest, int]]
+"""Sequences, and how many rows of context each gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The selection.
+
+    Attributes:
+        context: Sequences and how many rows of context each gets, draft tokens included.
+        generation: Sequences that generate.
+        num_free_rows: Rows that nobody was given.
+    """
+
+    context: Chunks
+    generation: list[LlmRequest]
+    num_free_rows: int
+
+
+class MicroBatchScheduler:
+    """Fills one iteration from the running requests."""
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        tokens_per_block: int,
+        enable_chunked_context: bool,
+        chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        num_micro_batches: int = 1,
+    ) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._tokens_per_block = tokens_per_block
+        self._chunked = enable_chunked_context
+        self._equal_progress = (
+            enable_chunked_context and chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        )
+        self._num_micro_batches = num_micro_batches
+        self._generation_was_left_out = False
+        self._turn = 0
+
+    def select(self, running: Iterable[LlmRequest], num_in_flight: int = 0) -> MicroBatch:
+        """Choose from `running`, oldest first, for one more micro-batch beside `num_in_flight`."""
+        in_context: list[LlmRequest] = []
+        ready: list[LlmRequest] = []
+        num_waiting = 0  # for their tokens
+        is_pipelined = self._num_micro_batches > 1
+        for request in running:
+            if request.state is RequestState.FINISHED:  # it only waits for its batches in flight
+                continue
+            position = request.num_computed_tokens + request.num_scheduled_tokens
+            if position < request.context_length:
+                in_context.append(request)
+            elif request.num_scheduled_tokens and (is_pipelined or request.needs_host):
+                num_waiting += position < request.request.max_kv_tokens
+            elif position < request.request.max_kv_tokens:
+                ready.append(request)
+        if is_pipelined:
+            ready = self._share(ready, num_waiting, num_in_flight)
+        budget = self._max_num_tokens
+        if self._chunked or self._generation_was_left_out:
+            generation, budget = self._select_generation(ready, budget)
+            context, budget = self._select_context(in_context, budget)
+        else:
+            context, budget = self._select_context(in_context, budget)
+            generation, budget = self._select_generation(ready, budget)
+        self._generation_was_left_out = bool(context) and len(generation) < len(ready)
+        if is_pipelined:
+            self._note_turn(generation)
+        return MicroBatch(context, generation, budget)
+
+    def _share(self, ready: list[LlmRequest], num_waiting: int, num_in_flight: int) -> list[LlmRequest]:
+        """This micro-batch's part of those in generation, so that something is left for those still to be made."""
+        num_micro_batches = self._num_micro_batches
+        of_all = -(-(len(ready) + num_waiting) // num_micro_batches)
+        of_ready = -(-len(ready) // max(1, num_micro_batches - num_in_flight))
+        return sorted(ready, key=lambda request: request.last_turn)[: min(of_all, of_ready)]
+
+    def _note_turn(self, generation: list[LlmRequest]) -> None:
+        self._turn += 1
+        for request in generation:
+            request.last_turn = self._turn
+
+    @staticmethod
+    def _select_generation(ready: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
+        """Oldest first, as many as there are rows for; and the rows that are left."""
+        for index, request in enumerate(ready):
+            rows = 1 if request.beams is None else request.num_slots
+            if rows > budget:
+                return ready[:index], budget
+            budget -= rows
+        return ready, budget
+
+    def _select_context(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
+        """Who gets rows of context; and the rows that are left."""
+        if self._equal_progress and len(waiting) > 1:
+            return self._share_equally(waiting, budget)
+        selected: Chunks = []
+        for request in waiting:
+            num_tokens = self._chunk(request, budget)
+            if num_tokens == 0:
+                break
+            selected.append((request, num_tokens))
+            budget -= num_tokens
+        return selected, budget
+
+    def _share_equally(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
+        """A block for each in turn, oldest first; the end of a context, with its drafts, cannot be divided."""
+        rows = dict.fromkeys(range(len(waiting)), 0)
+        unfinished = list(rows)
+        while unfinished:
+            still_open = []
+            for index in unfinished:
+                grant, is_end = self._next_piece(waiting[index], rows[index])
+                if grant <= budget:
+                    rows[index] += grant
+                    budget -= grant
+                    if not is_end:
+                        still_open.append(index)
+            unfinished = still_open
+        return [(waiting[index], count) for index, count in rows.items() if count], budget
+
+    def _next_piece(self, request: LlmRequest, num_granted: int) -> tuple[int, bool]:
+        """Rows from `num_granted` on to the next place where a chunk may end; and whether that is the end."""
+        position = request.next_position + num_granted
+        end = (position // self._tokens_per_block + 1) * self._tokens_per_block
+        if end < request.context_length:
+            return end - position, False
+        return request.context_length + request.draft_length - position, True
+
+    def _chunk(self, request: LlmRequest, budget: int) -> int:
+        start, size = request.next_position, self._tokens_per_block
+        remaining = request.context_length - start + request.draft_length
+        if remaining <= budget:
+            return remaining
+        if not self._chunked and request.context_length + request.draft_length <= self._max_num_tokens:
+            return 0
+        # A chunk that is not the last ends before the context does: the drafts need a last token to stand behind.
+        end = min(start + budget, request.context_length - 1) // size * size
+        return max(0, end - start)

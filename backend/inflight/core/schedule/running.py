@@ -1,0 +1,64 @@
+"""The sequences that have slots: in which order they started, where they are, and what they hold.
+
+Owns the list and the slots; takes and gives back KV blocks for it. Decides nothing. Called by the scheduler, on
+the loop thread.
+"""
+
+from __future__ import annotations
+
+from inflight.core.kv.kv_cache_manager import BlockCounts, KvCacheManager
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.schedule.slots import Slots
+
+
+class Running:
+    """Running sequences.
+
+    Attributes:
+        sequences: In order of admission.
+        slots: The device's.
+    """
+
+    def __init__(self, num_slots: int, kv_cache: KvCacheManager) -> None:
+        self.sequences: list[LlmRequest] = []
+        self.slots = Slots(num_slots)
+        self._kv_cache = kv_cache
+
+    def start(self, llm_request: LlmRequest, num_reused_tokens: int) -> None:
+        """Give slots to a sequence whose blocks are set aside."""
+        slots = self.slots.take(llm_request, llm_request.num_slots)
+        llm_request.start(slots, num_reused_tokens)
+        size = self._kv_cache.tokens_per_block
+        llm_request.next_block_end = (num_reused_tokens // size + 1) * size
+        self.sequences.append(llm_request)
+
+    def leave(self, llm_request: LlmRequest) -> None:
+        """Take back a sequence's blocks and slots, if it has any."""
+        if llm_request.slots:
+            self.sequences.remove(llm_request)
+            counts = self.block_counts(llm_request)
+            llm_request.num_new_blocks = counts.new
+            llm_request.num_reused_blocks = counts.reused
+            llm_request.num_missed_blocks = counts.missed
+        self._kv_cache.release(llm_request.key)
+        self.slots.release(llm_request.slots)
+
+    def clear(self) -> None:
+        """Take all slots and blocks back, in whatever state the books about them are."""
+        self.sequences.clear()
+        self.slots.clear()
+        self._kv_cache.clear()
+
+    def block_counts(self, llm_request: LlmRequest) -> BlockCounts:
+        """KV blocks of known tokens that were new, found in the cache and missed there, over all starts."""
+        new, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks
+        missed = llm_request.num_missed_blocks
+        if not llm_request.slots:
+            return BlockCounts(new, reused, missed)
+        now = self._kv_cache.block_counts(llm_request.key)
+        return BlockCounts(new + now.new, reused + now.reused, missed + now.missed)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the sequences and the slots agree."""
+        self.slots.check_integrity()
+        assert {slot for r in self.sequences for slot in r.slots} == set(self.slots.owners)

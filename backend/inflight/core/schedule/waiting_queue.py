@@ -1,0 +1,327 @@
+"""Who starts next: the requests that wait, by priority, and within a priority fairly between clients.
+
+    priority   higher ones first, always
+    in front   of its priority: what ran before (paused), and sequences whose prompt their sibling has computed
+    clients    of one priority take turns by start-time fair queueing: the client that was served least, in tokens,
+               goes next; a client's own requests go in order of arrival
+
+A sequence is charged its prompt and all it may generate when it starts, and gets back what it did not generate
+when it ends. A client that had nothing waiting begins where the one served last stands, or where it stood itself
+if that is further, leaving out of both what is charged for sequences that still run: nobody saves up shares,
+nobody sheds his by sending one request at a time, and nobody waits for what others may generate and will not. When
+nobody is left all begin anew. Requests without a client id are one client's.
+
+Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996). Deterministic. Called by the loop thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from inflight.core.request.llm_request import LlmRequest, RequestState
+
+_MOST_ABSENT = 1024
+_MOST_FOLLOWED = 8
+"""Levels whose turns follow every charge: where each request has a priority of its own, levels are many."""
+
+
+class _Level:
+    """The sequences of one priority."""
+
+    def __init__(self) -> None:
+        self.front: OrderedDict[int, LlmRequest] = OrderedDict()
+        self.clients: dict[int, OrderedDict[int, LlmRequest]] = {}
+        # A heap of (served, key of the first, client); some are stale.
+        self.turns: list[tuple[int, int, int]] = []  # up to date while the level is followed
+        self.num_new = 0  # sequences, siblings that are still to come included
+
+    def __bool__(self) -> bool:
+        return bool(self.front) or bool(self.clients)
+
+
+@dataclass(slots=True)
+class _Client:
+    """Somebody of whom sequences wait or run.
+
+    Attributes:
+        served: Tokens, all that is charged for sequences that still run included.
+        promised: What is charged for these.
+        num_present: Sequences that wait or run.
+        num_queued: Sequences that wait and never ran, siblings left out.
+    """
+
+    served: int
+    promised: int = 0
+    num_present: int = 0
+    num_queued: int = 0
+
+    @property
+    def settled(self) -> int:
+        return self.served - self.promised
+
+
+class WaitingQueue:
+    """The queue. Every sequence is in it once, under its key."""
+
+    def __init__(self) -> None:
+        self._levels: dict[float, _Level] = {}
+        self._priorities: list[float] = []  # negated, so that the first is the highest
+        self._followed: dict[float, _Level] = {}  # those that were first, the latest last
+        self._size = 0
+        self._num_new = 0
+        self._clients: dict[int, _Client] = {}
+        self._absent: dict[int, int] = {}  # what was settled of others who had more than their share
+        self._virtual_time = 0  # the most that was settled of anybody who started a sequence
+
+    def __len__(self) -> int:
+        return self._size
+
+    def num_new(self, priority: float) -> int:
+        """Sequences of requests that never ran and have this priority or a higher one. Looks at every level."""
+        return sum(level.num_new for at, level in self._levels.items() if at >= priority)
+
+    @property
+    def num_new_at_all(self) -> int:
+        """Sequences of requests that never ran."""
+        return self._num_new
+
+    # ---------------------------------------------------------------- who comes and goes
+
+    def add(self, llm_request: LlmRequest) -> None:
+        """A new request's first sequence: behind those of its client."""
+        account = self._enter(llm_request.request.client_id)
+        if not account.num_queued:
+            account.served += max(0, self._virtual_time - account.settled)
+        self._add_new(llm_request, account)
+
+    def _add_new(self, llm_request: LlmRequest, account: _Client) -> None:
+        request = llm_request.request
+        client, level = request.client_id, self._level(request.priority)
+        account.num_queued += 1
+        queue = level.clients.setdefault(client, OrderedDict())
+        queue[llm_request.key] = llm_request
+        self._count_new(level, request.sampling.num_sequences)
+        self._size += 1
+        if len(queue) == 1 and request.priority in self._followed:
+            self._push_turn(level, client)
+
+    def add_in_front(self, llm_request: LlmRequest) -> None:
+        """A sequence that ran before, or whose prompt is computed: before everybody else of its priority."""
+        front = self._level(llm_request.request.priority).front
+        front[llm_request.key] = llm_request
+        front.move_to_end(llm_request.key, last=False)
+        self._size += 1
+
+    def put_back(self, llm_request: LlmRequest, was_in_front: bool) -> None:
+        """Undo `remove` of a sequence that was first."""
+        if was_in_front:
+            self.add_in_front(llm_request)
+            return
+        request = llm_request.request
+        level = self._level(request.priority)
+        queue = level.clients.setdefault(request.client_id, OrderedDict())
+        queue[llm_request.key] = llm_request
+        queue.move_to_end(llm_request.key, last=False)
+        self._clients[request.client_id].num_queued += 1
+        self._count_new(level, request.sampling.num_sequences)
+        self._size += 1
+        if request.priority in self._followed:
+            self._push_turn(level, request.client_id)
+
+    def remove(self, llm_request: LlmRequest) -> bool | None:
+        """Take a sequence out, if it is here; whether it was in front, or None."""
+        request = llm_request.request
+        level = self._levels.get(request.priority)
+        if level is None:
+            return None
+        was_in_front = level.front.pop(llm_request.key, None) is not None
+        if not was_in_front:
+            queue = level.clients.get(request.client_id, {})
+            if queue.pop(llm_request.key, None) is None:
+                return None
+            self._clients[request.client_id].num_queued -= 1
+            self._count_new(level, -request.sampling.num_sequences)
+            if not queue:
+                del level.clients[request.client_id]
+            elif request.priority in self._followed:
+                self._push_turn(level, request.client_id)
+        self._size -= 1
+        if not level:
+            del self._levels[request.priority]
+            self._followed.pop(request.priority, None)
+            self._priorities.remove(-request.priority)
+        return was_in_front
+
+    def first(self) -> LlmRequest | None:
+        """Whose turn it is."""
+        if not self._priorities:
+            return None
+        priority = -self._priorities[0]
+        level = self._levels[priority]
+        if level.front:
+            return next(iter(level.front.values()))
+        if priority not in self._followed:
+            self._follow(priority, level)
+        while True:
+            served, key, client = level.turns[0]
+            queue = level.clients.get(client)
+            if queue and served == self._clients[client].served and key == next(iter(queue)):
+                return queue[key]
+            heappop(level.turns)
+
+    def in_front(self) -> Iterator[LlmRequest]:
+        """Those who ran before or whose prompt is computed, in order; the queue must not change meanwhile."""
+        for negated in self._priorities:
+            yield from self._levels[-negated].front.values()
+
+    def in_order(self) -> Iterator[LlmRequest]:
+        """Everybody, for people to look at: clients in the order in which each has its first turn."""
+        for negated in self._priorities:
+            level = self._levels[-negated]
+            yield from level.front.values()
+            for client in sorted(
+                level.clients, key=lambda c: (self._clients[c].served, next(iter(level.clients[c])))
+            ):
+                yield from level.clients[client].values()
+
+    # ---------------------------------------------------------------- shares
+
+    def charge(self, llm_request: LlmRequest) -> None:
+        """A sequence starts for the first time."""
+        client = llm_request.request.client_id
+        account = self._enter(client) if llm_request.sequence_index > 0 else self._clients[client]
+        self._virtual_time = max(self._virtual_time, account.settled)
+        account.promised += _cost(llm_request)
+        self._serve(client, _cost(llm_request))
+
+    def leave(self, llm_request: LlmRequest) -> None:
+        """A sequence has ended; if it ever started, its client gets back what it did not generate."""
+        if not llm_request.has_started and llm_request.sequence_index > 0:
+            return  # it was never counted
+        client = llm_request.request.client_id
+        account = self._clients[client]
+        if llm_request.has_started:
+            account.promised -= _cost(llm_request)
+            unused = llm_request.max_length - len(llm_request.tokens)
+            self._serve(client, -unused * llm_request.num_slots)
+        account.num_present -= 1
+        if account.num_present == 0:
+            self._part_with(client)
+
+    def rebuild(self, sequences: Iterable[LlmRequest], in_front: Collection[LlmRequest]) -> None:
+        """Set the queue up anew, whatever state it was in; what clients were served is kept.
+
+        Args:
+            sequences: All that have not had their last response, of which none runs. Those that have ended and
+                siblings that are still to be queued only count for their clients.
+            in_front: Goes before all others of its priority, in this order; then what ran before, oldest first.
+        """
+        present = sorted(sequences, key=lambda sequence: sequence.key)
+        self._levels, self._priorities, self._followed = {}, [], {}
+        self._size = self._num_new = 0
+        self._recount(present)
+        queued = dict.fromkeys(sequence for sequence in present if _is_queued(sequence))
+        first = [sequence for sequence in in_front if sequence in queued]
+        for sequence in first:
+            del queued[sequence]
+        ran = [s for s in queued if s.state is RequestState.PAUSED or s.sequence_index > 0]
+        for sequence in ran:
+            del queued[sequence]
+        for sequence in queued:
+            self._add_new(sequence, self._clients[sequence.request.client_id])
+        for sequence in reversed([*first, *ran]):
+            self.add_in_front(sequence)
+
+    def _recount(self, present: list[LlmRequest]) -> None:
+        """Who is here, and what is charged for those that started; the rest of what was charged is given back."""
+        known, self._clients = self._clients, {}
+        for sequence in present:
+            if sequence.sequence_index and not sequence.has_started:
+                continue
+            client = sequence.request.client_id
+            if client not in self._clients and (account := known.get(client)) is not None:
+                self._clients[client] = _Client(account.settled)
+            account = self._enter(client)
+            if sequence.has_started:
+                account.served += _cost(sequence)
+                account.promised += _cost(sequence)
+
+    def _part_with(self, client: int) -> None:
+        """A client has nothing here any more."""
+        settled = self._clients.pop(client).settled
+        if not self._clients:
+            self._absent.clear()
+        elif settled > self._virtual_time:
+            self._absent[client] = settled
+            if len(self._absent) > _MOST_ABSENT:
+                del self._absent[next(iter(self._absent))]
+
+    def _enter(self, client: int) -> _Client:
+        account = self._clients.get(client)
+        if account is None:
+            account = self._clients[client] = _Client(max(self._virtual_time, self._absent.pop(client, 0)))
+        account.num_present += 1
+        return account
+
+    def _serve(self, client: int, tokens: int) -> None:
+        self._clients[client].served += tokens
+        for level in self._followed.values():
+            if client in level.clients:
+                self._push_turn(level, client)
+
+    def _follow(self, priority: float, level: _Level) -> None:
+        if len(self._followed) == _MOST_FOLLOWED:
+            del self._followed[next(iter(self._followed))]
+        self._followed[priority] = level
+        self._order_turns(level)
+
+    def _push_turn(self, level: _Level, client: int) -> None:
+        heappush(level.turns, (self._clients[client].served, next(iter(level.clients[client])), client))
+        if len(level.turns) > 4 * len(level.clients) + 64:
+            self._order_turns(level)
+
+    def _order_turns(self, level: _Level) -> None:
+        level.turns = [(self._clients[c].served, next(iter(q)), c) for c, q in level.clients.items()]
+        heapify(level.turns)
+
+    def _count_new(self, level: _Level, count: int) -> None:
+        level.num_new += count
+        self._num_new += count
+
+    def _level(self, priority: float) -> _Level:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level()
+            self._priorities.insert(bisect_left(self._priorities, -priority), -priority)
+        return level
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sizes and clients add up."""
+        waiting = list(self.in_order())
+        assert len(waiting) == self._size == len({r.key for r in waiting})
+        assert self._priorities == sorted(-priority for priority in self._levels)
+        assert all(self._levels.values()), "an empty level was kept"
+        assert self._num_new == sum(level.num_new for level in self._levels.values())
+        assert len(self._followed) <= _MOST_FOLLOWED
+        assert all(level is self._levels.get(priority) for priority, level in self._followed.items())
+        queued = Counter(c for level in self._levels.values() for c, q in level.clients.items() for _ in q)
+        assert all(account.num_present > 0 for account in self._clients.values())
+        assert queued == Counter({client: account.num_queued for client, account in self._clients.items()})
+        assert not self._absent.keys() & self._clients.keys() and len(self._absent) <= _MOST_ABSENT
+
+
+def _is_queued(llm_request: LlmRequest) -> bool:
+    """Whether a sequence that does not run is in the queue; siblings come when the prompt is computed."""
+    if llm_request.state is RequestState.WAITING:
+        return llm_request.leads or llm_request.group.has_context
+    return llm_request.state is RequestState.PAUSED
+
+
+def _cost(llm_request: LlmRequest) -> int:
+    """Tokens: of the prompt, and all that it may generate in every slot."""
+    most_new = llm_request.max_length - llm_request.prompt_length
+    return llm_request.prompt_length + most_new * llm_request.num_slots

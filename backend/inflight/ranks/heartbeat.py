@@ -1,0 +1,279 @@
+"""Sockets between rank 0 and every other rank: who is alive, and who wakes whom, without a call to MPI.
+
+A `Heartbeat` owns the connections that `rendezvous.meet` made, and one thread, which reads them all, sends a
+heartbeat on each five times in a timeout, and finds out who is lost: a connection that ends without a goodbye, a
+silence, or a forward pass that failed on one rank alone, so that the others wait for it in a collective for ever.
+That thread is never inside MPI, so what it calls (`on_loss`) still runs while the loop's thread hangs there.
+
+Messages are nine bytes: a kind and a number. A send never blocks: what a peer's socket does not take waits for the
+next heartbeat. Knows neither requests nor MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+
+from inflight.errors import Unavailable
+from inflight.ranks.failure_detector import FailureDetector, Loss
+from inflight.ranks.rendezvous import Peer
+
+_log = logging.getLogger(__name__)
+
+_BEATS_PER_TIMEOUT = 5
+_MESSAGE = struct.Struct("!BQ")
+_READ_BYTES = 4096
+_ENDED = "its process has ended"
+
+
+class _Kind(IntEnum):
+    BEAT = 1  # number: the first iteration that the sender has not finished
+    WAKE = 2  # rank 0 → others: enter the next broadcast
+    FAILED = 3  # number: the iteration in which the sender's forward pass raised, or NEVER
+    GOODBYE = 4  # the connection's end is in order
+
+
+class Heartbeat:
+    """This rank's end of the connections.
+
+    Args:
+        peers: From `meet`; this object closes their connections.
+        num_ranks: All ranks, for messages.
+        timeout_s: Silence after which a rank is lost. Found out at most a fifth of it later.
+        on_loss: Called once, on the heartbeat's thread, if a rank is lost. After it returns the connections are
+            closed without a goodbye, from which the other ranks learn of the loss.
+        progress: The number of the first iteration that this rank has not finished; 0 before any. Called on the
+            heartbeat's thread.
+        loading_timeout_s: Instead of `timeout_s` until `has_loaded` is called: what is imported, or a driver that
+            starts, may keep a rank's other threads from running. None: no other.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        num_ranks: int,
+        timeout_s: float,
+        on_loss: Callable[[Unavailable], None],
+        progress: Callable[[], int],
+        loading_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connections = {peer.rank: _Connection(peer) for peer in peers}
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._period_s = timeout_s / _BEATS_PER_TIMEOUT
+        self._on_loss = on_loss
+        self._progress = progress
+        self._clock = clock
+        self._failure_detector = FailureDetector(self._connections, timeout_s)
+        self._has_loaded = loading_timeout_s is None
+        if loading_timeout_s is not None:
+            self._failure_detector.patience_s = loading_timeout_s
+        self._changed = threading.Condition()
+        self._wakes = 0  # this, the next three: under the condition's lock
+        self._own_failures: list[int] = []
+        self._left: set[int] = set()
+        self._lost: Unavailable | None = None
+        self._closing = False
+        self._interrupting, self._interrupted = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- any thread
+
+    def check(self) -> None:
+        """Raise Unavailable if a rank is known to be lost."""
+        if self._lost is not None:
+            raise Unavailable(str(self._lost))  # one per thread: tracebacks grow on them
+
+    def wake(self) -> None:
+        """Rank 0: let every other rank's `wait` return once. Raises Unavailable if a rank is lost or has left."""
+        with self._changed:
+            self._require_all()
+        for connection in self._connections.values():
+            connection.send(_Kind.WAKE)
+
+    def wait(self) -> None:
+        """Not rank 0: return once for each `wake`, using no CPU until then. Raises as `wake` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._wakes or self._lost or self._left)
+            if not self._wakes or self._lost:
+                self._require_all()
+            self._wakes -= 1
+
+    def _require_all(self) -> None:
+        self.check()
+        if self._left:
+            ranks = " and ".join(map(str, sorted(self._left)))
+            raise Unavailable(f"rank {ranks} of {self._num_ranks} has left")
+
+    def has_loaded(self) -> None:
+        """All ranks have: silence counts after the usual time."""
+        self._has_loaded = True
+
+    def report_failure(self, iteration: int) -> None:
+        """This rank's forward pass raised: tell rank 0, which finds out whether that happened to it alone.
+
+        NEVER for an iteration: it is known to be alone with it, and lost.
+        """
+        if 0 in self._connections:
+            self._connections[0].send(_Kind.FAILED, iteration)
+            return
+        with self._changed:
+            self._own_failures.append(iteration)
+
+    def close(self) -> None:
+        """Say goodbye, unless a rank is lost, and end the thread and the connections. Idempotent."""
+        with self._changed:
+            self._closing = True
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._interrupting.send(b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---------------------------------------------------------------- the heartbeat's thread
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._interrupted, selectors.EVENT_READ)
+                for connection in self._connections.values():
+                    selector.register(connection.socket, selectors.EVENT_READ, connection)
+                self._beat_until_the_end(selector)
+        except Exception as error:
+            _log.exception("the heartbeat failed")
+            self._lose(
+                Unavailable(f"the heartbeat between the ranks failed: {type(error).__name__}: {error}")
+            )
+        for connection in self._connections.values():
+            connection.close(says_goodbye=self._lost is None)
+        self._interrupted.close()
+        self._interrupting.close()
+
+    def _beat_until_the_end(self, selector: selectors.BaseSelector) -> None:
+        beat_s = turn_s = self._clock()
+        while not self._closing:
+            if (now_s := self._clock()) >= beat_s:
+                self._beat()
+                beat_s = now_s + self._period_s
+            events = selector.select(max(0.0, beat_s - now_s))
+            now_s = self._clock()
+            if now_s - turn_s > 2 * self._period_s:  # this process was stopped, or did not get to run
+                self._failure_detector.forgive(now_s)
+            if self._has_loaded and self._failure_detector.patience_s != self._timeout_s:
+                self._failure_detector.patience_s = self._timeout_s
+                self._failure_detector.forgive(now_s)
+            turn_s = now_s
+            losses = [loss for key, _ in events if key.data for loss in self._read(selector, key.data, now_s)]
+            loss = losses[0] if losses else self._find_loss(now_s)
+            if loss is not None:
+                self._lose(self._describe(loss))
+                return
+
+    def _beat(self) -> None:
+        progress = self._progress()
+        for connection in self._connections.values():
+            connection.send(_Kind.BEAT, progress)
+
+    def _read(
+        self, selector: selectors.BaseSelector, connection: _Connection, now_s: float
+    ) -> Iterator[Loss]:
+        """Act upon what has come; yields at most one loss."""
+        messages, end = connection.receive()
+        rank = connection.peer.rank
+        for kind, number in messages:
+            self._failure_detector.heard(rank, now_s, number if kind == _Kind.BEAT else None)
+            if kind == _Kind.WAKE:
+                with self._changed:
+                    self._wakes += 1
+                    self._changed.notify_all()
+            elif kind == _Kind.FAILED:
+                self._failure_detector.failed(rank, number, now_s)
+            elif kind == _Kind.GOODBYE:
+                self._part_with(rank)
+        if rank in self._left:
+            selector.unregister(connection.socket)
+        elif end is not None:
+            yield Loss(rank, end)
+
+    def _part_with(self, rank: int) -> None:
+        self._failure_detector.left(rank)
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def _find_loss(self, now_s: float) -> Loss | None:
+        with self._changed:
+            failures, self._own_failures = self._own_failures, []
+        for iteration in failures:
+            self._failure_detector.failed(0, iteration, now_s)
+        return self._failure_detector.loss(now_s, self._progress())
+
+    def _describe(self, loss: Loss) -> Unavailable:
+        of = f"of {self._num_ranks}"
+        if loss.rank not in self._connections:
+            return Unavailable(f"rank {loss.rank} {of} (this process) is lost: {loss.how}")
+        host = self._connections[loss.rank].peer.host
+        return Unavailable(f"rank {loss.rank} {of} ({host.name}, pid {host.pid}) is lost: {loss.how}")
+
+    def _lose(self, error: Unavailable) -> None:
+        with self._changed:
+            if self._lost is not None:
+                return
+            self._lost = error
+            self._changed.notify_all()
+        _log.error("%s", error)
+        try:
+            self._on_loss(error)
+        except Exception:
+            _log.exception("what follows upon the loss of a rank failed")
+
+
+class _Connection:
+    """One peer's socket. Any thread sends, the heartbeat's receives."""
+
+    def __init__(self, peer: Peer) -> None:
+        peer.connection.setblocking(False)
+        self.peer = peer
+        self.socket = peer.connection
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, kind: _Kind, number: int = 0) -> None:
+        """As much as the socket takes, the rest with the next message. That it broke is for the reader to find."""
+        with self._lock, contextlib.suppress(OSError):  # also the one that says that it would block
+            if kind != _Kind.BEAT or not self._unsent:  # one is enough for a peer that takes none
+                self._unsent += _MESSAGE.pack(kind, number)
+            del self._unsent[: self.socket.send(self._unsent)]
+
+    def receive(self) -> tuple[list[tuple[int, int]], str | None]:
+        """What has come since, as (kind, number), and how the connection ended, if it did."""
+        try:
+            part = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return [], None
+        except ConnectionResetError:  # it ended with something unread
+            return [], _ENDED
+        except OSError as error:
+            return [], f"its connection broke ({error.strerror})"
+        self._received += part
+        end = len(self._received) // _MESSAGE.size * _MESSAGE.size
+        messages = list(_MESSAGE.iter_unpack(bytes(self._received[:end])))
+        del self._received[:end]
+        return messages, None if part else _ENDED
+
+    def close(self, says_goodbye: bool) -> None:
+        if says_goodbye:
+            self.send(_Kind.GOODBYE)
+            self.receive()  # what is unread would reset the connection, perhaps ahead of the goodbye
+        with self._lock:
+            self.socket.close()

@@ -1,0 +1,96 @@
+"""What the ranks of an engine are told to do, and what rank 0 answers: messages between processes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from inflight.config import Parameters
+from inflight.endpoint.frames import EngineProcesses
+from inflight.errors import ConfigError
+from inflight.file_names import readable
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to serve. Paths are absolute, and the same on all hosts.
+
+    Attributes:
+        parameters: From config.pbtxt.
+        version_dir: The Triton model's version folder.
+        endpoint_path: Socket of the engine, on rank 0's host.
+    """
+
+    parameters: Parameters
+    version_dir: str
+    endpoint_path: str
+
+    @classmethod
+    def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
+        """With paths that mean the same in every process."""
+        paths = {
+            name: _absolute(value)
+            for name in ("gpt_model_path", "tokenizer_dir", "record_path")
+            if (value := getattr(parameters, name))
+        }
+        return cls(replace(parameters, **paths), readable(version_dir), _absolute(endpoint_path))
+
+    def digest(self) -> str:
+        """Equal for equal jobs."""
+        return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+
+
+def _absolute(path: str) -> str:
+    return readable(str(Path(path).absolute()))
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What an orchestrator tells rank 0, on one line.
+
+    Attributes:
+        job: For all ranks.
+        server: The tritonserver that it is for, `ProcessId` as text.
+        awaits_heir: Whether another process will take the engine over.
+        processes: For supervisors to come.
+    """
+
+    job: Job
+    server: str
+    awaits_heir: bool
+    processes: EngineProcesses
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What rank 0 answers, on one line: that the engine serves, or why it does not."""
+
+    error: str = ""
+
+
+class Briefing(msgspec.Struct, frozen=True):
+    """What rank 0 tells the other ranks: the job, or why there is none."""
+
+    job: Job | None = None
+    refusal: str = ""
+
+
+def encode_line(message: Orders | Report) -> bytes:
+    """JSON without line ends, and one."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_orders(line: bytes) -> Orders:
+    """ConfigError if they are none."""
+    try:
+        return msgspec.json.decode(line, type=Orders)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"rank 0 got no job on its standard input but {line[:80]!r}: {error}") from error
+
+
+def decode_report(line: bytes) -> Report | None:
+    """None if it is none."""
+    try:
+        return msgspec.json.decode(line, type=Report)
+    except msgspec.MsgspecError:
+        return None

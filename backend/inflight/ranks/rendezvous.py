@@ -1,0 +1,248 @@
+"""TCP connections between rank 0 and every other rank, made once, at the start, with the help of a world.
+
+Rank 0 listens while they are made, and never again. It tells the world its addresses and a secret, and each end of
+a connection proves to the other that it knows the secret, which itself never crosses a socket:
+
+    rank 0 → rank r   a challenge
+    rank r → rank 0   a challenge, r, and the code of both challenges and r
+    rank 0 → rank r   the code of both challenges
+    rank r → rank 0   one byte: r is content
+
+So a stranger's connection is closed or left waiting, and a rank that finds a stranger at an address tries the next
+one. What follows on a connection is neither encrypted nor signed. IPv4 only, as far as addresses go.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from inflight.errors import ConfigError
+from inflight.ranks.hosts import Host, own_addresses
+from inflight.ranks.world import World
+
+_LOOPBACK = "127.0.0.1"
+_MEETING_S = 60.0
+_TRY_S = (1.0, 3.0, 9.0)  # per address; rank 0 listens by then, so the first attempt is the rule
+_SECRET_BYTES = 32
+_CHALLENGE_BYTES = 32
+_CODE_BYTES = 32
+_RANK_BYTES = 4
+_REPLY_BYTES = _CHALLENGE_BYTES + _RANK_BYTES + _CODE_BYTES
+_CONTENT = b"\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other end of a connection.
+
+    Attributes:
+        rank: Its rank.
+        host: Where it runs.
+        connection: Connected, blocking, TCP_NODELAY.
+        leader_address: Rank 0's on this connection, numeric, the same at both ends unless something translates.
+    """
+
+    rank: int
+    host: Host
+    connection: socket.socket
+    leader_address: str
+
+
+class _Invitation(msgspec.Struct, frozen=True):
+    """What rank 0 tells the world."""
+
+    addresses: tuple[str, ...]
+    port: int
+    secret: bytes
+
+
+class _Stranger(Exception):
+    """Whoever answered does not know the secret."""
+
+
+def meet(world: World, hosts: Sequence[Host], timeout_s: float = _MEETING_S) -> tuple[Peer, ...]:
+    """Connect rank 0 with every other rank. Every rank calls it at the same time.
+
+    Args:
+        world: All ranks.
+        hosts: By rank.
+        timeout_s: How long rank 0 waits for the others.
+
+    Returns:
+        On rank 0 all others, by rank; on the others rank 0 alone.
+
+    Raises:
+        ConfigError: Not everybody could be reached.
+    """
+    if world.rank == 0:
+        return tuple(_receive(world, hosts, timeout_s))
+    invitation = msgspec.msgpack.decode(world.broadcast(), type=_Invitation)
+    return (_visit(world.rank, hosts, invitation),)
+
+
+# ---------------------------------------------------------------------- rank 0
+
+
+def _receive(world: World, hosts: Sequence[Host], timeout_s: float) -> list[Peer]:
+    is_local = all(host.shares_network_with(hosts[0]) for host in hosts)
+    with socket.create_server((_LOOPBACK if is_local else "", 0), backlog=world.size + 16) as listening:
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        addresses = () if is_local else (*own_addresses(), hosts[0].name)
+        world.broadcast(msgspec.msgpack.encode(_Invitation(addresses, listening.getsockname()[1], secret)))
+        missing = set(range(1, world.size))
+        peers = []
+        for guest in _guests(listening, secret, missing, timeout_s):
+            missing.discard(guest.rank)
+            peers.append(_peer(guest.rank, hosts, guest.connection, guest.connection.getsockname()[0]))
+    if missing:
+        for peer in peers:
+            peer.connection.close()
+        who = ", ".join(f"{rank} ({hosts[rank].name}, pid {hosts[rank].pid})" for rank in sorted(missing))
+        raise ConfigError(
+            f"these ranks did not connect to rank 0 ({hosts[0].name}) within {timeout_s:g} s: {who}"
+        )
+    return sorted(peers, key=lambda peer: peer.rank)
+
+
+class _Guest:
+    """A connection that rank 0 has accepted and may turn out to be a rank's."""
+
+    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.rank = 0  # until it has shown another
+        self._secret = secret
+        self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        self._heard = bytearray()
+        connection.send(self._challenge)  # the buffer of a fresh connection takes it
+
+    def hear(self, wanted: set[int]) -> bool:
+        """Read what is there; whether this is a `wanted` rank, and content. Raises OSError or _Stranger if not."""
+        missing = _REPLY_BYTES + len(_CONTENT) - len(self._heard)
+        part = self.connection.recv(missing)
+        if not part:
+            raise _Stranger
+        self._heard += part
+        if not self.rank and len(self._heard) >= _REPLY_BYTES:
+            self._reply(wanted)
+        if len(self._heard) < _REPLY_BYTES + len(_CONTENT):
+            return False
+        if self.rank not in wanted:  # it came twice
+            raise _Stranger
+        return True
+
+    def _reply(self, wanted: set[int]) -> None:
+        theirs = bytes(self._heard[:_CHALLENGE_BYTES])
+        rank = int.from_bytes(self._heard[_CHALLENGE_BYTES : _CHALLENGE_BYTES + _RANK_BYTES], "big")
+        code = bytes(self._heard[_CHALLENGE_BYTES + _RANK_BYTES : _REPLY_BYTES])
+        if not hmac.compare_digest(code, _code_of_rank(self._secret, self._challenge, theirs, rank)):
+            raise _Stranger
+        if rank not in wanted:
+            raise _Stranger
+        self.rank = rank
+        self.connection.send(_code_of_leader(self._secret, self._challenge, theirs))
+
+
+def _guests(listening: socket.socket, secret: bytes, wanted: set[int], timeout_s: float) -> Iterator[_Guest]:
+    """Ranks as they come, until nobody is `wanted` any more (the caller's to change) or it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    listening.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        while wanted and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                try:
+                    if key.data is None:
+                        guest = _Guest(listening.accept()[0], secret)
+                        selector.register(guest.connection, selectors.EVENT_READ, guest)
+                    elif key.data.hear(wanted):
+                        selector.unregister(key.data.connection)
+                        yield key.data
+                except (OSError, _Stranger):
+                    _turn_away(selector, key.data)
+        for key in list(selector.get_map().values()):
+            _turn_away(selector, key.data)
+
+
+def _turn_away(selector: selectors.BaseSelector, guest: _Guest | None) -> None:
+    if guest is not None:  # else it went before it was accepted
+        selector.unregister(guest.connection)
+        guest.connection.close()
+
+
+# ---------------------------------------------------------------------- the others
+
+
+def _visit(rank: int, hosts: Sequence[Host], invitation: _Invitation) -> Peer:
+    is_near = hosts[rank].shares_network_with(hosts[0])
+    addresses = (_LOOPBACK,) if is_near else invitation.addresses
+    reasons = {}
+    for try_s in _TRY_S:
+        for address in addresses:
+            try:
+                return _peer(0, hosts, *_introduce(rank, address, invitation, try_s))
+            except _Stranger:
+                reasons[address] = "somebody else answers"
+            except OSError as error:
+                reasons[address] = error.strerror or str(error)
+    tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+    raise ConfigError(
+        f"rank {rank} ({hosts[rank].name}) does not reach rank 0 ({hosts[0].name}) at TCP port "
+        f"{invitation.port} ({tried}): every rank needs a connection to rank 0"
+    )
+
+
+def _introduce(
+    rank: int, address: str, invitation: _Invitation, timeout_s: float
+) -> tuple[socket.socket, str]:
+    connection = socket.create_connection((address, invitation.port), timeout=timeout_s)
+    try:
+        numeric = connection.getpeername()[0]
+        theirs = _receive_exactly(connection, _CHALLENGE_BYTES)
+        mine = secrets.token_bytes(_CHALLENGE_BYTES)
+        code = _code_of_rank(invitation.secret, theirs, mine, rank)
+        connection.sendall(mine + rank.to_bytes(_RANK_BYTES, "big") + code)
+        expected = _code_of_leader(invitation.secret, theirs, mine)
+        if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES), expected):
+            raise _Stranger
+        connection.sendall(_CONTENT)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, numeric
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            raise _Stranger
+        received += part
+    return received
+
+
+# ---------------------------------------------------------------------- both
+
+
+def _peer(rank: int, hosts: Sequence[Host], connection: socket.socket, leader_address: str) -> Peer:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Peer(rank, hosts[rank], connection, leader_address)
+
+
+def _code_of_rank(secret: bytes, leaders: bytes, ranks: bytes, rank: int) -> bytes:
+    # The roles are in the codes, so that nobody can answer a challenge with somebody else's answer to it.
+    return hmac.digest(secret, b"rank" + leaders + ranks + rank.to_bytes(_RANK_BYTES, "big"), "sha256")
+
+
+def _code_of_leader(secret: bytes, leaders: bytes, ranks: bytes) -> bytes:
+    return hmac.digest(secret, b"leader" + leaders + ranks, "sha256")

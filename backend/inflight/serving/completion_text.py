@@ -1,0 +1,252 @@
+"""Text of prompts and completions: finds the model's tokenizer, and turns a sequence's tokens into text.
+
+Owns when a tokenizer is loaded, what text_output starts with, and where a stop string ends it. Does not know
+tensors. The tokenizer is found on the thread that calls execute; a CompletionText belongs to the sender thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from inflight.core.request.response import Result
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.tensor import FloatTensor
+from inflight.errors import Unsupported
+from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.stop_strings import StopStringFinder, StopStrings
+from inflight.text.tokenizer import Tokenizer
+
+# What comes before a completion decides how it starts, by a space or not; the last few ids are enough.
+_PREFIX_TOKENS = 32
+
+NO_STOP_STRINGS = StopStrings(())
+"""Ends no text."""
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+
+class TokenizerFinder:
+    """Loads a model's tokenizer once, as soon as it is known where it is."""
+
+    def __init__(self, directory: str | None, load: Callable[[str], Tokenizer] = Tokenizer.from_dir) -> None:
+        """Args:
+        directory: Parameter tokenizer_dir; None takes the folder that the engine names.
+        load: From a folder to a tokenizer; raises for a folder that has none.
+        """
+        self._directory = directory
+        self._load = load
+        self._found: Tokenizer | None = None
+        self._problem: str | None = None
+
+    def find(self, engine_directory: str = "") -> Tokenizer | None:
+        """The tokenizer of parameter tokenizer_dir, else of `engine_directory`; None if there is none."""
+        if self._found is None and self._problem is None:
+            self._look(self._directory or engine_directory)
+        return self._found
+
+    def require(self, engine_directory: str = "") -> Tokenizer:
+        """The same; raises Unsupported with the reason why there is none."""
+        tokenizer = self.find(engine_directory)
+        if tokenizer is None:
+            raise Unsupported(f"this model serves no text: {self._problem}")
+        return tokenizer
+
+    def _look(self, directory: str) -> None:
+        if not directory:
+            self._problem = "its checkpoint has no tokenizer.json, and parameter tokenizer_dir is not set"
+            return
+        try:
+            self._found = self._load(directory)
+        except Exception as error:  # whatever a broken file raises: ids are served all the same
+            self._problem = str(error)
+            _log.warning("text will be refused: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one result means for the text of one sequence or beam.
+
+    Attributes:
+        text: What the result adds to the text; with beams, the beam's whole text.
+        num_kept_tokens: How many of the result's new tokens count: all, or those up to the one that completes a
+            stop string.
+        stopped: Whether a stop string is complete, in this result or an earlier one.
+    """
+
+    text: str
+    num_kept_tokens: int
+    stopped: bool = False
+
+
+class CompletionText:
+    """text_output of one sequence, or of one search's beams, as its results come; and where a stop string ends it.
+
+    A completion's text continues its prompt's: where the two need a space between them, the completion brings it.
+    Stop strings are looked for in the generated text alone, with its special tokens and without them. Shown is
+    nothing of a stop string, and nothing that may become one; the tokens up to the one that completes it are kept.
+    All of that is the same however the tokens were spread over results, but for a tokenizer whose text is only
+    known at the end (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
+
+    Usage, once per result and in order:
+
+        deltas = text.add(result)
+        result = cut(result, deltas)   # where one has stopped, it ends here with STOP_WORDS
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: tuple[int, ...],
+        prompt_text: str | None = None,
+        lead: bool = False,
+        stop_strings: StopStrings = NO_STOP_STRINGS,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Args:
+        tokenizer: Of the model.
+        prompt_ids: The prompt.
+        prompt_text: The prompt as it came; None if it came as ids.
+        lead: Whether the text starts with the prompt.
+        stop_strings: What ends the text; may be shared by all sequences of a request.
+        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all the
+            same.
+        """
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._prompt_text = prompt_text
+        self._lead = lead
+        self._stop_strings = stop_strings
+        self._skip_special_tokens = skip_special_tokens
+        # Made with the first result: on the sender thread, and not for a request that never has one.
+        self._row: _RowText | None = None
+
+    def add(self, result: Result) -> tuple[TextDelta, ...]:
+        """What `result` adds, one for each of its beams (one, if there are none).
+
+        Bytes of an unfinished character wait for the next one, and so does what may begin a stop string; both
+        come with the sequence's last result. After a stop there is neither text nor a token to keep.
+        """
+        if result.is_cumulative or len(result.output_token_ids) > 1:
+            return tuple(self._whole(ids, result) for ids in new_tokens(result))
+        lead = ""
+        if self._row is None:
+            self._row = self._start_row()
+            lead = self._prompt()
+        return (self._row.add(new_tokens(result)[0], result.is_sequence_final, lead),)
+
+    def _whole(self, ids: tuple[int, ...], result: Result) -> TextDelta:
+        return self._start_row().add(ids, result.is_sequence_final, self._prompt())
+
+    def _start_row(self) -> _RowText:
+        prefix_ids = self._prompt_ids[-_PREFIX_TOKENS:]
+        detokenizer = IncrementalDetokenizer(self._tokenizer, self._skip_special_tokens, prefix_ids)
+        return _RowText(detokenizer, StopStringFinder(self._stop_strings) if self._stop_strings else None)
+
+    def _prompt(self) -> str:
+        if not self._lead:
+            return ""
+        if self._prompt_text is not None:
+            return self._prompt_text
+        return self._tokenizer.decode(self._prompt_ids, self._skip_special_tokens)
+
+
+class _RowText:
+    """The generated text of one row."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, finder: StopStringFinder | None) -> None:
+        self._detokenizer = detokenizer
+        self._finder = finder
+
+    def add(self, ids: tuple[int, ...], is_final: bool, lead: str) -> TextDelta:
+        if self._finder is not None:
+            return self._add_until_stop(self._finder, ids, is_final, lead)
+        text = lead + self._detokenizer.add(ids)
+        return TextDelta(text + self._detokenizer.flush() if is_final else text, len(ids))
+
+    def _add_until_stop(
+        self, finder: StopStringFinder, ids: tuple[int, ...], is_final: bool, lead: str
+    ) -> TextDelta:
+        if finder.stopped:
+            return TextDelta("", 0, stopped=True)
+        parts = [lead]
+        # One by one, so that the token that completes a stop string is found in any company.
+        for count, token_id in enumerate(ids, 1):
+            parts.append(self._add_token(finder, token_id))
+            if finder.stopped:
+                return TextDelta("".join(parts), count, stopped=True)
+        if is_final:
+            parts += [finder.add(self._detokenizer.flush()), finder.flush()]
+        return TextDelta("".join(parts), len(ids), finder.stopped)
+
+    def _add_token(self, finder: StopStringFinder, token_id: int) -> str:
+        hidden = self._detokenizer.hidden_text(token_id)
+        if not hidden:
+            return finder.add(self._detokenizer.add((token_id,)))
+        # What the detokenizer still holds back comes before the special token only if the text ends here.
+        rest = self._detokenizer.flush()
+        if rest:
+            trial = finder.copy()
+            trial.add(rest)
+            trial.add(hidden, is_shown=False)
+            if not trial.stopped:
+                rest = ""
+        return finder.add(rest) + finder.add(hidden, is_shown=False)
+
+
+def new_tokens(result: Result) -> tuple[tuple[int, ...], ...]:
+    """Per beam, the result's generated tokens."""
+    return tuple(
+        ids[len(ids) - count :] for ids, count in zip(result.output_token_ids, result.num_output_tokens)
+    )
+
+
+def cut(result: Result, deltas: Sequence[TextDelta]) -> Result:
+    """`result` as it is where a stop string has ended it: the tokens that count, with what belongs to them.
+
+    Rows that have stopped end with STOP_WORDS, and when all have, the sequence has ended.
+    """
+    if not any(delta.stopped for delta in deltas):
+        return result
+    kept = [delta.num_kept_tokens for delta in deltas]
+    dropped = [count - keep for count, keep in zip(result.num_output_tokens, kept)]
+    reasons = zip(result.finish_reasons, deltas)
+    return replace(
+        result,
+        output_token_ids=tuple(ids[: len(ids) - n] for ids, n in zip(result.output_token_ids, dropped)),
+        num_output_tokens=tuple(kept),
+        finish_reasons=tuple(FinishReason.STOP_WORDS if d.stopped else reason for reason, d in reasons),
+        is_sequence_final=result.is_sequence_final or all(delta.stopped for delta in deltas),
+        log_probs=_first_of_each(result.log_probs, kept),
+        model_log_probs=_first_of_each(result.model_log_probs, kept),
+        cum_log_probs=_cum_log_probs(result, kept),
+        top_log_probs=_first_of_each(result.top_log_probs, kept),
+        generation_logits=_first_rows(result.generation_logits, kept),
+    )
+
+
+def _first_of_each(
+    rows: tuple[tuple[_T, ...], ...] | None, kept: list[int]
+) -> tuple[tuple[_T, ...], ...] | None:
+    return None if rows is None else tuple(row[:count] for row, count in zip(rows, kept))
+
+
+def _cum_log_probs(result: Result, kept: list[int]) -> tuple[float, ...] | None:
+    of_model = result.model_log_probs or result.log_probs
+    if result.cum_log_probs is None or of_model is None:
+        return result.cum_log_probs
+    rows = zip(result.cum_log_probs, of_model, kept)
+    return tuple(cum - sum(log_probs[count:]) for cum, log_probs, count in rows)
+
+
+def _first_rows(tensors: tuple[FloatTensor, ...] | None, kept: list[int]) -> tuple[FloatTensor, ...] | None:
+    return None if tensors is None else tuple(_rows_before(*pair) for pair in zip(tensors, kept))
+
+
+def _rows_before(tensor: FloatTensor, end: int) -> FloatTensor:
+    row_bytes = len(tensor.data) // max(tensor.shape[0], 1)
+    return FloatTensor((end, *tensor.shape[1:]), tensor.data[: end * row_bytes])

@@ -1,0 +1,41 @@
+"""What this process holds of the host's and the devices' memory, as its kernel and torch count it.
+
+Asks torch only where something else has imported it and CUDA is in use: a process without an engine pays nothing.
+Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from inflight.core.report.stats import MemoryUsage
+
+_STATM = "/proc/self/statm"
+_RESIDENT = 1
+
+
+def measure_memory() -> MemoryUsage:
+    """Resident memory, and what torch has reserved on devices and pinned on the host."""
+    gpu, pinned = _torch_memory(sys.modules.get("torch"))
+    return MemoryUsage(_resident(), gpu, pinned)
+
+
+def _resident() -> int:
+    """Bytes; 0 on a system without /proc."""
+    try:
+        with open(_STATM, encoding="ascii") as file:
+            return int(file.read().split()[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _torch_memory(torch: Any) -> tuple[int, int]:
+    """(device bytes, pinned bytes) of a torch module, or of None."""
+    cuda = getattr(torch, "cuda", None)  # absent while another thread is still importing torch
+    if cuda is None or not cuda.is_initialized():
+        return 0, 0
+    reserved = sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
+    host_memory_stats = getattr(cuda, "host_memory_stats", None)  # not in every torch
+    return reserved, host_memory_stats().get("allocated_bytes.current", 0) if host_memory_stats else 0

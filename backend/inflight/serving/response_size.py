@@ -1,0 +1,241 @@
+"""Refuses requests whose responses could not be sent, before anything is computed for them.
+
+Owns how large a response can get, and what of /dev/shm the requests of this process may still need. Does not know
+the tensors of requests, nor who sends. `reserve` and `release` may be called on any thread.
+
+Two limits. A gRPC message has at most 2 GiB; tritonserver answers with an error beyond that. And a response
+crosses to tritonserver through a pool of shared memory, a file in /dev/shm (a container's `--shm-size`) which
+belongs to this process alone. The pool takes a tensor into a hole that is large enough, and else grows by the
+tensor's whole size, rounded up; it never shrinks. Where /dev/shm has no room for that, sending fails with "Failed
+to increase the shared memory pool size": the file's space is allocated before it is used, so there is no SIGBUS,
+and other responses go on as before, but all the work for this one is lost. (Seen with tritonserver 2.51.)
+
+For a model that is not decoupled it is worse: after a send that has failed, the stub takes no other response, and
+the client waits for ever. So there is a second look just before a large response is sent: other processes (other
+models of this server) may have taken what was free when the request came.
+
+A pool holds one response at a time, because one thread sends them and a send returns when tritonserver is done
+with it: requests that need the same room share it, and what has been sent once fits again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.core.request.request import Request
+from inflight.endpoint.frames import MAX_FRAME_BYTES
+from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
+from inflight.errors import InvalidArgument, Unavailable
+
+# A message holds names, shapes and the smallest outputs too.
+MAX_RESPONSE_BYTES = (1 << 31) - 1 - (1 << 20)
+MAX_LISTED_BYTES = MAX_FRAME_BYTES // 4
+"""Everything but logits crosses the engine endpoint, and Python, as lists; a value is up to 9 bytes of a frame."""
+
+SMALL_BYTES = 256 * 1024
+"""Smaller responses are not counted: every pool has that much, and more, from the start."""
+
+_VALUE_BYTES = 4  # ids are INT32, everything else that counts FP32
+_TEXT_BYTES_PER_TOKEN = 32  # more than nearly every token has
+# A pool grows in steps; this is the launcher's, and more than tritonserver's own.
+_POOL_STEP_BYTES = 4 << 20
+
+
+def shared_memory_space() -> tuple[int, int]:
+    """Bytes of /dev/shm in all, and those that nobody has taken."""
+    status = os.statvfs("/dev/shm")
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+
+
+class ResponseBudget:
+    """The room that the responses of one process may need. Every `reserve` is followed by a `release`."""
+
+    def __init__(self, space: Callable[[], tuple[int, int]] = shared_memory_space) -> None:
+        """Args:
+        space: Bytes of shared memory in all, and free.
+        """
+        self._space = space
+        self._lock = threading.Lock()
+        self._tickets = itertools.count(1)
+        self._reserved: dict[int, ResponseSize] = {}  # of every request in flight, by its ticket
+        self._held = ResponseSize(())  # the largest that the pool is known to take
+
+    def reserve(self, requests: Sequence[Request], vocab_size: int, streaming: bool, in_one: bool) -> int:
+        """Make sure that every response to a client's request can be sent.
+
+        Args:
+            requests: The engine's requests for it, one for each prompt of a batch; their `output` says what comes
+                back.
+            vocab_size: Values in a row of logits.
+            streaming: Whether the client gets responses as tokens come.
+            in_one: Whether all sequences of all prompts come back in one response.
+
+        Returns:
+            A ticket for `release`, when the request has been answered; 0 for a small one, which costs nothing.
+
+        Raises:
+            InvalidArgument: It exceeds gRPC's limit, or all of /dev/shm.
+            Unavailable: It exceeds what is free of /dev/shm now.
+        """
+        sizes = [response_size(request, vocab_size, streaming, in_one) for request in requests]
+        largest = _sum(sizes) if in_one else max(sizes, key=lambda size: size.num_bytes)
+        if largest.num_bytes <= SMALL_BYTES:
+            return 0
+        _refuse_what_never_works(largest)
+        with self._lock:
+            self._check_space(largest, list(self._reserved.values()))
+            ticket = next(self._tickets)
+            self._reserved[ticket] = largest
+        return ticket
+
+    def sending(self, ticket: int, response: Any) -> AbstractContextManager[None]:
+        """Around the sending of a response (Triton's) to the request of `ticket`; nothing for a small one.
+
+        Raises Unavailable, before it is sent, where there is no room for it any more.
+        """
+        return self._sending(response) if ticket else nullcontext()
+
+    @contextmanager
+    def _sending(self, response: Any) -> Iterator[None]:
+        size = ResponseSize(tuple((t.name(), t.as_numpy().nbytes) for t in response.output_tensors()))
+        if size.num_bytes > SMALL_BYTES:
+            with self._lock:
+                self._check_space(size, [])
+        yield
+        with self._lock:
+            if size.num_bytes > self._held.num_bytes:
+                self._held = size
+
+    def release(self, ticket: int) -> None:
+        """The request of `ticket` has been answered. 0 does nothing, nor does a second call."""
+        if ticket:
+            with self._lock:
+                self._reserved.pop(ticket, None)
+
+    def _check_space(self, size: ResponseSize, in_flight: list[ResponseSize]) -> None:
+        total, free = self._space()
+        if size.room > total:
+            raise InvalidArgument(
+                f"a response to this request can take {size}, and goes through /dev/shm, which has "
+                f"{_shown(total)} in all: give the container a larger --shm-size (at least "
+                f"{-(-size.room // (1 << 20)) + 64}m), or {_LESS}"
+            )
+        if self._growth([*in_flight, size]) > free:
+            others = _shown(min(self._growth(in_flight), free))
+            raise Unavailable(
+                f"a response to this request can take {size}, and goes through /dev/shm, of which "
+                f"{_shown(free)} are free and {others} may be needed by requests in flight: try again later, "
+                f"give the container a larger --shm-size, or {_LESS}"
+            )
+
+    def _growth(self, sizes: list[ResponseSize]) -> int:
+        """How much the pool may grow until it has taken all of these, at worst the smaller ones first."""
+        held, growth = self._held, 0
+        for size in sorted(sizes, key=lambda size: size.num_bytes):
+            if not size.fits_where(held):
+                growth += size.room
+                held = size
+        return growth
+
+
+_LESS = (
+    "ask for less (request_output_len, num_top_log_probs, return_context_logits, return_generation_logits; "
+    "streamed, generation_logits take little)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSize:
+    """How large the outputs of one response can get.
+
+    Attributes:
+        outputs: (name, bytes).
+    """
+
+    outputs: tuple[tuple[str, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All together."""
+        return sum(size for _, size in self.outputs)
+
+    @property
+    def listed_bytes(self) -> int:
+        """Those that are no logits."""
+        return sum(size for name, size in self.outputs if not name.endswith("logits"))
+
+    @property
+    def room(self) -> int:
+        """By how much a pool may grow for it: every tensor by itself, in steps."""
+        return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
+
+    def fits_where(self, other: ResponseSize) -> bool:
+        """Whether a pool that has taken `other` takes this one without growing."""
+        largest = max((size for _, size in self.outputs), default=0)
+        # What is small finds room beside what is large.
+        return self.num_bytes <= other.num_bytes + 2 * SMALL_BYTES and any(
+            size >= largest for _, size in other.outputs
+        )
+
+    def __str__(self) -> str:
+        large = [f"{name} {_shown(size)}" for name, size in self.outputs if 20 * size >= self.num_bytes]
+        return f"{_shown(self.num_bytes)} ({', '.join(large)})"
+
+
+def _refuse_what_never_works(size: ResponseSize) -> None:
+    if size.num_bytes > MAX_RESPONSE_BYTES:
+        raise InvalidArgument(
+            f"a response to this request can take {size}, but a gRPC message has at most 2 GiB: {_LESS}"
+        )
+    if size.listed_bytes > MAX_LISTED_BYTES:
+        raise InvalidArgument(
+            f"a response to this request can take {size}; ids, text and log probabilities can take at most "
+            f"{_shown(MAX_LISTED_BYTES)}: {_LESS}"
+        )
+
+
+def response_size(request: Request, vocab_size: int, streaming: bool, in_one: bool) -> ResponseSize:
+    """The largest response to one prompt. Deltas that wait are joined: streamed, it may be nearly the whole."""
+    output, new, prompt = request.output, request.max_new_tokens, request.prompt_length
+    rows = request.sampling.num_outputs * (request.sampling.num_sequences if in_one else 1)
+    row_bytes = vocab_size * _VALUE_BYTES
+    shown = 0 if streaming or output.exclude_input_from_output else prompt
+    logits_rows = _logits_rows(request, row_bytes, streaming) if output.return_generation_logits else 0
+    ids = rows * (shown + new)
+    return ResponseSize(
+        (
+            ("output_ids and text", ids * (_VALUE_BYTES + _TEXT_BYTES_PER_TOKEN)),
+            ("output_log_probs", rows * new * _VALUE_BYTES * output.return_log_probs),
+            ("top_log_probs", rows * new * output.num_top_log_probs * 2 * _VALUE_BYTES),
+            ("prompt_log_probs", prompt * _VALUE_BYTES * output.return_prompt_log_probs),
+            ("context_logits", prompt * row_bytes * output.return_context_logits),
+            ("generation_logits", rows * logits_rows * row_bytes),
+        )
+    )
+
+
+def _logits_rows(request: Request, row_bytes: int, streaming: bool) -> int:
+    if not streaming:
+        return request.max_new_tokens
+    if request.sampling.uses_beams:
+        return 0  # streamed beams have none
+    at_once = 1 + max(request.draft_length, request.prompt_lookup_num_tokens)
+    return min(request.max_new_tokens, max(at_once, MAX_JOINED_LOGITS_BYTES // row_bytes))
+
+
+def _sum(sizes: Sequence[ResponseSize]) -> ResponseSize:
+    """Of responses with the same outputs."""
+    together = zip(*(size.outputs for size in sizes))
+    return ResponseSize(tuple((output[0][0], sum(size for _, size in output)) for output in together))
+
+
+def _shown(num_bytes: int) -> str:
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / (1 << 20):.1f} MiB"
+    return f"{num_bytes / (1 << 30):.2f} GiB"

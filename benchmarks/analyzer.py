@@ -1,0 +1,117 @@
+"""Requests sent to a real server by Triton's perf_analyzer, each once by a gRPC stream, and when what came.
+
+Owns what perf_analyzer is told and what it exports. Does not know what the figures are for. It is a program of its
+own, so that what a client costs is no part of this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring.report import Timeline
+from benchmarks.measuring.workload import BenchRequest
+from inflight.server import belongings, perf_analyzer
+from inflight.server.errors import ServeError
+from inflight.server.launch import TritonServer
+
+TIMEOUT_S = 3600.0
+
+_MODEL = "tensorrt_llm"
+_ENGINE_STUB = b"/tensorrt_llm/1/model.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request was given.
+
+    Attributes:
+        request: What was asked.
+        sent_ns: When; the system's clock, as all of these.
+        times_ns: When its responses came.
+        counts: How many tokens each of them had.
+    """
+
+    request: BenchRequest
+    sent_ns: int
+    times_ns: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the responses with tokens."""
+        times_ns = tuple(itertools.compress(self.times_ns, self.counts))
+        return Timeline(len(self.request.prompt), self.request.num_output_tokens, self.sent_ns, times_ns)
+
+
+def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency: int) -> list[Answer]:
+    """Send every request once, so many at a time. Raises ServeError with what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+        data = Path(folder) / "requests.json"
+        write_input(data, requests)
+        # One thread sends the requests in their order, the next one when any has ended; several would share them
+        # out in advance.
+        experiments = perf_analyzer.export(
+            ["-m", _MODEL, "-i", "grpc", "-u", server.grpc, "--streaming", "--async", "--max-threads", "1"]
+            + ["--input-data", str(data), "--concurrency-range", str(min(concurrency, len(requests)))]
+            + ["--request-count", str(len(requests))],
+            timeout=TIMEOUT_S,
+        )
+    return read_experiments(experiments, requests)
+
+
+def write_input(path: Path, requests: Sequence[BenchRequest]) -> None:
+    """perf_analyzer's --input-data."""
+    entries = [
+        {
+            "input_ids": {"content": list(request.prompt), "shape": [len(request.prompt)]},
+            "request_output_len": [request.num_output_tokens],
+            "end_id": [-1],
+            "streaming": [True],
+        }
+        for request in requests
+    ]
+    path.write_text(json.dumps({"data": entries}))
+
+
+def read_experiments(
+    experiments: Sequence[Mapping[str, Any]], requests: Sequence[BenchRequest]
+) -> list[Answer]:
+    """Every request's answer, from what perf_analyzer exports; ServeError unless each went once and ended."""
+    records = [record for experiment in experiments for record in experiment["requests"]]
+    sent = Counter(map(_request_of, records))
+    if sent != Counter(requests):
+        raise ServeError(
+            f"perf_analyzer was to send {len(requests)} requests once; it sent {sent.total()}, "
+            f"{len(sent & Counter(requests))} of these"
+        )
+    return [_answer(record) for record in records]
+
+
+def engine_stub(pids: Sequence[int]) -> int:
+    """Which of a server's processes has the engine."""
+    return next(pid for pid in pids if _ENGINE_STUB in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def process_ids(server: TritonServer) -> list[int]:
+    """Of all processes of a server."""
+    return [process.pid for process in belongings.find(server.repository.path.parent)]
+
+
+def _request_of(record: Mapping[str, Any]) -> BenchRequest:
+    inputs = record["request_inputs"]
+    return BenchRequest(tuple(inputs["input_ids"]), inputs["request_output_len"])
+
+
+def _answer(record: Mapping[str, Any]) -> Answer:
+    request = _request_of(record)
+    counts = tuple(outputs["sequence_length"] for outputs in record["response_outputs"])
+    if sum(counts) != request.num_output_tokens:
+        raise ServeError(f"a request for {request.num_output_tokens} tokens was given {sum(counts)}")
+    return Answer(request, record["timestamp"], tuple(record["response_timestamps"]), counts)

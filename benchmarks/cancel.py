@@ -1,0 +1,96 @@
+"""How soon a real server notices that clients are gone, and how soon their blocks are free.
+
+Starts a tritonserver with a fake engine that records a trace, opens N gRPC streams and one more that stays,
+lets tokens flow, cancels the N at once and reads the trace: when each stop was asked for, which is when the
+client was noticed to be gone, and when the iterations began that took the stops, in which slots and blocks
+become free. Times are from the moment of the cancel, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.endless_streams import open_streams
+from benchmarks.growing_trace import GrowingTrace
+from inflight.batch_manager.recording import Begin
+from inflight.server.launch import TritonServer, serve
+
+
+def _stops(trace: GrowingTrace) -> Iterator[Begin]:
+    """Iterations since the last call that took stops."""
+    for record in trace.new_records(containing=b'"stops":[{'):
+        if isinstance(record, Begin):
+            yield record
+
+
+def measure(server: TritonServer, trace: GrowingTrace, num_streams: int) -> dict[str, float]:
+    """One round; milliseconds."""
+    staying, _ = open_streams(server.grpc, 1)
+    leaving, responses = open_streams(server.grpc, num_streams)
+    while len(responses) < 4 * num_streams:
+        time.sleep(0.01)
+    list(_stops(trace))
+    cancelled_ns = time.monotonic_ns()
+    leaving.stop_stream(cancel_requests=True)
+    noticed: list[float] = []
+    freed = 0.0
+    while len(noticed) < num_streams:
+        time.sleep(0.05)
+        for iteration in _stops(trace):
+            noticed += [1e-6 * (stop.requested_ns - cancelled_ns) for stop in iteration.inputs.stops]
+            freed = 1e-6 * (iteration.inputs.now_ns - cancelled_ns)
+        if time.monotonic_ns() - cancelled_ns > 20e9:
+            sys.exit("the cancel was not noticed in 20 s")
+    staying.stop_stream(cancel_requests=True)
+    time.sleep(0.5)
+    return {
+        "noticed_median_ms": statistics.median(noticed),
+        "noticed_last_ms": max(noticed),
+        "all_free_ms": freed,
+    }
+
+
+def _rows(
+    settings: dict[str, str], path: Path, streams: list[int], num_rounds: int
+) -> list[dict[str, float]]:
+    rows = []
+    with serve(settings=settings) as server:
+        trace = GrowingTrace(path)
+        for count in streams:
+            rounds = [measure(server, trace, count) for _ in range(num_rounds)]
+            row = {key: round(statistics.median(r[key] for r in rounds), 1) for key in rounds[0]}
+            rows.append({"streams": count, **row})
+            print(rows[-1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench cancel", description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--step-us", type=int, default=5000, help="time of the fake engine's iteration")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        settings = {
+            "fake_engine": f"vocab=1000,step_us={arguments.step_us}",
+            "max_tokens_in_paged_kv_cache": "1200000",
+            "record_path": str(path),
+        }
+        rows = _rows(settings, path, arguments.streams, arguments.rounds)
+    print(
+        json.dumps(
+            {"bench": "cancel", "step_us": arguments.step_us, "rounds": arguments.rounds, "rows": rows}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""This package and other systems on the same requests, one after the other, round by round, and the ratios.
+
+Every run is a process of its own that loads once, and for each workload warms up and is timed, while nothing else
+runs; the sides take turns, so that whatever else the machine does meets all of them. A peer is a program in an
+environment of its own (docs/comparing.md has the recipes). One thread, which waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.comparing.peer_models import check_peer_model
+from benchmarks.comparing.results import Run, print_tables, to_values, values_of
+from benchmarks.comparing.sides import (
+    CONVERTED,
+    OURS,
+    PEER_NAMES,
+    Printed,
+    Side,
+    Work,
+    missing_libraries,
+    ours,
+    run,
+)
+from benchmarks.measuring.bandwidth import read_gb_per_s
+from benchmarks.measuring.options import kv_cache_tokens, positive
+from benchmarks.measuring.setup import ModelShape, cpu_name
+from benchmarks.measuring.workload import BenchRequest, WorkloadName, draw
+from inflight.errors import InflightError
+from inflight.models import read_model_description
+
+_LONE_REQUESTS = 4
+_TIMEOUT_S = 3600
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+
+
+def main() -> int:
+    """Status 1 if any run failed: its figures are missing in the medians."""
+    options = _parse(sys.argv[1:])
+    peers = peers_of(options.peer_options)
+    for peer in peers:
+        for library in missing_libraries(peer):
+            print(f"{peer.name} runs without {library}: not found", file=sys.stderr)
+    # Otherwise the side that runs would outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED_BY_SIGTERM))
+    with tempfile.TemporaryDirectory() as folder:
+        work = _prepare(options, Path(folder))
+        runs = list(_rounds([ours(), *peers], work, options.shape, options.rounds))
+    print_tables(runs)
+    setup = _setup(options, work, runs)
+    failed = Counter(run.side for run in runs if not run.values)
+    print(json.dumps({"bench": "compare", "setup": setup, "failed_runs": failed, "results": to_values(runs)}))
+    for side, count in failed.items():
+        print(f"{count} of {side}'s runs failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _setup(options: argparse.Namespace, work: Work, runs: Sequence[Run]) -> dict:
+    told = {run.side: run.told for run in runs if run.values}
+    return {
+        "model": options.model.resolve().name,
+        "dtype": options.dtype,
+        "kernels": told.get(OURS, {}).get("kernels"),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "requests": {name: len(requests) for name, requests in _workloads(options).items()},
+        "kv_cache_tokens": work.kv_cache_tokens,
+        "kv_caches": {side: figures.get("kv_cache") for side, figures in told.items()},
+        "weight_bytes": options.shape.weight_bytes(options.dtype),
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "versions": {side: figures.get("versions") for side, figures in told.items()},
+    }
+
+
+# ---------------------------------------------------------------------- what is asked for
+
+
+class _InOrder(argparse.Action):
+    """Keeps --peer, --peer-python and --peer-model in their order: the latter two belong to the --peer before."""
+
+    def __call__(self, parser, namespace, value, option_string=None) -> None:
+        namespace.peer_options = [*namespace.peer_options, (option_string, value)]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench compare", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
+    of_a_peer = {"action": _InOrder, "dest": "peer_options", "default": []}
+    parser.add_argument("--peer", choices=PEER_NAMES, help="may be repeated, for several", **of_a_peer)
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter of the last --peer", **of_a_peer)
+    parser.add_argument(
+        "--peer-model", metavar="PATH", help="what the last --peer loads, if not --model", **of_a_peer
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--workload", choices=("w", "lone", "both"), default="both")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=_TIMEOUT_S,
+        metavar="S",
+        help="for each run, after which it is ended",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        options.shape = ModelShape.of(read_model_description(options.model).decoder)
+        peers = peers_of(options.peer_options)
+        if not peers:
+            raise ValueError("expected a --peer")
+        for peer in peers:
+            _check(peer, options.model, options.dtype)
+    except (ValueError, InflightError) as error:
+        parser.error(str(error))
+    return options
+
+
+def peers_of(options: Sequence[tuple[str, str]]) -> list[Side]:
+    """(option, value) pairs in their order → peers. Raises ValueError for one out of place or missing."""
+    found: list[dict[str, str]] = []
+    for option, value in options:
+        if option == "--peer":
+            if any(fields["name"] == value for fields in found):
+                raise ValueError(f"--peer {value}: given twice, expected once")
+            found.append({"name": value})
+        elif not found:
+            raise ValueError(f"{option} {value}: expected after the --peer that it belongs to")
+        else:
+            found[-1][option.removeprefix("--peer-")] = value
+    return [_peer(fields) for fields in found]
+
+
+def _peer(fields: Mapping[str, str]) -> Side:
+    name, python, model = fields["name"], fields.get("python"), fields.get("model")
+    if python is None:
+        raise ValueError(f"--peer {name}: expected a --peer-python after it")
+    return Side(name, Path(python), Path(model) if model else None)
+
+
+def _check(peer: Side, model: Path, dtype: str) -> None:
+    if shutil.which(peer.python) is None:
+        raise ValueError(f"--peer-python {peer.python}: expected an interpreter")
+    if peer.model is None and peer.name in CONVERTED:
+        raise ValueError(
+            f"--peer {peer.name}: expected a --peer-model after it, the checkpoint in its own form"
+        )
+    if peer.model is not None:
+        check_peer_model(peer.model, model, dtype)
+
+
+def _workloads(options: argparse.Namespace) -> dict[WorkloadName, list[BenchRequest]]:
+    names: tuple[WorkloadName, ...] = ("w", "lone") if options.workload == "both" else (options.workload,)
+    counts = {"w": options.requests, "lone": _LONE_REQUESTS}
+    return {name: draw(name, options.shape.vocabulary, counts[name]) for name in names}
+
+
+def _prepare(options: argparse.Namespace, folder: Path) -> Work:
+    workloads = _workloads(options)
+    room = max(kv_cache_tokens(rs, len(rs) if name == "w" else 1) for name, rs in workloads.items())
+    path = folder / "requests.json"
+    path.write_text(
+        json.dumps(
+            {
+                name: [{"prompt": r.prompt, "max_tokens": r.num_output_tokens} for r in requests]
+                for name, requests in workloads.items()
+            }
+        )
+    )
+    return Work(options.model, path, options.dtype, options.threads, room, options.timeout)
+
+
+# ---------------------------------------------------------------------- what is run
+
+
+class Progress:
+    """How far it is, on stderr, with the time that is left by what each side has taken so far."""
+
+    def __init__(self, sides: Sequence[str], num_rounds: int) -> None:
+        self._left = [side for _ in range(num_rounds) for side in sides]
+        self._total = len(self._left)
+        self._taken_s: dict[str, list[float]] = {}
+
+    def starts(self, number: int, side: str) -> None:
+        """A run is about to."""
+        count = self._total - len(self._left) + 1
+        left = "" if not self._taken_s else f", about {self.left_s() / 60:.0f} min left"
+        print(f"round {number}: {side} (run {count} of {self._total}{left})", file=sys.stderr, flush=True)
+
+    def has_run(self, side: str, seconds: float) -> None:
+        """A run has ended."""
+        self._left.remove(side)
+        self._taken_s.setdefault(side, []).append(seconds)
+
+    def gives_up(self, side: str) -> None:
+        """It will not run again."""
+        self._left = [each for each in self._left if each != side]
+        self._total = len(self._left) + sum(map(len, self._taken_s.values()))
+
+    def left_s(self) -> float:
+        """Of all runs that have not ended; a side that has not run yet counts as the mean of the others."""
+        means = {side: statistics.mean(taken) for side, taken in self._taken_s.items()}
+        typical = statistics.mean(means.values())
+        return sum(means.get(side, typical) for side in self._left)
+
+
+def _rounds(sides: Sequence[Side], work: Work, shape: ModelShape, num_rounds: int) -> Iterator[Run]:
+    """Every side in every round, ours first; a side that hangs does not run again."""
+    progress, given_up = Progress([side.name for side in sides], num_rounds), set()
+    for number in range(1, num_rounds + 1):
+        for side in sides:
+            if side.name in given_up:
+                continue
+            progress.starts(number, side.name)
+            begun = time.monotonic()
+            printed, done = _run_side(side, work, shape, number)
+            progress.has_run(side.name, time.monotonic() - begun)
+            if printed.has_hung:
+                given_up.add(side.name)
+                progress.gives_up(side.name)
+            yield done
+
+
+def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[Printed, Run]:
+    """Prints a line of what it was; memory is read just before and just after."""
+    before = read_gb_per_s(work.threads)
+    printed = run(side, work)
+    after = read_gb_per_s(work.threads)
+    if side.name == OURS:
+        print(printed.warnings, end="", file=sys.stderr)  # of what cannot run on compiled code, say
+    head = {"round": number, "side": side.name}
+    head["memory_gb_per_s"] = {"before": round(before, 1), "after": round(after, 1)}
+    if printed.figures is None:
+        print(json.dumps(head | {"failed": printed.failure}), flush=True)
+        return printed, Run(side.name, {})
+    figures = {**printed.figures} | weigh(printed.figures, shape, work.dtype)
+    print(json.dumps(head | figures | head), flush=True)  # whatever a program says of memory
+    return printed, Run(side.name, values_of(figures, round(after, 1)), figures)
+
+
+def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[str, int]:
+    """What the weights and the KV cache take, each number once, and how much more the process had at its peak."""
+    cache, peak = figures.get("kv_cache"), figures.get("peak_rss_bytes")
+    if not isinstance(cache, Mapping) or not isinstance(peak, int):
+        return {}
+    weights, keys_and_values = (
+        shape.weight_bytes(dtype),
+        shape.kv_cache_bytes(cache["tokens"], cache["value_bytes"]),
+    )
+    return {
+        "weight_bytes": weights,
+        "kv_cache_bytes": keys_and_values,
+        "beyond_bytes": peak - weights - keys_and_values,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

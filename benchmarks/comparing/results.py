@@ -1,0 +1,242 @@
+"""What the runs of all sides come to: medians, extremes, ratios, and tables for people. Pure but for printing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.comparing.sides import OURS
+
+Group = Literal["w", "lone", "process"]
+Metric = Literal[
+    "output_tokens_per_s",
+    "ttft_ms",
+    "itl_ms",
+    "memory_gb_per_s",
+    "start_s",
+    "load_s",
+    "peak_rss_bytes",
+    "beyond_bytes",
+]
+Values = Mapping[Group, Mapping[Metric, float]]
+
+_TABLE_WIDTH = 118
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A metric in a table.
+
+    Attributes:
+        metric: Which.
+        label: Its heading.
+        scale: What a value is multiplied by.
+        decimals: Of a value that is shown.
+        better: Which of two is better; None where that is nobody's merit, and ratios are not made.
+        is_peak: The highest of all rounds stands for them, instead of the median.
+    """
+
+    metric: Metric
+    label: str
+    scale: float = 1
+    decimals: int = 1
+    better: Literal["more", "less"] | None = "less"
+    is_peak: bool = False
+
+
+_SPEED = (
+    Column("output_tokens_per_s", "output tok/s", better="more"),
+    Column("ttft_ms", "TTFT ms"),
+    Column("itl_ms", "ITL ms"),
+)
+_COLUMNS: Mapping[Group, tuple[Column, ...]] = {
+    "w": _SPEED,
+    "lone": (*_SPEED, Column("memory_gb_per_s", "memory GB/s", better=None)),
+    "process": (
+        Column("start_s", "start s"),
+        Column("load_s", "load s"),
+        Column("peak_rss_bytes", "peak GB", 1e-9, 2, is_peak=True),
+        Column("beyond_bytes", "beyond weights, KV", 1e-9, 2, better=None, is_peak=True),
+    ),
+}
+_TITLES: Mapping[Group, str] = {
+    "w": "W: all requests at once",
+    "lone": "lone: one request at a time; memory as it was read right after",
+    "process": "the process; of memory, the highest of all rounds",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side's process in one round.
+
+    Attributes:
+        side: Which.
+        values: What is compared; empty if it failed.
+        told: All that its program printed.
+    """
+
+    side: str
+    values: Values
+    told: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric, or a ratio of ours to a peer's, over all rounds: what stands for them, and the extremes."""
+
+    typical: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Best:
+    """The peer that is best at a metric, and ours divided by its."""
+
+    side: str
+    ratio: float
+
+
+def values_of(told: Mapping[str, object], memory_gb_per_s: float) -> Values:
+    """The compared figures of a program's JSON; of latencies the medians. What it could not tell is left out."""
+    found: dict[Group, Mapping[Metric, float]] = {}
+    for group, columns in _COLUMNS.items():
+        part = told if group == "process" else told.get(group)
+        if isinstance(part, Mapping):
+            part = {"memory_gb_per_s": memory_gb_per_s, **part}
+            numbers = {column.metric: _number(part.get(column.metric)) for column in columns}
+            found[group] = {metric: number for metric, number in numbers.items() if number is not None}
+    return found
+
+
+def _number(value: object) -> float | None:
+    value = value.get("p50") if isinstance(value, Mapping) else value
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def spreads(runs: Sequence[Run], group: Group, side: str) -> dict[Metric, Spread]:
+    """Of the rounds that told each metric; failed runs tell none."""
+    found: dict[Metric, Spread] = {}
+    for column in _COLUMNS[group]:
+        rows = [run.values.get(group, {}) for run in runs if run.side == side]
+        values = [row[column.metric] for row in rows if column.metric in row]
+        if values:
+            typical = max(values) if column.is_peak else statistics.median(values)
+            found[column.metric] = Spread(typical, min(values), max(values))
+    return found
+
+
+def ratios(runs: Sequence[Run], group: Group, peer: str) -> dict[Metric, Spread]:
+    """Ours / peer, where both sides have the metric; of single rounds, those in which both have it."""
+    ours, theirs = spreads(runs, group, OURS), spreads(runs, group, peer)
+    found: dict[Metric, Spread] = {}
+    for column in _COLUMNS[group]:
+        metric = column.metric
+        if column.better and metric in ours and metric in theirs and theirs[metric].typical:
+            typical = ours[metric].typical / theirs[metric].typical
+            of_rounds = list(_ratios_of_rounds(runs, group, metric, peer)) or [typical]
+            found[metric] = Spread(typical, min(of_rounds), max(of_rounds))
+    return found
+
+
+def _ratios_of_rounds(runs: Sequence[Run], group: Group, metric: Metric, peer: str) -> Iterable[float]:
+    mine, others = ([run for run in runs if run.side == side] for side in (OURS, peer))
+    for one, other in zip(mine, others):
+        value, divisor = (run.values.get(group, {}).get(metric) for run in (one, other))
+        if value is not None and divisor:
+            yield value / divisor
+
+
+def best_peers(runs: Sequence[Run], group: Group) -> dict[Metric, Best]:
+    """For each metric that both we and some peer have told."""
+    peers = [side for side in sides_of(runs) if side != OURS]
+    found: dict[Metric, Best] = {}
+    for column in _COLUMNS[group]:
+        known = {peer: ratios(runs, group, peer).get(column.metric) for peer in peers}
+        typical = {peer: ratio.typical for peer, ratio in known.items() if ratio is not None}
+        if typical:
+            # Ours is the same in all of them, so that the best peer makes us look worst.
+            worst = (min if column.better == "more" else max)(typical, key=typical.__getitem__)
+            found[column.metric] = Best(worst, typical[worst])
+    return found
+
+
+def sides_of(runs: Sequence[Run]) -> list[str]:
+    """In their order."""
+    return list(dict.fromkeys(run.side for run in runs))
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """Of which any run has figures, in the order of the tables."""
+    return [group for group in _COLUMNS if any(run.values.get(group) for run in runs)]
+
+
+def to_values(runs: Sequence[Run]) -> dict:
+    """For JSON: by group of figures and side; `best_peer` beside the sides."""
+    return {group: _group_values(runs, group) for group in groups_of(runs)}
+
+
+def _group_values(runs: Sequence[Run], group: Group) -> dict:
+    values: dict[str, dict] = {}
+    for side in sides_of(runs):
+        found = spreads(runs, group, side)
+        values[side] = {
+            "medians": {metric: spread.typical for metric, spread in found.items()},
+            "extremes": {metric: [spread.low, spread.high] for metric, spread in found.items()},
+        }
+        if side != OURS:
+            of_peer = ratios(runs, group, side)
+            values[side] |= {
+                "ratios": {metric: round(ratio.typical, 3) for metric, ratio in of_peer.items()},
+                "ratios_of_rounds": {
+                    metric: [round(ratio.low, 3), round(ratio.high, 3)] for metric, ratio in of_peer.items()
+                },
+            }
+    best = best_peers(runs, group)
+    return values | {
+        "best_peer": {metric: {"side": b.side, "ratio": round(b.ratio, 3)} for metric, b in best.items()}
+    }
+
+
+def print_tables(runs: Sequence[Run]) -> None:
+    """One for each group of figures: every side, and ours divided by the best peer's."""
+    # A log file has no width; a table squeezed into 80 columns could not be read.
+    console = Console(width=max(_TABLE_WIDTH, Console().width))
+    for group in groups_of(runs):
+        console.print(_table(runs, group))
+
+
+def _table(runs: Sequence[Run], group: Group) -> Table:
+    table = Table("", "runs", title=_TITLES[group], title_justify="left")
+    for column in _COLUMNS[group]:
+        table.add_column(column.label, justify="right")
+    for side in sides_of(runs):
+        found = spreads(runs, group, side)
+        cells = [_cell(column, found.get(column.metric)) for column in _COLUMNS[group]]
+        table.add_row(side, _count(runs, group, side), *cells)
+    best = best_peers(runs, group)
+    if best:
+        shown = [best.get(column.metric) for column in _COLUMNS[group]]
+        cells = [f"{each.ratio:.2f} {each.side}" if each else "–" for each in shown]
+        table.add_row(f"{OURS} / best peer", "", *cells, style="bold")
+    return table
+
+
+def _count(runs: Sequence[Run], group: Group, side: str) -> str:
+    own = [run for run in runs if run.side == side]
+    return f"{sum(bool(run.values.get(group)) for run in own)} of {len(own)}"
+
+
+def _cell(column: Column, spread: Spread | None) -> str:
+    if spread is None:
+        return "–"
+    typical, low, high = (
+        f"{value * column.scale:.{column.decimals}f}" for value in (spread.typical, spread.low, spread.high)
+    )
+    return typical if low == high else f"{typical} ({low}–{high})"

@@ -1,0 +1,192 @@
+"""The processes that `compare` starts: a program in this package's environment, and one in each peer's.
+
+Knows command lines and environment variables, and takes the last JSON object that a process prints as its figures.
+A peer is never imported here. Called from the main thread, which waits for each process; one that hangs or is no
+longer wanted is killed with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PEER_NAMES = ("vllm", "openvino", "transformers", "llama_cpp")
+CONVERTED = ("openvino", "llama_cpp")
+"""Peers that do not load a checkpoint as it is."""
+OURS = "ours"
+
+_PROGRAMS = Path(__file__).parent / "peers"
+_ROOT = Path(__file__).resolve().parents[2]
+_TCMALLOC = "tcmalloc_minimal"
+_LINES_OF_A_FAILURE = 12
+_VLLM_KV_CACHE_GIB = 1  # what it makes its plans with; the program tells it how much to take
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+_OURS = ("PYTHONPATH", "GOMP_SPINCOUNT")  # variables of this process that are nothing to a peer
+
+
+@dataclass(frozen=True)
+class Side:
+    """This package or another system.
+
+    Attributes:
+        name: OURS or one of PEER_NAMES.
+        python: The interpreter of its environment.
+        model: Its form of the model, if it needs one of its own.
+    """
+
+    name: str
+    python: Path
+    model: Path | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every side is asked to do.
+
+    Attributes:
+        model: Checkpoint folder.
+        requests_file: JSON, all workloads.
+        dtype: Of the weights.
+        threads: Of the forward pass.
+        kv_cache_tokens: Room in the KV cache.
+        timeout_s: A process that takes longer is ended.
+    """
+
+    model: Path
+    requests_file: Path
+    dtype: str
+    threads: int
+    kv_cache_tokens: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a program printed: its line of JSON, or why there is none; and what else it had to say.
+
+    `has_hung`: It was ended because it took too long.
+    """
+
+    figures: Mapping[str, object] | None
+    failure: str = ""
+    warnings: str = ""
+    has_hung: bool = False
+
+
+def ours() -> Side:
+    """This package, in this environment."""
+    return Side(OURS, Path(sys.executable))
+
+
+def run(side: Side, work: Work) -> Printed:
+    """The side's program, in its environment, to its end."""
+    return _run(command(side, work), environment(side, work.threads), work.timeout_s)
+
+
+def command(side: Side, work: Work) -> list[str]:
+    """Interpreter, program and options."""
+    options = ["--model", side.model or work.model, "--requests", work.requests_file, "--dtype", work.dtype]
+    options += ["--threads", work.threads, "--kv-cache-tokens", work.kv_cache_tokens]
+    return [str(side.python), str(_PROGRAMS / f"run_{side.name}.py"), *map(str, options)]
+
+
+def environment(side: Side, threads: int) -> dict[str, str]:
+    """This process's variables; a peer gets no path to our packages, and what its guide says to set."""
+    if side.name == OURS:
+        return os.environ | _ON_CPU | {"PYTHONPATH": str(_ROOT)}  # it is not installed
+    inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
+    inherited |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | _ON_CPU
+    return inherited | (_vllm_variables(side.python, threads) if side.name == "vllm" else {})
+
+
+def _vllm_variables(python: Path, threads: int) -> dict[str, str]:
+    cpus = sorted(os.sched_getaffinity(0))[:threads]
+    return {
+        "LD_PRELOAD": ":".join(_found(_vllm_libraries(python))),
+        "VLLM_CPU_KVCACHE_SPACE": str(_VLLM_KV_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _vllm_libraries(python: Path) -> dict[str, str | None]:
+    """What vLLM's guide says to load before everything else, by name: a faster malloc, and Intel's OpenMP."""
+    # The interpreter is a link out of its environment, so it is not followed.
+    openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
+    return {
+        f"lib{_TCMALLOC}": ctypes.util.find_library(_TCMALLOC),
+        str(openmp): str(openmp) if openmp.exists() else None,
+    }
+
+
+def missing_libraries(side: Side) -> list[str]:
+    """Libraries that the peer would be faster with and that are not on this machine."""
+    if side.name != "vllm":
+        return []
+    return [name for name, found in _vllm_libraries(side.python).items() if found is None]
+
+
+def _found(libraries: Mapping[str, str | None]) -> list[str]:
+    return [found for found in libraries.values() if found is not None]
+
+
+def _run(command: list[str], variables: Mapping[str, str], timeout_s: float) -> Printed:
+    try:
+        with _group(command, variables) as process:
+            out, err = process.communicate(timeout=timeout_s)
+    except OSError as error:
+        return Printed(None, str(error))
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace")
+        return Printed(None, _failure(f"ended after {timeout_s:g} s (--timeout)", said), has_hung=True)
+    figures = last_json_line(out)
+    if process.returncode == 0 and figures is not None:
+        return Printed(figures, warnings=err)
+    return Printed(None, _failure(f"exit status {process.returncode}", err.strip() or out))
+
+
+@contextlib.contextmanager
+def _group(command: list[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """The process, as the first of a group; however this is left, nothing of the group is."""
+    process = subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _failure(what: str, said: str) -> str:
+    return "\n".join([what, *said.strip().splitlines()[-_LINES_OF_A_FAILURE:]])
+
+
+def last_json_line(text: str) -> dict | None:
+    """The last line that is a JSON object: libraries print what they like before and after."""
+    return next(filter(None, map(_json_object, reversed(text.splitlines()))), None)
+
+
+def _json_object(line: str) -> dict | None:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

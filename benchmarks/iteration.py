@@ -1,0 +1,61 @@
+"""What an iteration takes on a real server, with one stream and with many.
+
+Starts a tritonserver with a fake engine whose forward pass takes a fixed time, opens N gRPC streams, and reads
+from the statistics in the log how many iterations ran in how many seconds. What an iteration takes beyond the
+forward pass is the loop's own work, and whatever the sender, cancellation and Triton threads take from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+
+from benchmarks.endless_streams import log_since, open_streams
+from inflight.server.launch import ServerOptions, TritonServer, serve
+
+_COUNTER = re.compile(r'"Iteration Counter": (\d+),')
+
+
+def measure(server: TritonServer, num_streams: int, seconds: float) -> float:
+    """Milliseconds per iteration while `num_streams` streams run."""
+    client, responses = open_streams(server.grpc, num_streams)
+    while len(responses) < 2 * num_streams:
+        time.sleep(0.01)
+    started = time.time()
+    time.sleep(seconds)
+    counts = [
+        (when, int(found[1]))
+        for when, text in log_since(server, started)
+        if when < seconds and (found := _COUNTER.search(text))
+    ]
+    client.stop_stream(cancel_requests=True)
+    time.sleep(0.5)
+    (first, before), (last, after) = counts[0], counts[-1]
+    return 1e3 * (last - first) / (after - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench iteration", description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a round")
+    parser.add_argument("--step-us", type=int, default=10000, help="time of the forward pass")
+    arguments = parser.parse_args()
+    settings = {
+        "fake_engine": f"vocab=1000,step_us={arguments.step_us}",
+        "max_tokens_in_paged_kv_cache": "600000",
+    }
+    rows = []
+    with serve(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+        for count in arguments.streams:
+            times = [measure(server, count, arguments.seconds) for _ in range(arguments.rounds)]
+            rows.append({"streams": count, "iteration_ms_median": round(statistics.median(times), 2)})
+            print(rows[-1])
+    print(json.dumps({"bench": "iteration", "step_us": arguments.step_us, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

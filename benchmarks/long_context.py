@@ -1,0 +1,83 @@
+"""What the benchmarks of long prompts share: a model with room for them, and a loop without threads around it."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.schedule.config import SchedulerConfig
+from inflight.core.scheduler import Scheduler
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.testing.make_model import Shape, make_model
+
+_DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
+"""The demo model's sizes, with more positions and random weights: only the time counts."""
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What `load_engine` reads."""
+    parser.add_argument(
+        "--model", help="checkpoint folder; random weights of the demo model's sizes without one"
+    )
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
+
+
+@contextmanager
+def load_engine(
+    options: argparse.Namespace, max_num_sequences: int, max_num_tokens: int, max_tokens_in_kv_cache: int
+) -> Iterator[TorchEngine]:
+    """An engine, for the length of a `with`."""
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+        model = options.model or str(make_model(Path(folder), shape=_DEMO_WITH_ROOM))
+        engine = TorchEngine.load(
+            TorchEngineConfig(
+                model,
+                options.dtype,
+                options.device,
+                max_num_sequences=max_num_sequences,
+                max_num_tokens=max_num_tokens,
+                max_tokens_in_paged_kv_cache=max_tokens_in_kv_cache,
+                num_threads=options.threads,
+            )
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+class Loop:
+    """A scheduler and an engine, one iteration at a time."""
+
+    def __init__(self, engine: TorchEngine, config: SchedulerConfig) -> None:
+        self._engine = engine
+        self._scheduler = Scheduler(config, engine.limits)
+        self._iteration = 0
+
+    def step(self, *requests: Request) -> list[Response]:
+        """One iteration, with requests that arrive; raises what a request ended with."""
+        now_ns = time.monotonic_ns()
+        responses = self._scheduler.accept(IterationInput(self._iteration, now_ns, requests))
+        self._iteration += 1
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            output = self._engine.decode(batch, self._engine.forward(batch))
+            responses += self._scheduler.update(batch, output, time.monotonic_ns())
+        for response in responses:
+            if response.error is not None:
+                raise response.error
+        return responses
+
+
+def random_tokens(seed: int, count: int, vocab_size: int) -> tuple[int, ...]:
+    """`count` token ids; other ones for another seed."""
+    return tuple(random.Random(seed).choices(range(vocab_size), k=count))

@@ -1,0 +1,74 @@
+"""How fast memory is read right now: what a latency figure of a model on a CPU has to be read beside.
+
+A shared machine's memory changes its speed within seconds. `Probe` measures in a process of its own, so that
+neither its array counts as the caller's memory nor the caller's pinned threads bind it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+_ARRAY_BYTES = 1 << 28  # far beyond any cache
+_CHUNK_BYTES = 1 << 20
+_PASSES = 3
+
+
+def read_gb_per_s(num_threads: int) -> float:
+    """Read a large array in chunks of 1 MB, the threads side by side; the best of three passes, in GB/s."""
+    # Ones: what was never written may all be one page.
+    chunks = np.ones((_ARRAY_BYTES // _CHUNK_BYTES, _CHUNK_BYTES // 8), np.int64)
+    parts = np.array_split(chunks, num_threads)
+    with ThreadPoolExecutor(num_threads) as threads:
+        seconds = [_time_pass(threads, parts) for _ in range(_PASSES)]
+    return _ARRAY_BYTES / min(seconds) / 1e9
+
+
+def _time_pass(threads: ThreadPoolExecutor, parts: list[np.ndarray]) -> float:
+    begun = time.perf_counter()
+    list(threads.map(_read, parts))
+    return time.perf_counter() - begun
+
+
+def _read(part: np.ndarray) -> None:
+    for chunk in part:
+        np.bitwise_or.reduce(chunk)
+
+
+class Probe:
+    """Measures when it is asked to. Made before anything pins the caller's threads; a context manager."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.measuring.bandwidth", str(num_threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def gb_per_s(self) -> float:
+        """As `read_gb_per_s`; takes about half a second."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        return float(self._process.stdout.readline())
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+
+def main() -> None:
+    """Of the process: a figure for each line that it is sent."""
+    for _ in sys.stdin:
+        print(read_gb_per_s(int(sys.argv[1])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What `offline` and `serve` are told, and the parameters of config.pbtxt that both give the engine.
+
+The same parameters for both, so that the two differ in Triton alone. Prefixes are never shared: every round asks
+for the same prompts again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measuring.workload import BenchRequest, WorkloadName
+
+_DEFAULT_REQUESTS: Mapping[WorkloadName, int] = {"w": 64, "lone": 4}
+_MAX_SEQUENCE_LENGTH = 1024
+_TOKENS_PER_BLOCK = 32
+_LARGEST_BLOCK = 128  # of the sides that `compare` knows: all get the same room, and none has to wait for any
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A benchmark's command line, complete.
+
+    Attributes:
+        model: Checkpoint folder.
+        workload: Which requests.
+        num_requests: How many of them.
+        concurrency: Most requests in flight; the next one is sent when one has ended.
+        dtype: As the parameter of config.pbtxt; None: the checkpoint's.
+        kernels: As the parameter of config.pbtxt; None: what the engine takes by itself.
+        num_threads: Of the forward pass.
+        max_num_tokens: Most tokens of an iteration.
+        num_rounds: How often everything is measured.
+    """
+
+    model: Path
+    workload: WorkloadName
+    num_requests: int
+    concurrency: int
+    dtype: str | None
+    kernels: str | None
+    num_threads: int
+    max_num_tokens: int
+    num_rounds: int
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Options:
+        """What `add_options` has parsed."""
+        num_requests = arguments.requests or _DEFAULT_REQUESTS[arguments.workload]
+        concurrency = 1 if arguments.workload == "lone" else arguments.concurrency or num_requests
+        return cls(
+            model=arguments.model,
+            workload=arguments.workload,
+            num_requests=num_requests,
+            concurrency=min(concurrency, num_requests),
+            dtype=arguments.dtype,
+            kernels=arguments.kernels,
+            num_threads=arguments.threads or len(os.sched_getaffinity(0)),
+            max_num_tokens=arguments.max_num_tokens,
+            num_rounds=arguments.rounds,
+        )
+
+
+def positive(text: str) -> int:
+    """For argparse: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """For argparse: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 0")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
+    """What `Options.of` reads; `concurrency` is the default."""
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument(
+        "--workload",
+        choices=("w", "lone"),
+        default="w",
+        help="w: prompts of 32 to 512 tokens; lone: one by one",
+    )
+    parser.add_argument("--requests", type=positive, help="64, or 4 of lone, without it")
+    parser.add_argument(
+        "--concurrency",
+        type=not_negative,
+        default=concurrency,
+        help="most in flight, 0: all at once; lone: 1",
+    )
+    parser.add_argument("--dtype", help="the checkpoint's without it")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
+    parser.add_argument(
+        "--threads", type=positive, help="of the forward pass; as many as there are cores without it"
+    )
+    parser.add_argument("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
+    parser.add_argument("--rounds", type=positive, default=1, help="medians of so many")
+
+
+def kv_cache_tokens(requests: Sequence[BenchRequest], concurrency: int) -> int:
+    """Room for any `concurrency` of the requests at a time, each in whole blocks of 128 tokens."""
+    needed = sorted((-(-request.num_tokens // _LARGEST_BLOCK) for request in requests), reverse=True)
+    return sum(needed[:concurrency]) * _LARGEST_BLOCK
+
+
+def engine_settings(options: Options, requests: Sequence[BenchRequest]) -> dict[str, str]:
+    """Parameters of config.pbtxt, and Triton's max_batch_size."""
+    settings = {
+        "gpt_model_path": str(options.model.resolve()),
+        "max_batch_size": str(options.concurrency),
+        "max_num_tokens": str(options.max_num_tokens),
+        "max_sequence_length": str(_MAX_SEQUENCE_LENGTH),
+        "tokens_per_block": str(_TOKENS_PER_BLOCK),
+        "max_tokens_in_paged_kv_cache": str(kv_cache_tokens(requests, options.concurrency)),
+        "enable_chunked_context": "true",
+        "enable_kv_cache_reuse": "false",
+        "engine_threads": str(options.num_threads),
+    }
+    chosen = {"dtype": options.dtype, "kernels": options.kernels}
+    return settings | {key: value for key, value in chosen.items() if value is not None}

@@ -1,0 +1,172 @@
+"""What a figure was measured with: the model's shape, the engine's settings, versions, the machine."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from benchmarks.measuring.options import Options, kv_cache_tokens
+from benchmarks.measuring.workload import BenchRequest
+from inflight.models import DecoderConfig
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+def value_bytes(dtype: str) -> int:
+    """Of an activation, a key or a value in a model with such weights."""
+    return _BYTES["bfloat16" if dtype == "int8" else dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder, and what its matrices hold.
+
+    Attributes:
+        layer_weights: Of the linear layers of all decoder layers.
+        head_weights: Of the output projection.
+        num_weights: Of these and the embedding, if that is another matrix; of what is not a matrix none.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    layer_weights: int
+    head_weights: int
+    num_weights: int
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> ModelShape:
+        """Of any family."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        attention = hidden * (config.query_size + 2 * config.kv_size) + config.query_size * hidden
+        mlp = (3 if config.gated_mlp else 2) * hidden * ffn
+        layers, head = config.num_layers * (attention + mlp), config.vocab_size * hidden
+        return cls(
+            layers=config.num_layers,
+            hidden=hidden,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            ffn=ffn,
+            vocabulary=config.vocab_size,
+            layer_weights=layers,
+            head_weights=head,
+            num_weights=layers + (head if config.tied_embeddings else 2 * head),
+        )
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Of all matrices, each number once, without scales."""
+        return self.num_weights * _BYTES[dtype]
+
+    def kv_cache_bytes(self, num_tokens: int, value_bytes: int) -> int:
+        """Of the keys and values of so many tokens."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * num_tokens * value_bytes
+
+    def gflop(self, num_rows: float, num_sampled: float) -> float:
+        """Multiplications and additions of matrices for tokens computed and tokens chosen, in 1e9."""
+        return 2e-9 * (self.layer_weights * num_rows + self.head_weights * num_sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Of what computes."""
+
+    python: str
+    torch: str
+    inflight: str
+
+    @classmethod
+    def here(cls) -> Versions:
+        """In this environment."""
+        return cls(platform.python_version(), version("torch"), version("inflight"))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes the layers.
+
+    Attributes:
+        asked: The parameter of config.pbtxt; "default" is the engine's choice.
+        ran: "native" or "torch"; None of an engine in another process, whose log says it.
+        instruction_sets: That native code was compiled for.
+        int8_products: With int8 weights, whether "vnni" multiplies them or they become "bfloat16".
+    """
+
+    asked: str
+    ran: str | None = None
+    instruction_sets: tuple[str, ...] = ()
+    int8_products: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that a figure depends on and that can be known.
+
+    Attributes:
+        model: The checkpoint's folder, by name.
+        kernels: What computes the layers.
+        kv_cache_tokens: Room in the KV cache.
+        kv_cache_bytes: What that takes.
+        weight_bytes: What the matrices take, each number once.
+    """
+
+    model: str
+    shape: ModelShape
+    dtype: str
+    kernels: Kernels
+    threads: int
+    workload: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+    max_num_tokens: int
+    kv_cache_tokens: int
+    kv_cache_bytes: int
+    weight_bytes: int
+    rounds: int
+    versions: Versions
+    cpu: str
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        config: DecoderConfig,
+        requests: list[BenchRequest],
+        kernels: Kernels | None = None,
+    ) -> Setup:
+        """Of a run with these options, model and requests; `kernels` of an engine in this process."""
+        shape, dtype = ModelShape.of(config), options.dtype or config.dtype or "float32"
+        num_kv_tokens = kv_cache_tokens(requests, options.concurrency)
+        return cls(
+            model=options.model.resolve().name,
+            shape=shape,
+            dtype=dtype,
+            kernels=kernels or Kernels(options.kernels or "default"),
+            threads=options.num_threads,
+            workload=options.workload,
+            requests=len(requests),
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            output_tokens=sum(request.num_output_tokens for request in requests),
+            concurrency=options.concurrency,
+            max_num_tokens=options.max_num_tokens,
+            kv_cache_tokens=num_kv_tokens,
+            kv_cache_bytes=shape.kv_cache_bytes(num_kv_tokens, value_bytes(dtype)),
+            weight_bytes=shape.weight_bytes(dtype),
+            rounds=options.num_rounds,
+            versions=Versions.here(),
+            cpu=cpu_name(),
+        )
+
+
+def cpu_name() -> str:
+    """Of the first core; the architecture where the kernel does not say."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else platform.machine()

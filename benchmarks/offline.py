@@ -1,0 +1,191 @@
+"""How fast the engine is in this process, without Triton: tokens/s, time to first token, gaps between tokens.
+
+The GptManager and the engine that a server runs, made by the same composition root from the same parameters, with
+callbacks that hand requests over and take the times of responses. `w` is a load of 64 requests, all at once or so
+many at a time; `lone` is one request after another. A run before the others warms up and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from benchmarks.comparing.peers.peer_program import peak_rss_bytes, seconds_since_process_start
+from benchmarks.measuring.bandwidth import Probe
+from benchmarks.measuring.options import Options, add_options, engine_settings
+from benchmarks.measuring.report import Resources, Timeline, to_line
+from benchmarks.measuring.rounds import run_rounds
+from benchmarks.measuring.setup import Kernels, Setup
+from benchmarks.measuring.workload import BenchRequest, draw
+from inflight.batch_manager import GptManager
+from inflight.composition.models import load
+from inflight.composition.settings import check_parameters, scheduler_config
+from inflight.config import Parameters, Role, read_parameters
+from inflight.core.ports import Engine
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.scheduler import Scheduler
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.config import INT8
+from inflight.engine.torch.native.library import instruction_sets
+from inflight.errors import InflightError
+from inflight.models import read_model_description
+
+
+class ClosedLoop:
+    """Requests of which so many are in flight at a time, and when what came back.
+
+    `get` and `take` are a GptManager's callbacks and run on its thread; `wait` is for another one.
+    """
+
+    def __init__(self, requests: Sequence[BenchRequest], concurrency: int, first_id: int) -> None:
+        self._requests = {first_id + number: request for number, request in enumerate(requests)}
+        self._waiting = deque(self._requests.items())
+        self._free_since_ns = deque([time.monotonic_ns()] * concurrency)
+        self._sent_ns: dict[int, int] = {}
+        self._responses_ns: dict[int, list[int]] = {request_id: [] for request_id in self._requests}
+        self._num_tokens = dict.fromkeys(self._requests, 0)
+        self._num_open = len(self._requests)
+        self._ended = threading.Event()
+        self._error: InflightError | None = None
+
+    def get(self, max_num: int) -> list[Request]:
+        """What may be sent now: `max_num` at most, any number if that is negative."""
+        requests: list[Request] = []
+        while self._waiting and self._free_since_ns and len(requests) != max_num:
+            request_id, request = self._waiting.popleft()
+            # A client would have sent it as soon as the one before had ended.
+            self._sent_ns[request_id] = self._free_since_ns.popleft()
+            requests.append(Request(request_id, request.prompt, request.num_output_tokens, streaming=True))
+        return requests
+
+    def take(self, response: Response) -> None:
+        """Note the time; a request that fails ends the run."""
+        now_ns = time.monotonic_ns()
+        if response.error is not None:
+            return self.fail(response.error)
+        if response.result is not None and response.result.num_output_tokens[0]:
+            self._responses_ns[response.request_id].append(now_ns)
+            self._num_tokens[response.request_id] += response.result.num_output_tokens[0]
+        if response.is_final:
+            self._free_since_ns.append(now_ns)
+            self._num_open -= 1
+            if not self._num_open:
+                self._ended.set()
+
+    def fail(self, error: InflightError) -> None:
+        """Nothing more will come."""
+        self._error = self._error or error
+        self._waiting.clear()
+        self._ended.set()
+
+    def wait(self) -> list[Timeline]:
+        """The times of all requests, in order; raises what a request has failed with."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return [self._timeline(request_id, request) for request_id, request in self._requests.items()]
+
+    def _timeline(self, request_id: int, request: BenchRequest) -> Timeline:
+        num_tokens = self._num_tokens[request_id]
+        assert num_tokens == request.num_output_tokens, f"{num_tokens} tokens of {request.num_output_tokens}"
+        times_ns = tuple(self._responses_ns[request_id])
+        return Timeline(len(request.prompt), num_tokens, self._sent_ns[request_id], times_ns)
+
+
+class InProcess:
+    """A loaded engine and its loop, for the length of a `with`.
+
+    Attributes:
+        load_s: What loading took, in seconds.
+        start_s: From the start of the process until the first request could be taken, in seconds.
+        kernels: What computes the layers.
+    """
+
+    name = "offline"
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        """Raises ConfigError as a server that is given the same parameters would."""
+        parameters = to_parameters(settings)
+        check_parameters(parameters)
+        self._loop = ClosedLoop((), 0, 0)
+        self._ids = itertools.count(1, 1_000_000)
+        begun = time.perf_counter()
+        engine = load(parameters, "", None).engine
+        self.kernels = _kernels(parameters, engine)
+        self._manager = GptManager(
+            engine,
+            Scheduler(scheduler_config(parameters), engine.limits),
+            lambda max_num: self._loop.get(max_num),
+            lambda response: self._loop.take(response),
+            on_death=lambda error: self._loop.fail(error),
+        )
+        self.load_s, self.start_s = time.perf_counter() - begun, seconds_since_process_start()
+
+    def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
+        """All of them, so many at a time; one run at a time."""
+        self._loop = ClosedLoop(requests, concurrency, next(self._ids))
+        self._manager.notify()
+        return self._loop.wait()
+
+    def resources(self) -> Resources:
+        """Of this process, so far."""
+        return Resources(self.load_s, peak_rss_bytes(), start_s=self.start_s)
+
+    def close(self) -> None:
+        """End the loop and the engine."""
+        self._manager.shutdown()
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def to_parameters(settings: Mapping[str, str]) -> Parameters:
+    """What config.pbtxt would say; `settings` are its parameters, and max_batch_size."""
+    given = {key: {"string_value": value} for key, value in settings.items() if key != "max_batch_size"}
+    return read_parameters(
+        {"name": "tensorrt_llm", "max_batch_size": settings["max_batch_size"], "parameters": given},
+        Role.ENGINE,
+    )
+
+
+def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
+    """What the engine has come to, whatever was asked for."""
+    asked, is_int8 = parameters.kernels or "default", parameters.dtype == INT8
+    if not isinstance(engine, TorchEngine):
+        return Kernels(asked)
+    if engine.kernels == "torch":
+        return Kernels(asked, "torch", int8_products=engine.dtype if is_int8 else None)
+    sets = tuple(sorted(instruction_sets(engine.dtype, is_int8)))
+    return Kernels(asked, "native", sets, "vnni" if is_int8 else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench offline", description=__doc__.splitlines()[0])
+    add_options(parser, concurrency=0)
+    options = Options.of(parser.parse_args())
+    try:
+        _run(options)
+    except InflightError as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def _run(options: Options) -> None:
+    config = read_model_description(options.model).decoder
+    requests = draw(options.workload, config.vocab_size, options.num_requests)
+    with Probe(options.num_threads) as probe, InProcess(engine_settings(options, requests)) as engine:
+        setup = Setup.of(options, config, requests, engine.kernels)
+        (figures,) = run_rounds([engine], requests, setup, probe)
+    print(to_line(engine.name, figures, setup))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What `profile` finds, and how it is written: JSON for programs, Markdown tables for people. Pure."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.measuring.report import Percentiles, Timeline
+from benchmarks.measuring.setup import Setup
+from benchmarks.profiling.stopwatch import Iteration, Stage
+from inflight.core.report.stats import IterationStats
+
+_DECIMALS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IterationCost:
+    """An iteration that has so many rows of generation and nothing else.
+
+    Attributes:
+        rows: How many.
+        iterations: Measured.
+        stages_ms: By stage, the median.
+    """
+
+    rows: int
+    iterations: int
+    stages_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, rows: int, iterations: Sequence[Iteration]) -> IterationCost:
+        """Of those iterations that are as wanted; there has to be one."""
+        wanted = [each for each in iterations if each.num_generation == rows and not each.num_chunks]
+        stages_ms = (1e-6 * statistics.median(each.stages_ns[stage] for each in wanted) for stage in Stage)
+        return cls(rows, len(wanted), tuple(stages_ms))
+
+    @property
+    def total_ms(self) -> float:
+        """All stages."""
+        return sum(self.stages_ms)
+
+    @property
+    def outside_ms(self) -> float:
+        """All stages but the forward pass."""
+        return sum(self.stages_ms[stage] for stage in Stage if stage is not Stage.FORWARD)
+
+    @property
+    def share_outside(self) -> float:
+        """Of an iteration, what is not the forward pass."""
+        return self.outside_ms / self.total_ms
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """The workload with so many requests in flight.
+
+    Attributes:
+        concurrency: How many.
+        requests: Sent.
+        output_tokens_per_s: From the first request sent to the last response.
+        ttft_ms: Time to first token.
+        itl_ms: Gaps between the responses of a request.
+    """
+
+    concurrency: int
+    requests: int
+    output_tokens_per_s: float
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+
+    @classmethod
+    def of(cls, concurrency: int, timelines: Sequence[Timeline]) -> LoadPoint:
+        """Of all requests' times."""
+        num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
+        return cls(
+            concurrency,
+            len(timelines),
+            num_tokens / duration_s(timelines),
+            Percentiles.of([timeline.ttft_ms for timeline in timelines]),
+            Percentiles.of([gap for timeline in timelines for gap in timeline.gaps_ms]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSample:
+    """After an iteration.
+
+    Attributes:
+        time_s: Since the first sample.
+        used_blocks: That running requests hold.
+        running, waiting: Requests.
+    """
+
+    time_s: float
+    used_blocks: int
+    running: int
+    waiting: int
+
+    @classmethod
+    def of(cls, stats: IterationStats, since_ns: int) -> CacheSample:
+        """Of requests that are one sequence each."""
+        waiting = stats.num_waiting_requests
+        return cls(1e-9 * since_ns, stats.num_used_blocks, stats.num_active_requests - waiting, waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRun:
+    """The workload once, in a KV cache that has no room for all of it.
+
+    Attributes:
+        requests_per_s: At which it came; None: all at once.
+        blocks: Of the cache.
+        samples: By time.
+    """
+
+    requests_per_s: float | None
+    blocks: int
+    samples: tuple[CacheSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Everything."""
+
+    iterations: tuple[IterationCost, ...]
+    load: tuple[LoadPoint, ...]
+    cache: tuple[CacheRun, ...]
+    setup: Setup
+
+
+def duration_s(timelines: Sequence[Timeline]) -> float:
+    """From the first request sent to the last response."""
+    first_ns = min(timeline.sent_ns for timeline in timelines)
+    return 1e-9 * (max(timeline.responses_ns[-1] for timeline in timelines) - first_ns)
+
+
+def to_json(profile: Profile) -> str:
+    """One object."""
+    stages = [stage.name.lower() for stage in Stage]
+    iterations = [
+        asdict(cost) | {"stages_ms": dict(zip(stages, cost.stages_ms)), "share_outside": cost.share_outside}
+        for cost in profile.iterations
+    ]
+    return json.dumps(_rounded({"bench": "profile", **asdict(profile), "iterations": iterations}))
+
+
+def to_markdown(profile: Profile) -> str:
+    """A table of the iterations and one of the load."""
+    return "\n\n".join((_iteration_table(profile.iterations), _load_table(profile.load)))
+
+
+def _iteration_table(costs: Sequence[IterationCost]) -> str:
+    outside = [stage for stage in Stage if stage is not Stage.FORWARD]
+    header = ["rows", "iteration", "forward", *(stage.name.lower() for stage in outside), "outside"]
+    rows = [
+        [
+            str(cost.rows),
+            f"{cost.total_ms:.1f} ms",
+            f"{cost.stages_ms[Stage.FORWARD]:.1f} ms",
+            *(f"{cost.stages_ms[stage]:.2f}" for stage in outside),
+            f"{cost.outside_ms:.2f} ms, {cost.share_outside:.1%}",
+        ]
+        for cost in costs
+    ]
+    return _table(header, rows)
+
+
+def _load_table(points: Sequence[LoadPoint]) -> str:
+    header = ["in flight", "output tokens/s", "TTFT p50", "p99", "ITL p50", "p99"]
+    rows = [
+        [str(point.concurrency), f"{point.output_tokens_per_s:.0f}"]
+        + [
+            f"{value:.{1 if value < 100 else 0}f} ms"
+            for each in (point.ttft_ms, point.itl_ms)
+            for value in (each.p50, each.p99)
+        ]
+        for point in points
+    ]
+    return _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return round(value, _DECIMALS) if isinstance(value, float) else value

@@ -1,0 +1,132 @@
+"""An engine as a server runs it, with its instruments and its client, and a load for it; only Triton is missing.
+
+The caller's thread is the client: it sends, and takes what a mailbox has, as the thread of a front end does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.measuring.report import Timeline
+from benchmarks.measuring.workload import BenchRequest
+from benchmarks.offline import to_parameters
+from benchmarks.profiling.results import CacheSample
+from inflight.build import build_engine, check_parameters
+from inflight.core.ports import SendResponseCallback
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.endpoint.mailbox import Mailbox
+
+_AT_ONCE = (0.0,)
+
+
+class ServedEngine:
+    """A loaded engine and its loop, for the length of a `with`.
+
+    Attributes:
+        num_blocks: KV cache blocks.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        """Raises ConfigError as a server that is given the same parameters would."""
+        parameters = to_parameters(settings)
+        check_parameters(parameters)
+        self._folder = tempfile.TemporaryDirectory(prefix="inflight-bench-")
+        self._samples: list[tuple[int, IterationStats]] = []
+        endpoint = str(Path(self._folder.name) / "engine")
+        self._engine = build_engine(parameters, "", endpoint, return_metrics=self._keep)
+        self.num_blocks = self._engine.client.describe().limits.num_blocks
+
+    def run(
+        self, requests: Sequence[BenchRequest], concurrency: int, pauses_s: Sequence[float] = _AT_ONCE
+    ) -> list[Timeline]:
+        """Send all of them, so many at a time; what comes back of each, in order.
+
+        Args:
+            requests: One at least.
+            concurrency: Most that are in flight.
+            pauses_s: How long before each to wait after the one before it, whatever comes back; the last for good.
+
+        Raises:
+            InflightError: What a request has failed with.
+        """
+        return _Run(self._engine.client.submit, requests, concurrency, pauses_s).timelines()
+
+    def take_samples(self) -> list[CacheSample]:
+        """The statistics since the last call, from the first on."""
+        samples, self._samples = self._samples, []
+        return [CacheSample.of(stats, when_ns - samples[0][0]) for when_ns, stats in samples]
+
+    def _keep(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
+        self._samples.append((time.monotonic_ns(), stats))
+
+    def __enter__(self) -> ServedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._folder.cleanup()
+
+
+class _Run:
+    """One load, from its first request to its last response."""
+
+    def __init__(
+        self,
+        submit: Callable[[Request, SendResponseCallback], int],
+        requests: Sequence[BenchRequest],
+        concurrency: int,
+        pauses_s: Sequence[float],
+    ) -> None:
+        self._submit = submit
+        self._requests = requests
+        self._waiting = deque(requests)
+        self._pauses_s = deque(pauses_s)
+        self._concurrency = concurrency
+        self._mailbox = Mailbox()
+        self._next_s = time.monotonic()
+        self._sent_ns: dict[int, int] = {}
+        self._came_ns: dict[int, list[int]] = {}
+        self._num_open = 0
+
+    def timelines(self) -> list[Timeline]:
+        """Runs it."""
+        while self._waiting or self._num_open:
+            self._send_due()
+            for response in self._mailbox.get(timeout=self._patience_s()):
+                self._take(response)
+        return [
+            Timeline(len(request.prompt), request.num_output_tokens, self._sent_ns[key], tuple(came_ns))
+            for request, (key, came_ns) in zip(self._requests, self._came_ns.items(), strict=True)
+        ]
+
+    def _send_due(self) -> None:
+        while self._may_send and time.monotonic() >= self._next_s:
+            request = self._waiting.popleft()
+            sent_ns = time.monotonic_ns()
+            key = self._submit(
+                Request(0, request.prompt, request.num_output_tokens, streaming=True), self._mailbox.put
+            )
+            self._sent_ns[key], self._came_ns[key] = sent_ns, []
+            self._num_open += 1
+            self._next_s += self._pauses_s.popleft() if len(self._pauses_s) > 1 else self._pauses_s[0]
+
+    @property
+    def _may_send(self) -> bool:
+        return bool(self._waiting) and self._num_open < self._concurrency
+
+    def _patience_s(self) -> float | None:
+        return max(0.0, self._next_s - time.monotonic()) if self._may_send else None
+
+    def _take(self, response: Response) -> None:
+        if response.error is not None:
+            raise response.error
+        if response.result is not None and response.result.num_output_tokens[0]:
+            self._came_ns[response.request_id].append(time.monotonic_ns())
+        self._num_open -= response.is_final

@@ -1,0 +1,52 @@
+"""Which functions of the program are which stage of an iteration.
+
+The forward pass is what the compiled code computes of embeddings, layers and logits, or torch's decoder where
+there is none; the Python around it belongs to packing.
+"""
+
+from __future__ import annotations
+
+from benchmarks.profiling.stopwatch import Place, Stage, Stopwatch
+from inflight.batch_manager import GptManager
+from inflight.core.scheduler import Scheduler
+from inflight.endpoint.local import LocalEngineClient
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.config import INT8
+from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.native.library import CannotBuild, load_library
+
+_PLACES = (
+    Place(LocalEngineClient, "get_inference_requests", Stage.GET),
+    Place(LocalEngineClient, "poll_stop_signals", Stage.GET),
+    Place(Scheduler, "accept", Stage.SCHEDULE),
+    Place(Scheduler, "schedule", Stage.SCHEDULE),
+    Place(Decoder, "forward", Stage.FORWARD),
+    Place(Decoder, "logits", Stage.FORWARD),
+    Place(TorchEngine, "decode", Stage.CHOOSE),
+    Place(Scheduler, "update", Stage.UPDATE),
+    Place(LocalEngineClient, "send_response", Stage.SEND),
+)
+
+
+def watch_loop(dtype: str) -> Stopwatch:
+    """For engines of this dtype, as the parameter has it, that are made while it is entered."""
+    return Stopwatch(
+        Place(GptManager, "step", Stage.OTHER),
+        Place(TorchEngine, "forward", Stage.PACK),
+        (*_PLACES, *_compiled(dtype)),
+    )
+
+
+def _compiled(dtype: str) -> tuple[Place, ...]:
+    is_int8 = dtype == INT8
+    try:
+        library = load_library("bfloat16" if is_int8 else dtype, is_int8)
+    except CannotBuild:
+        return ()
+    return (
+        Place(library, "plan", Stage.FORWARD),
+        Place(library, "run", Stage.FORWARD),
+        Place(library, "unpack_rows", Stage.FORWARD),
+        Place(library, "logits", Stage.FORWARD),
+        Place(library, "run_to_logits", Stage.FORWARD),
+    )

@@ -1,0 +1,116 @@
+"""What several ranks cost and bring on this machine: tokens/s, the time of a broadcast, and the bytes that cross.
+
+Runs `ranks_program` under mpirun: one rank with all threads, then tensor- and pipeline-parallel ranks that share
+the same number of threads, in turn, several rounds. Streams of equal length that all start at once; greedy, and
+without Triton. Counts what every rank hands to its collectives and its neighbours, beside what the model in
+docs/scaling.md says. Imports neither torch nor MPI: the ranks do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from inflight.ranks import open_mpi
+
+_SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each rank is told: `prompt` and `tokens` are lengths of each of `streams`, `threads` a rank's."""
+
+    model: str
+    dtype: str
+    streams: int
+    prompt: int
+    tokens: int
+    threads: int
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What rank 0 has measured. A row is a token that is computed; logits are gathered for chosen tokens alone."""
+
+    tokens_per_s: float
+    iterations: float
+    broadcast_us: float
+    reduced_bytes_per_row: float
+    gathered_bytes_per_token: float
+    sent_bytes_per_row: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="checkpoint folder; random weights of --shape without one")
+    parser.add_argument("--shape", choices=("tiny", "135m", "1b"), default="1b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate for each")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of all ranks together")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--setups", nargs="+", default=list(_SETUPS), metavar="tp=N,pp=M")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        _compare(arguments, str(arguments.model or _make_model(arguments.shape, Path(folder) / "model")))
+
+
+def _make_model(shape: str, folder: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "inflight.testing.make_model", "--shape", shape, "--out", str(folder)],
+        check=True,
+        stdout=sys.stderr,
+    )
+    return folder
+
+
+def _compare(arguments: argparse.Namespace, model: str) -> None:
+    runs: dict[str, list[Figures]] = {setup: [] for setup in arguments.setups}
+    for _ in range(arguments.rounds):
+        for setup in arguments.setups:
+            runs[setup].append(_start(_work(arguments, model, setup)))
+            print(setup, asdict(runs[setup][-1]), flush=True)
+    rows = [{"setup": setup, **asdict(_medians(figures))} for setup, figures in runs.items()]
+    print(json.dumps({"bench": "ranks", "shape": arguments.shape, "rounds": arguments.rounds, "rows": rows}))
+
+
+def _work(arguments: argparse.Namespace, model: str, setup: str) -> Work:
+    sizes = dict(part.split("=") for part in setup.split(","))
+    tp, pp = int(sizes["tp"]), int(sizes["pp"])
+    threads = max(1, arguments.threads // (tp * pp))
+    size = (arguments.streams, arguments.prompt, arguments.tokens)
+    return Work(model, arguments.dtype, *size, threads, tp, pp)
+
+
+def _medians(runs: Sequence[Figures]) -> Figures:
+    return Figures(
+        *(statistics.median(getattr(run, field.name) for run in runs) for field in fields(Figures))
+    )
+
+
+def _start(work: Work) -> Figures:
+    mpirun = [open_mpi.find_mpirun(), *open_mpi.options((), is_one_program=True)]
+    program = [sys.executable, "-m", "benchmarks.ranks_program", json.dumps(asdict(work))]
+    done = subprocess.run(
+        [*mpirun, "-n", str(work.tp * work.pp), *program],
+        env={**os.environ, "OMP_NUM_THREADS": str(work.threads)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Figures(**json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
+
+
+if __name__ == "__main__":
+    main()

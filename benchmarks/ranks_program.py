@@ -1,0 +1,162 @@
+"""What every rank of `ranks` runs: `python -m benchmarks.ranks_program WORK` under mpirun, WORK as JSON.
+
+Each rank has a GptManager and its part of the model. Rank 0 has the requests, and prints the figures on one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.ranks import Figures, Work
+from inflight.batch_manager import GptManager
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.schedule.config import SchedulerConfig
+from inflight.core.scheduler import Scheduler
+from inflight.engine.rank_engine import RankEngine
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.ranks.heartbeat import Heartbeat
+from inflight.ranks.hosts import gather_hosts
+from inflight.ranks.lockstep import InStep
+from inflight.ranks.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
+from inflight.ranks.rendezvous import meet
+
+_TIMEOUT_S = 60.0
+_NUM_BROADCASTS = 2000
+
+
+def main() -> None:
+    work = Work(**json.loads(sys.argv[1]))
+    torch.set_num_threads(work.threads)
+    rank = _Rank(work)
+    figures = rank.measure()
+    if rank.world.rank == 0:
+        print(json.dumps({name: round(value, 2) for name, value in asdict(figures).items()}), flush=True)
+    rank.close()
+
+
+class _Rank:
+    """One of them, from MPI's start to its end."""
+
+    def __init__(self, work: Work) -> None:
+        self.world = MpiWorld()
+        self._work = work
+        self._is_alone = self.world.size == 1
+        mapping = self.world.mapping(work.tp, work.pp)
+        collectives, link = MpiCollectives(mapping), MpiStageLink(mapping)
+        self._volume = _Volume(collectives, link)
+        stage = TorchEngine.load(_config(work, self.world.size), mapping, collectives, self._least)
+        outcomes, mates = MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
+        self._engine = stage if self._is_alone else RankEngine(stage, mapping, link, outcomes, mates)
+        peers = meet(self.world, gather_hosts(self.world))
+        self._heartbeat = Heartbeat(peers, self.world.size, _TIMEOUT_S, lambda error: os._exit(1), lambda: 0)
+        self._ranks = InStep(self.world, self._heartbeat)
+
+    def measure(self) -> Figures:
+        """On all ranks at the same time; rank 0's are of use."""
+        work = self._work
+        num_iterations, seconds = self._serve()
+        num_tokens = work.streams * work.tokens
+        num_rows = work.streams * (work.prompt + work.tokens - 1)
+        return Figures(
+            num_tokens / seconds,
+            num_iterations,
+            0.0 if self._is_alone else self._time_broadcasts(),
+            self._volume.reduced / num_rows,
+            self._volume.gathered / num_tokens,
+            self._volume.sent / num_rows,
+        )
+
+    def close(self) -> None:
+        self.world.leave()
+        self._heartbeat.close()
+        self._engine.close()
+
+    def _least(self, number: int) -> int:
+        return min(int(said) for said in self.world.all_gather(b"%d" % number))
+
+    def _serve(self) -> tuple[int, float]:
+        """Iterations and seconds until every request has ended."""
+        work = self._work
+        waiting = _make_requests(work, self._engine.limits.vocab_size)
+
+        def take(room: int) -> list[Request]:
+            taken, waiting[:] = waiting[:], []
+            return taken
+
+        scheduler = Scheduler(SchedulerConfig(max_num_tokens=work.streams * work.prompt), self._engine.limits)
+        ranks = None if self._is_alone else self._ranks
+        manager = GptManager(self._engine, scheduler, take, lambda response: None, ranks=ranks, start=False)
+        num_iterations = 0
+        started_s = time.perf_counter()
+        while manager.step() and (self.world.rank == 0 or scheduler.num_active):
+            num_iterations += 1
+        return num_iterations, time.perf_counter() - started_s
+
+    def _time_broadcasts(self) -> float:
+        """Microseconds of an iteration's broadcast when there is nothing new, median."""
+        times_us = []
+        for number in range(_NUM_BROADCASTS):
+            started_s = time.perf_counter()
+            if self.world.rank == 0:
+                self._ranks.share(IterationInput(number, 1), are_asleep=False)
+            else:
+                self._ranks.follow(is_asleep=False)
+            times_us.append((time.perf_counter() - started_s) * 1e6)
+        return statistics.median(times_us)
+
+
+def _config(work: Work, num_ranks: int) -> TorchEngineConfig:
+    longest = work.prompt + work.tokens
+    return TorchEngineConfig(
+        work.model,
+        dtype=work.dtype,
+        device="cpu",
+        num_threads=work.threads,
+        max_num_sequences=work.streams,
+        max_num_tokens=work.streams * work.prompt,
+        max_sequence_length=longest,
+        max_tokens_in_paged_kv_cache=work.streams * (longest + 32),
+        ranks_on_host=num_ranks,
+    )
+
+
+def _make_requests(work: Work, vocab_size: int) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        Request(number + 1, tuple(rng.randrange(10, vocab_size) for _ in range(work.prompt)), work.tokens)
+        for number in range(work.streams)
+    ]
+
+
+class _Volume:
+    """Counts the bytes that a rank puts into collectives and sends to the next stage."""
+
+    def __init__(self, collectives: MpiCollectives, link: MpiStageLink) -> None:
+        self.reduced = self.gathered = self.sent = 0
+        all_reduce, all_gather, send = collectives.all_reduce, collectives.all_gather, link.send
+
+        def count_reduce(tensor: torch.Tensor) -> torch.Tensor:
+            self.reduced += tensor.numel() * 4  # MPI adds up in float32
+            return all_reduce(tensor)
+
+        def count_gather(tensor: torch.Tensor) -> torch.Tensor:
+            self.gathered += tensor.nbytes
+            return all_gather(tensor)
+
+        def count_send(hidden: torch.Tensor | None) -> None:
+            self.sent += 0 if hidden is None else hidden.nbytes
+            send(hidden)
+
+        collectives.all_reduce, collectives.all_gather, link.send = count_reduce, count_gather, count_send
+
+
+if __name__ == "__main__":
+    main()

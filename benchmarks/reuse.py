@@ -1,0 +1,76 @@
+"""What a prompt's first token costs when another request has computed the beginning of the prompt before.
+
+In this process, without a server: prompts that share a prefix of 1,000 tokens, one request at a time. The first
+request with a prefix, the second one, and the second one with `enable_kv_cache_reuse` off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import Request
+from inflight.core.schedule.config import SchedulerConfig
+from inflight.engine.torch import TorchEngine
+
+
+class Asker:
+    """Asks for one token at a time."""
+
+    def __init__(self, engine: TorchEngine, is_reuse_on: bool, prefix: int, suffix: int) -> None:
+        self._loop = Loop(engine, SchedulerConfig(enable_kv_cache_reuse=is_reuse_on))
+        self._vocab_size = engine.limits.vocab_size
+        self._lengths = prefix, suffix
+        self._num_asked = 0
+
+    def first_token_s(self, prefix_seed: int) -> tuple[float, int]:
+        """Seconds to the first token after that prefix and a suffix of its own; KV blocks that were reused."""
+        prefix, suffix = self._lengths
+        self._num_asked += 1
+        prompt = random_tokens(prefix_seed, prefix, self._vocab_size)
+        prompt += random_tokens(1_000_000 + self._num_asked, suffix, self._vocab_size)
+        request = Request(self._num_asked, prompt, 1, output=OutputConfig(return_perf_metrics=True))
+        begun = time.perf_counter()
+        responses = self._loop.step(request)
+        while not responses:
+            responses = self._loop.step()
+        seconds = time.perf_counter() - begun
+        result = responses[-1].result
+        assert result is not None and result.perf_metrics is not None
+        return seconds, result.perf_metrics.num_reused_blocks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench reuse", description=__doc__.splitlines()[0])
+    add_engine_options(parser)
+    parser.add_argument("--prefix", type=int, default=1000, help="tokens that prompts share")
+    parser.add_argument("--suffix", type=int, default=16, help="tokens that they do not")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    prefix, suffix, rounds = options.prefix, options.suffix, options.rounds
+    room = (rounds + 2) * (prefix + suffix + 64)
+    with load_engine(options, 1, 8192, room) as engine:
+        on, off = (Asker(engine, is_on, prefix, suffix) for is_on in (True, False))
+        for asker in (on, off):
+            asker.first_token_s(0)  # warms up
+        first, second = [], []
+        for seed in range(1, rounds + 1):
+            first.append(on.first_token_s(seed))
+            second.append(on.first_token_s(seed))
+        without = [off.first_token_s(seed) for seed in range(1, rounds + 1)]
+    rows = {"first": first, "second": second, "reuse_off": without}
+    medians = {name: round(statistics.median(s for s, _ in each) * 1e3, 1) for name, each in rows.items()}
+    reused = statistics.median(blocks for _, blocks in second)
+    for name, median in medians.items():
+        print(f"{name:10} {median:8.1f} ms to the first token")
+    print(f"the second request reused {reused:.0f} KV blocks")
+    setup = {"prefix": prefix, "suffix": suffix, "rounds": rounds, "dtype": options.dtype}
+    print(json.dumps({"bench": "reuse", **setup, "first_token_ms": medians, "reused_blocks": reused}))
+
+
+if __name__ == "__main__":
+    main()

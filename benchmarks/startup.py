@@ -1,0 +1,234 @@
+"""How long a server takes from its start to READY, and how much memory all of its processes take for that.
+
+Starts what `scripts/serve` starts so many times on one checkpoint, with files in the page cache or (`--cold`, for
+root) not, and with the compiled layers of an earlier start or (`--compile`) without. Prints one line of JSON last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.measuring.setup import cpu_name
+
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_LOOK_S = 0.25
+_GIVE_UP_S = 300.0
+_READY = "READY "
+_EVENTS = {
+    "tritonserver has begun": re.compile("Pinned memory pool"),
+    "compiler has begun": re.compile("compiling the decoder"),
+    "weights are there": re.compile(r"Loading .* in [\d.]+ s"),
+    "KV cache is there": re.compile("KV cache: "),
+}
+_LOADED = re.compile(r"successfully loaded '(\w+)'")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One of a server's.
+
+    Attributes:
+        name: The model that it runs, or its program.
+        cpu_s: Processor time, and that of its children that have ended.
+        pss_bytes: Its memory; of what n processes have in common an n-th.
+        peak_rss_bytes: Most that it had at a time, all of what it shares included.
+    """
+
+    name: str
+    cpu_s: float
+    pss_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One of several.
+
+    Attributes:
+        ready_s: From the launcher's start to its READY line.
+        events_s: From the launcher's start to lines of the log.
+        cpu_s: Of all processes, compilers too.
+        peak_pss_bytes: Most memory of all processes together, looked at four times a second.
+        processes: At READY.
+    """
+
+    ready_s: float
+    events_s: dict[str, float]
+    cpu_s: float
+    peak_pss_bytes: int
+    processes: tuple[Process, ...]
+
+
+def main() -> None:
+    """Measure, and print one line of JSON last."""
+    given = _arguments()
+    command = [sys.executable, "-m", "inflight.server", "--model", str(given.model)]
+    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command += ["--dtype", given.dtype] if given.dtype else []
+    for setting in given.set:
+        command += ["--set", setting]
+    starts = []
+    for _ in range(given.starts):
+        with tempfile.TemporaryDirectory(prefix="inflight-bench-") as empty:
+            environment = dict(os.environ) | ({"XDG_CACHE_HOME": empty} if given.compile else {})
+            if given.cold:
+                os.sync()
+                _DROP_CACHES.write_text("3\n")
+            starts.append(_start(command, environment))
+        print(f"{starts[-1].ready_s:.2f} s", file=sys.stderr)
+    print(json.dumps(_report(given, starts)))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="checkpoint folder")
+    add("--dtype", help="the checkpoint's without it")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for scripts/serve")
+    add("--starts", type=int, default=3, help="medians of so many (default: %(default)s)")
+    add("--cold", action="store_true", help="empty the machine's page cache before each start")
+    add("--compile", action="store_true", help="keep no compiled layers from one start to the next")
+    return parser.parse_args()
+
+
+def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]:
+    return {
+        "bench": "startup",
+        "ready_s": statistics.median(start.ready_s for start in starts),
+        "cpu_s": statistics.median(start.cpu_s for start in starts),
+        "peak_pss_bytes": max(start.peak_pss_bytes for start in starts),
+        "weights_bytes": sum(file.stat().st_size for file in given.model.glob("*.safetensors")),
+        "setup": {
+            "model": given.model.resolve().name,
+            "dtype": given.dtype,
+            "set": given.set,
+            "cold": given.cold,
+            "compile": given.compile,
+            "cpu": cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "starts": [asdict(start) for start in starts],
+    }
+
+
+def _start(command: list[str], environment: dict[str, str]) -> Start:
+    """Until READY, and to the server's end. RuntimeError with the log if it does not get ready."""
+    begin = time.monotonic()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as server:
+        log = _Log(begin)
+        readers = [
+            threading.Thread(target=log.copy, args=(stream,)) for stream in (server.stdout, server.stderr)
+        ]
+        for reader in readers:
+            reader.start()
+        peak = 0
+        try:
+            while not log.ready.wait(_LOOK_S) and server.poll() is None and not log.is_late():
+                peak = max(peak, sum(process.pss_bytes for process in _processes(server.pid)))
+            processes = _processes(server.pid)
+        finally:
+            server.terminate()
+            for reader in readers:
+                reader.join()
+    if log.ready_s is None:
+        raise RuntimeError(f"not ready at its end or after {_GIVE_UP_S:g} s:\n{''.join(log.lines)}")
+    return Start(
+        ready_s=log.ready_s,
+        events_s=log.events_s,
+        cpu_s=round(sum(process.cpu_s for process in processes), 2),
+        peak_pss_bytes=max(peak, sum(process.pss_bytes for process in processes)),
+        processes=processes,
+    )
+
+
+class _Log:
+    """What a server says, and when; one thread for each of its streams."""
+
+    def __init__(self, begin: float) -> None:
+        self.lines: list[str] = []
+        self.events_s: dict[str, float] = {}
+        self.ready_s: float | None = None
+        self.ready = threading.Event()
+        self._begin = begin
+
+    def is_late(self) -> bool:
+        """Whether it is of no use to wait longer."""
+        return time.monotonic() - self._begin > _GIVE_UP_S
+
+    def copy(self, stream: object) -> None:
+        """To the stream's end."""
+        for line in stream:  # type: ignore[attr-defined]
+            after_s = round(time.monotonic() - self._begin, 2)
+            self.lines.append(line)
+            for name, pattern in _EVENTS.items():
+                if pattern.search(line):
+                    self.events_s.setdefault(name, after_s)
+            if found := _LOADED.search(line):
+                self.events_s[f"{found[1]} is loaded"] = after_s
+            if line.startswith(_READY):
+                self.ready_s = after_s
+                self.ready.set()
+
+
+def _processes(root: int) -> tuple[Process, ...]:
+    """A process and all below it."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        if fields := _stat(pid):
+            parents.setdefault(int(fields[1]), []).append(pid)
+    pids = [root]
+    for pid in pids:
+        pids += parents.get(pid, [])
+    return tuple(process for process in map(_describe, pids) if process is not None)
+
+
+def _describe(pid: int) -> Process | None:
+    """None if it has ended meanwhile."""
+    fields = _stat(pid)
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        pss = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
+        peak = _kilobytes(Path(f"/proc/{pid}/status"), "VmHWM:")
+    except (OSError, StopIteration):
+        return None
+    if not fields:
+        return None
+    ticks = sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    return Process(_name(words), ticks / os.sysconf("SC_CLK_TCK"), pss * 1024, peak * 1024)
+
+
+def _stat(pid: int) -> list[str]:
+    """Its fields from the state on; [] if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name))
+
+
+def _name(words: list[str]) -> str:
+    module = next((word for word in words if word.startswith("inflight.")), None)
+    model = next((Path(word).parts[-3] for word in words if word.endswith("/1/model.py")), None)
+    return model or module or Path(words[0]).name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What streaming through a real server costs, and how far behind its streams get.
+
+Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and has perf_analyzer open N gRPC
+streams at once. Prints responses and tokens a second, processor time per response of each process, and how far
+behind the streams were: from a token being chosen, which a trace tells, until it was at the client. A sender that
+falls behind joins tokens, so a stream should wait no longer than one response to each of the others takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from benchmarks.analyzer import Answer, analyze, engine_stub, process_ids
+from benchmarks.growing_trace import GrowingTrace
+from benchmarks.measuring.options import positive
+from benchmarks.measuring.report import Percentiles
+from benchmarks.measuring.workload import BenchRequest
+from inflight.batch_manager.recording import Begin, End
+from inflight.core.schedule.batch import ScheduledBatch
+from inflight.server.launch import TritonServer, serve
+from inflight.server.repository import default_repository
+
+_PROMPT_TOKENS = 16
+_SLOTS = 256
+_KV_CACHE_TOKENS = 1_200_000
+_VOCABULARY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How far behind a stream was, at each of its responses.
+
+    Attributes:
+        waits_ms: From the choice of a response's oldest token until it came.
+        tokens: How many tokens had been chosen by then, from that one on.
+    """
+
+    waits_ms: tuple[float, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorTime:
+    """Seconds that processes have had so far: the one with the engine, the server's own, the client's."""
+
+    stub: float
+    tritonserver: float
+    client: float
+
+    @classmethod
+    def now(cls, server: TritonServer) -> ProcessorTime:
+        """Of `server` and of all clients that have ended."""
+        client = resource.getrusage(resource.RUSAGE_CHILDREN)
+        stub = engine_stub(process_ids(server))
+        return cls(_seconds(stub), _seconds(server.pid), client.ru_utime + client.ru_stime)
+
+    def __sub__(self, earlier: ProcessorTime) -> ProcessorTime:
+        return ProcessorTime(
+            self.stub - earlier.stub, self.tritonserver - earlier.tritonserver, self.client - earlier.client
+        )
+
+    def of_each_us(self, num_responses: int) -> dict[str, float]:
+        """Divided by so many responses, in microseconds."""
+        return {name: round(1e6 * seconds / num_responses, 1) for name, seconds in asdict(self).items()}
+
+
+def _seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class TokenTimes:
+    """When each token of each prompt was chosen, read from a trace; monotonic nanoseconds."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, ...]] = {}  # by request
+        self._requests: dict[int, int] = {}  # by slot
+        self._batches: dict[int, ScheduledBatch] = {}  # in flight, by iteration
+        self.of_prompt: dict[tuple[int, ...], list[int]] = {}
+
+    def read(self, records: Iterable[Begin | End]) -> None:
+        """More of the trace."""
+        for record in records:
+            if isinstance(record, Begin):
+                self._begin(record)
+            elif record.output is not None:
+                self._end(record)
+
+    def _begin(self, record: Begin) -> None:
+        for request in record.inputs.new_requests:
+            self._prompts[request.request_id] = request.input_token_ids
+            self.of_prompt[request.input_token_ids] = []
+        self._requests.update((start.slot, start.request_id) for start in record.starts)
+        if record.batch is not None:
+            self._batches[record.batch.iteration] = record.batch
+
+    def _end(self, record: End) -> None:
+        batch = self._batches.pop(record.iteration)
+        assert record.output is not None
+        for slot, tokens in zip(batch.sampled_slots(), record.output.token_ids):
+            times = self.of_prompt[self._prompts[self._requests[slot]]]
+            times += [record.now_ns] * len(tokens)
+
+
+def lag_of(times_ns: Sequence[int], counts: Sequence[int], chosen_ns: Sequence[int]) -> Lag:
+    """One stream's.
+
+    Args:
+        times_ns: When responses came.
+        counts: How many tokens each had.
+        chosen_ns: When each token was chosen, by the same clock.
+    """
+    waits, behind = [], []
+    for came, count, delivered in zip(times_ns, counts, accumulate(counts, initial=0)):
+        if count:
+            waits.append(1e-6 * (came - chosen_ns[delivered]))
+            behind.append(bisect_right(chosen_ns, came) - delivered)
+    return Lag(tuple(waits), tuple(behind))
+
+
+def draw(num_streams: int, num_tokens: int, first: int) -> list[BenchRequest]:
+    """Requests with prompts that differ from each other's and from those of another `first`."""
+    prompts = [(first, number, *range(10, 8 + _PROMPT_TOKENS)) for number in range(num_streams)]
+    return [BenchRequest(prompt, num_tokens) for prompt in prompts]
+
+
+def summarize(answers: Sequence[Answer], lags: Sequence[Lag]) -> dict[str, float]:
+    """Rates from the first response to the last, and lags over all streams and of the slowest."""
+    times = [time for answer in answers for time in answer.times_ns]
+    seconds = 1e-9 * (max(times) - min(times))
+    num_responses = len(times)
+    num_tokens = sum(map(sum, (answer.counts for answer in answers)))
+    waits = [wait for lag in lags for wait in lag.waits_ms]
+    medians = [statistics.median(lag.waits_ms) for lag in lags]
+    figures = {
+        "responses_per_s": num_responses / seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "tokens_per_response": num_tokens / num_responses,
+        "lag_ms_median": statistics.median(waits),
+        "lag_ms_p99": Percentiles.of(waits).p99,
+        "lag_ms_max": max(waits),
+        "lag_ms_median_of_quickest_stream": min(medians),
+        "lag_ms_median_of_slowest_stream": max(medians),
+        "tokens_behind_max": max(max(lag.tokens) for lag in lags),
+    }
+    return {name: round(value, 2) for name, value in figures.items()}
+
+
+class Bench:
+    """One server, and what is measured on it."""
+
+    def __init__(self, server: TritonServer, trace: Path) -> None:
+        self._server = server
+        self._trace = GrowingTrace(trace)
+        self._rounds = itertools.count(1)
+
+    def measure(self, num_streams: int, num_tokens: int) -> dict[str, Any]:
+        """So many streams of so many tokens. What the same streams with one token cost is no response's cost."""
+        start = ProcessorTime.now(self._server)
+        self._run(num_streams, 1)
+        begun = ProcessorTime.now(self._server)
+        answers = self._run(num_streams, num_tokens)
+        spent = ProcessorTime.now(self._server) - begun - (begun - start)
+        num_responses = sum(len(answer.times_ns) for answer in answers) - num_streams
+        row = {"streams": num_streams, **summarize(answers, self._lags(answers))}
+        return {**row, "cpu_us_per_response": spent.of_each_us(num_responses)}
+
+    def _run(self, num_streams: int, num_tokens: int) -> list[Answer]:
+        requests = draw(num_streams, num_tokens, next(self._rounds))
+        return analyze(self._server, requests, num_streams)
+
+    def _lags(self, answers: Sequence[Answer]) -> list[Lag]:
+        token_times = TokenTimes()
+        token_times.read(self._trace.new_records())
+        ahead_ns = time.time_ns() - time.monotonic_ns()
+        return [
+            lag_of(
+                [time_ns - ahead_ns for time_ns in answer.times_ns],
+                answer.counts,
+                token_times.of_prompt[answer.request.prompt],
+            )
+            for answer in answers
+        ]
+
+
+def settings(step_us: int, stream_interval: int, trace: Path) -> dict[str, str]:
+    """Parameters of a fake engine with the demo model's tokenizer, so that text is made too."""
+    return {
+        "fake_engine": f"vocab={_VOCABULARY},step_us={step_us}",
+        "tokenizer_dir": str(default_repository() / "tensorrt_llm/1/demo_model"),
+        "max_batch_size": str(_SLOTS),
+        "max_tokens_in_paged_kv_cache": str(_KV_CACHE_TOKENS),
+        "stream_interval": str(stream_interval),
+        "record_path": str(trace),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench stream", description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument(
+        "--step-us", type=positive, nargs="+", default=[5000, 20000], help="of a forward pass"
+    )
+    parser.add_argument("--tokens", type=positive, default=500, help="of each stream")
+    parser.add_argument("--stream-interval", type=positive, default=1, help="as the parameter")
+    arguments = parser.parse_args()
+    rows = []
+    for step_us in arguments.step_us:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace"
+            with serve(settings=settings(step_us, arguments.stream_interval, trace)) as server:
+                bench = Bench(server, trace)
+                for num_streams in arguments.streams:
+                    rows.append({"step_us": step_us, **bench.measure(num_streams, arguments.tokens)})
+                    print(rows[-1], flush=True)
+    print(json.dumps({"bench": "stream", "stream_interval": arguments.stream_interval, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

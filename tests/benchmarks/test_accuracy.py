@@ -1,0 +1,55 @@
+"""How far logits are from what they should be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import accuracy
+from benchmarks.accuracy import EXACT, Way, compare, compute_logits, held_out_tokens
+from inflight.testing.make_model import make_model
+
+WINDOWS = [[1, 2, 3, 4, 5], [7, 8, 9]]
+
+
+def logits(probabilities: list[float]) -> torch.Tensor:
+    """[2, 2]: the same distribution at two positions."""
+    return torch.tensor(probabilities).log().repeat(2, 1)
+
+
+def test_what_is_the_same_has_no_error():
+    exact = [logits([0.25, 0.75])]
+    error = compare(exact, exact, [[0, 1]])
+    assert (error.kl_mean, error.kl_max, error.top1_agreement) == (0, 0, 1)
+    assert error.loss == error.exact_loss == pytest.approx(-math.log(0.75))
+
+
+def test_divergence_is_from_what_it_should_be():
+    error = compare([logits([0.25, 0.75])], [logits([0.5, 0.5])], [[0, 0]])
+    assert error.kl_mean == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert (error.loss, error.exact_loss) == (pytest.approx(-math.log(0.5)), pytest.approx(-math.log(0.25)))
+
+
+def test_agreement_is_of_the_likeliest_token_over_all_windows():
+    exact = [logits([0.25, 0.75]), logits([0.75, 0.25])]
+    found = [logits([0.4, 0.6]), logits([0.4, 0.6])]
+    assert compare(exact, found, [[0, 1], [0, 1]]).top1_agreement == 0.5
+
+
+def test_every_window_has_the_logits_of_its_own_tokens(monkeypatch, tmp_path):
+    monkeypatch.setattr(accuracy, "_DEMO_MODEL", make_model(tmp_path, shape="tiny"))
+    together = compute_logits(EXACT, WINDOWS)
+    assert [tuple(each.shape) for each in together] == [(5, 512), (3, 512)]
+    (alone,) = compute_logits(EXACT, WINDOWS[1:])
+    torch.testing.assert_close(together[1], alone)
+    rounded = compute_logits(Way("bfloat16", "torch"), WINDOWS)
+    error = compare(together, rounded, WINDOWS)
+    assert 0 < error.kl_max < 0.01
+
+
+def test_the_text_is_in_the_demo_models_own_tokens():
+    tokens = held_out_tokens()
+    assert len(tokens) > 4 * accuracy._WINDOW
+    assert max(tokens) < 8192

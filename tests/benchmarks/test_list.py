@@ -1,0 +1,36 @@
+"""`scripts/bench` itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench"
+_PROGRAMS = Path(benchmarks.__file__).parent
+
+
+def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([_SCRIPT, *arguments], capture_output=True, text=True)
+
+
+def test_help_lists_the_benchmarks_with_what_each_is_for():
+    done = _bench("--help")
+    assert done.returncode == 0
+    for name in ("offline", "serve", "compare", "accuracy", "ranks"):
+        purpose = ast.get_docstring(ast.parse((_PROGRAMS / f"{name}.py").read_text())).splitlines()[0]
+        assert any(line.split(maxsplit=1) == [name, purpose] for line in done.stdout.splitlines())
+    assert "ranks_program" not in done.stdout and "long_context" not in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("offlin",), ("ranks_program",), ("../bench/offline",)])
+def test_what_is_no_benchmark_is_answered_with_the_list(arguments):
+    done = _bench(*arguments)
+    assert done.returncode == 2 and not done.stdout
+    assert "  offline " in done.stderr and "No module" not in done.stderr
+    if arguments:
+        assert f"there is no benchmark {arguments[0]}" in done.stderr

@@ -1,0 +1,115 @@
+"""Requests through a GptManager in this process, and the times that are taken of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks.measuring.setup import Kernels
+from benchmarks.measuring.workload import BenchRequest
+from benchmarks.offline import ClosedLoop, InProcess
+from inflight.core.request.response import Response, Result
+from inflight.core.request.stop import FinishReason
+from inflight.errors import InvalidArgument, StepFailed
+from inflight.testing.make_model import make_model
+
+REQUESTS = [BenchRequest((1, 2, number), 3) for number in range(5)]
+SETTINGS = {
+    "fake_engine": "vocab=100,step_us=0",
+    "max_batch_size": "4",
+    "max_sequence_length": "64",
+    "max_tokens_in_paged_kv_cache": "512",
+    "enable_kv_cache_reuse": "false",
+}
+
+
+def response(request_id: int, num_tokens: int, is_final: bool) -> Response:
+    result = Result(((7,) * num_tokens,), 3, (num_tokens,), (FinishReason.NOT_FINISHED,))
+    return Response(request_id, result, is_final=is_final)
+
+
+def test_no_more_requests_are_in_flight_than_wanted():
+    loop = ClosedLoop(REQUESTS, 2, 1)
+    assert [request.request_id for request in loop.get(-1)] == [1, 2]
+    assert not loop.get(-1)
+    loop.take(response(2, 2, is_final=False))
+    assert not loop.get(-1)
+    loop.take(response(2, 1, is_final=True))
+    assert [request.request_id for request in loop.get(-1)] == [3]
+
+
+def test_no_more_requests_are_given_than_are_taken():
+    loop = ClosedLoop(REQUESTS, 5, 1)
+    assert not loop.get(0)
+    assert len(loop.get(3)) == 3
+    assert len(loop.get(3)) == 2
+
+
+def test_a_request_is_sent_when_the_one_before_has_ended_not_when_it_is_fetched():
+    loop = ClosedLoop(REQUESTS[:2], 1, 1)
+    loop.get(-1)
+    loop.take(response(1, 3, is_final=True))
+    loop.get(-1)
+    loop.take(response(2, 3, is_final=True))
+    first, second = loop.wait()
+    assert second.sent_ns == first.responses_ns[-1]
+
+
+def test_tokens_that_are_missing_are_noticed():
+    loop = ClosedLoop(REQUESTS[:1], 1, 1)
+    loop.get(-1)
+    loop.take(response(1, 2, is_final=True))
+    with pytest.raises(AssertionError, match="2 tokens of 3"):
+        loop.wait()
+
+
+def test_a_request_that_fails_ends_the_run():
+    loop = ClosedLoop(REQUESTS, 1, 1)
+    loop.get(-1)
+    loop.take(Response(1, error=StepFailed("out of luck"), is_final=True))
+    assert not loop.get(-1)
+    with pytest.raises(StepFailed, match="out of luck"):
+        loop.wait()
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 5])
+def test_every_request_of_every_run_is_answered(concurrency):
+    with InProcess(SETTINGS) as engine:
+        for _ in range(2):
+            timelines = engine.run(REQUESTS, concurrency)
+            assert [len(timeline.responses_ns) for timeline in timelines] == [3] * 5
+            assert all(timeline.sent_ns <= timeline.responses_ns[0] for timeline in timelines)
+
+
+def test_starting_takes_longer_than_loading():
+    with InProcess(SETTINGS) as engine:
+        resources = engine.resources()
+    assert 0 < resources.load_s < resources.start_s
+    assert resources.peak_rss_bytes > 0
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("bfloat16", None), ("int8", "bfloat16")])
+def test_the_kernels_are_those_that_run(tmp_path, dtype, products):
+    settings = SETTINGS | {"gpt_model_path": str(make_model(tmp_path, shape="tiny")), "dtype": dtype}
+    del settings["fake_engine"]
+    with InProcess(settings | {"kernels": "torch"}) as engine:
+        assert engine.kernels == Kernels("torch", "torch", (), products)
+    with InProcess(settings) as engine:
+        ran = engine.kernels
+    assert ran.asked == "default"
+    if ran.ran == "native":  # what this machine can have
+        assert "avx512f" in ran.instruction_sets
+        assert ("avx512_vnni" in ran.instruction_sets) == (ran.int8_products == "vnni") == (dtype == "int8")
+
+
+def test_requests_one_by_one_never_overlap():
+    with InProcess(SETTINGS) as engine:
+        timelines = engine.run(REQUESTS, 1)
+    for earlier, later in itertools.pairwise(timelines):
+        assert later.sent_ns == earlier.responses_ns[-1]
+
+
+def test_a_request_that_the_engine_refuses_is_raised():
+    with InProcess(SETTINGS) as engine, pytest.raises(InvalidArgument, match="request_output_len"):
+        engine.run([BenchRequest((1,), 1000)], 1)

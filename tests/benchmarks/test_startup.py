@@ -1,0 +1,63 @@
+"""What is read out of a starting server's log and processes."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+
+from benchmarks import startup
+
+LOG = """\
+I1121 23:50:14.803680 1 pinned_memory_manager.cc:283] "Pinned memory pool disabled"
+I1121 23:50:37.402368 1 model_lifecycle.cc:839] "successfully loaded 'ensemble'"
+I1121 23:51:03.558974 1 log.py:24] "compiling the decoder's layers, once on this machine"
+I1121 23:52:48.483168 1 log.py:24] "Loading m1b: 2.47 GB in 75.8 s"
+I1121 23:52:48.707030 1 log.py:24] "KV cache: 10159 blocks of 32 tokens, 10159 MiB; kv_cache decides"
+"""
+
+
+def test_lines_of_the_log_are_events_in_order() -> None:
+    log = startup._Log(time.monotonic())
+    log.copy(io.StringIO(LOG))
+    assert list(log.events_s) == [
+        "tritonserver has begun",
+        "ensemble is loaded",
+        "compiler has begun",
+        "weights are there",
+        "KV cache is there",
+    ]
+    assert not log.ready.is_set()
+    log.copy(io.StringIO("READY http=127.0.0.1:1 grpc=127.0.0.1:2 metrics=127.0.0.1:3 model=m\n"))
+    assert log.ready.is_set() and log.ready_s is not None
+
+
+def test_processes_below_a_process_are_found_with_their_memory() -> None:
+    program = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = startup._processes(process.pid)
+        process.communicate(b"\n")
+    assert len(found) == 2
+    assert all(0 < each.pss_bytes <= each.peak_rss_bytes for each in found)
+
+
+def test_a_stub_goes_by_its_models_name() -> None:
+    assert (
+        startup._name(["/x/triton_python_backend_stub", "/y/models/ensemble/1/model.py", "z"]) == "ensemble"
+    )
+    assert startup._name(["/usr/bin/python", "-I", "-m", "inflight.server.keeper", "/f"]) == (
+        "inflight.server.keeper"
+    )
+    assert startup._name(["/opt/bin/tritonserver", "--x"]) == "tritonserver"
+
+
+def test_what_has_ended_is_left_out() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert startup._processes(process.pid) == ()

@@ -1,0 +1,345 @@
+"""Batches that feed themselves: the next one begins before their tokens are looked at; the tokens are the same."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
+from inflight.core.request.tensor import FloatTensor
+from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
+from inflight.decoding import transfer
+from inflight.engine.torch import Pending, TorchEngine
+from tests.engine.driver import Driver, Row, load_engine
+from tests.engine.failing import Saboteur, serve_through_faults, spoil
+from tests.engine.fake_device import DEVICE, FakeDevice
+from tests.engine.paging import load_paged
+from tests.engine.serving import WAYS, Served, config_of, load, serve
+from tests.engine.tape import Tape
+from tests.models.zoo import Zoo, ZooModel
+
+CASE = "llama-gqa"
+SAMPLINGS = (
+    {},
+    {"temperature": 0.7, "top_p": 1.0, "random_seed": 3},
+    {"top_k": 5, "random_seed": 4},
+    {"temperature": 0.9, "top_k": 12, "top_p": 0.8, "random_seed": 5, "num_return_sequences": 2},
+    {"min_p": 0.1, "random_seed": 6},
+    {"min_length": 9},
+)
+
+
+def ahead(engine: TorchEngine) -> TorchEngine:
+    """On a CPU what is the rule on a GPU."""
+    engine.limits = replace(engine.limits, overlaps_iterations=True)
+    return engine
+
+
+def bias_of(model: ZooModel) -> FloatTensor:
+    """Makes some tokens likely, an end id among them."""
+    size = load_vocab_size(model)
+    values = [3.0 if token % 7 == 0 else 0.0 for token in range(size)]
+    return FloatTensor((size,), array("f", values).tobytes())
+
+
+def load_vocab_size(model: ZooModel) -> int:
+    return int(model.logits(model.prompt(2)).shape[-1])
+
+
+def undemanding(model: ZooModel) -> list[Request]:
+    """Of every kind that goes on without the host; they end by length, by end ids and by stop words."""
+    shared, bias = model.prompt(18, 3), bias_of(model)
+    requests = []
+    for number in range(12):
+        own = model.prompt(4 + 3 * number, number)
+        requests.append(
+            Request(
+                number,
+                (*shared, *own) if number % 3 == 0 else own,
+                6 + 2 * number,
+                streaming=number % 2 == 0,
+                end_ids=tuple(range(number % 4, 200, 11)) if number % 2 else (),
+                sampling=SamplingConfig(**SAMPLINGS[number % 6]),
+                stop_words=((5 * number,), tuple(range(200))[3:5]) if number % 4 == 2 else (),
+                bad_words=((7,), (21,)) if number % 4 == 1 else (),
+                embedding_bias=bias if number % 5 == 4 else None,
+                output=OutputConfig(return_prompt_log_probs=number == 6),
+            )
+        )
+    assert not any(request.needs_host for request in requests)
+    return requests
+
+
+def demanding(model: ZooModel) -> list[Request]:
+    """Of every kind that waits for the host."""
+    kinds: list[dict[str, Any]] = [
+        {"sampling": SamplingConfig(beam_width=3)},
+        {"sampling": SamplingConfig(repetition_penalty=1.3, no_repeat_ngram_size=3)},
+        {"sampling": SamplingConfig(temperature=0.8, top_p=0.9, random_seed=1)},
+        {"sampling": SamplingConfig(top_k=20, top_p=0.9, top_p_decay=0.8, top_p_reset_id=7, random_seed=2)},
+        {"prompt_lookup_num_tokens": 3},
+        {"draft": ExternalDraft(model.prompt(3, 50))},
+        {"output": OutputConfig(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)},
+        {"bad_words": ((11, 12),)},
+    ]
+    requests = [
+        Request(100 + number, model.prompt(6 + 2 * number, 60 + number), 8, **kind)
+        for number, kind in enumerate(kinds)
+    ]
+    assert all(request.needs_host for request in requests)
+    return requests
+
+
+def assert_same(ours: Served, theirs: Served) -> None:
+    """Every sequence's tokens, reason, log probabilities and logits."""
+    assert ours.responses.keys() == theirs.responses.keys()
+    for key in ours.responses:
+        result, expected = ours.result(*key), theirs.result(*key)
+        assert result.output_token_ids == expected.output_token_ids
+        assert result.finish_reasons == expected.finish_reasons
+        assert result.prompt_log_probs == pytest.approx(expected.prompt_log_probs, abs=1e-3)
+        for found, wanted in zip(result.log_probs or (), expected.log_probs or (), strict=True):
+            assert found == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_the_same_as_in_turn(zoo: Zoo, way: str, kernels: str | None) -> None:
+    model = zoo[CASE]
+    requests = undemanding(model)
+    expected = serve(load(model.folder, 60, kernels=kernels), config_of(way), requests)
+    served = serve(ahead(load(model.folder, 60, kernels=kernels)), config_of(way), requests)
+    assert (expected.most_in_flight, served.most_in_flight) == (1, 2)
+    assert_same(served, expected)
+    reasons = {served.result(*key).finish_reasons[0] for key in served.responses}
+    assert reasons == {FinishReason.LENGTH, FinishReason.END_ID, FinishReason.STOP_WORDS}
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_where_blocks_are_short_those_are_paused_who_would_be_in_turn(zoo: Zoo, way: str) -> None:
+    model = zoo[CASE]
+    requests = undemanding(model)
+    expected = serve(load(model.folder, 14), config_of(way), requests)
+    served = serve(ahead(load(model.folder, 14)), config_of(way), requests)
+    assert served.most_in_flight == 2
+    assert bool(served.num_pauses) == bool(expected.num_pauses) == (way != "no-evict")
+    assert_same(served, expected)
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_beside_those_that_wait_for_the_host(zoo: Zoo, way: str, kernels: str | None) -> None:
+    model = zoo[CASE]
+    ours, theirs = undemanding(model), demanding(model)
+    # A few at a time are alone with each other, so that iterations of both kinds take turns.
+    requests = [*ours[:5], *theirs[:4], *ours[5:9], *theirs[4:], *ours[9:]]
+    expected = serve(load(model.folder, 80, kernels=kernels), config_of(way), requests, 1)
+    served = serve(ahead(load(model.folder, 80, kernels=kernels)), config_of(way), requests, 1)
+    assert served.most_in_flight == 2
+    assert_same(served, expected)
+
+
+def test_a_replayed_batch_feeds_the_next_one(zoo: Zoo) -> None:
+    model, tape = zoo[CASE], Tape()
+    requests = undemanding(model)
+    expected = serve(load_paged(model.folder, 60), config_of("no-evict"), requests)
+    served = serve(ahead(load_paged(model.folder, 60, capture=tape)), config_of("no-evict"), requests)
+    assert served.most_in_flight == 2 and tape.replayed
+    assert_same(served, expected)
+
+
+def test_stopped_requests_leave_the_others_as_they_are(zoo: Zoo) -> None:
+    model = zoo[CASE]
+    requests = undemanding(model)
+    expected = serve(load(model.folder, 60), config_of("chunked"), requests)
+    stops = {0: 1, 3: 9, 6: 7, 10: 20}
+    engine = ahead(load(model.folder, 60))
+    served = serve(engine, config_of("chunked"), requests, stops=stops)
+    again = serve(engine, config_of("chunked"), requests)
+    for key in expected.responses:
+        result, whole = served.result(*key), expected.result(*key)
+        if key[0] in stops and result.finish_reasons == (FinishReason.CANCELLED,):
+            count = result.num_output_tokens[0]
+            assert served.tokens(*key) == expected.tokens(*key)[:count]
+        else:
+            assert result.output_token_ids == whole.output_token_ids
+    assert any(served.result(key).finish_reasons == (FinishReason.CANCELLED,) for key in stops)
+    assert_same(again, expected)
+
+
+# ---------------------------------------------------------------- one batch and the next, by hand
+
+
+def feeding(driver: Driver, rows: Sequence[Row], chunks: dict[Row, int] | None = None) -> ScheduledBatch:
+    """The next batch of these rows, whose last tokens nobody here knows."""
+    batch = replace(driver.batch(chunks or {}, rows), samples_on_device=True)
+    for row in rows:
+        row.num_computed += 1
+    for row, length in (chunks or {}).items():
+        row.num_computed += length
+    return batch
+
+
+def take(rows: Sequence[Row], output: ModelOutput) -> None:
+    """The tokens of a batch of these rows."""
+    for row, tokens in zip(rows, output.token_ids, strict=True):
+        row.tokens += tokens
+
+
+def test_what_a_batch_chose_comes_when_others_have_its_slots(zoo: Zoo) -> None:
+    """A slot of the first batch is another sequence's in the second one."""
+    model = zoo[CASE]
+    driver = Driver(load_engine(model.folder))
+    rows = [driver.start(model.prompt(9 + seed, seed)) for seed in range(3)]
+    first = feeding(driver, [], {row: len(row.tokens) for row in rows})
+    pending = [driver.engine.forward(first)]
+    driver.release(rows[1])
+    newcomer = driver.start(model.prompt(12, 7), SamplingConfig(top_k=3, random_seed=1))
+    second = feeding(driver, [rows[0], rows[2]], {newcomer: 12})
+    pending.append(driver.engine.forward(second))
+    assert newcomer.slot == rows[1].slot
+    take(rows, driver.engine.decode(first, pending[0]))
+    take([newcomer, rows[0], rows[2]], driver.engine.decode(second, pending[1]))
+    for row, count in zip(rows, (2, 1, 2)):
+        assert row.generated == model.greedy(tuple(row.tokens[: row.prompt_length]), count)
+    assert len(newcomer.generated) == 1
+
+
+def test_a_batch_without_a_token_to_choose_feeds_nothing(zoo: Zoo) -> None:
+    model = zoo[CASE]
+    driver = Driver(load_engine(model.folder))
+    row = driver.start(model.prompt(20))
+    first, second = feeding(driver, [], {row: 8}), feeding(driver, [], {row: 12})
+    pending = [driver.engine.forward(batch) for batch in (first, second)]
+    assert driver.engine.decode(first, pending[0]).token_ids == []
+    take([row], driver.engine.decode(second, pending[1]))
+    assert row.generated == model.greedy(model.prompt(20), 1)
+
+
+def test_no_logits_are_kept_of_what_is_chosen(zoo: Zoo) -> None:
+    model = zoo[CASE]
+    driver = Driver(load_engine(model.folder))
+    row = driver.start(model.prompt(9))
+    pending = driver.engine.forward(feeding(driver, [], {row: 9}))
+    assert isinstance(pending, Pending) and not isinstance(pending.result, torch.Tensor)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:5])
+def test_nothing_waits_between_one_forward_pass_and_the_next(
+    zoo: Zoo, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then for the tokens alone; until their arrival, what is on the host is nonsense."""
+    model = zoo[CASE]
+    prompts = [model.prompt(5 + 4 * seed, seed) for seed in range(3)]
+    config = SamplingConfig(**{**sampling, "num_return_sequences": 1})
+    with FakeDevice() as device:
+        monkeypatch.setattr(transfer, "mark", device.mark)
+        driver = Driver(load_paged(model.folder, device="meta"))
+        rows = [driver.start(prompt, config) for prompt in prompts]
+        batch = feeding(driver, [], {row: len(row.tokens) for row in rows})
+        pending = driver.engine.forward(batch)
+        for _ in range(10):
+            device.waits.clear()
+            following = feeding(driver, rows)
+            after = driver.engine.forward(following)
+            assert device.waits == []
+            take(rows, driver.engine.decode(batch, pending))
+            assert device.waits == ["a mark"]
+            batch, pending = following, after
+        take(rows, driver.engine.decode(batch, pending))
+    other = Driver(load_engine(model.folder, kernels="torch"))
+    expected = [other.start(prompt, config) for prompt in prompts]
+    other.step({row: len(row.tokens) for row in expected})
+    for _ in range(10):
+        other.step(generation=expected)
+    assert [row.generated for row in rows] == [row.generated for row in expected]
+
+
+def test_what_is_sent_is_not_there_before_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeDevice() as device:
+        monkeypatch.setattr(transfer, "mark", device.mark)
+        values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32)
+        arriving = transfer.Arriving.of(*(transfer.upload(array, DEVICE) for array in values))
+        assert device.waits == []
+        assert arriving.joined.numpy()[:8].view(np.int64) != [3]
+        for ours, theirs in zip(arriving.wait(), values, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert device.waits == ["a mark"]
+
+
+# ---------------------------------------------------------------- when something fails
+
+STAGES = {
+    "before anything": (lambda engine: engine, "_forward", False),
+    "after the forward pass": (lambda engine: engine, "_forward", True),
+    "before slots": (lambda engine: engine._slots, "apply", False),
+    "before the choice": (lambda engine: engine._decoding, "begin", False),
+    "after the choice": (lambda engine: engine._decoding, "begin", True),
+    "having fed": (lambda engine: engine._slots, "feed", True),
+    "when the tokens come": (lambda engine: engine._decoding, "finish", False),
+    "when the tokens are there": (lambda engine: engine._decoding, "finish", True),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_failed_batches_change_no_token(
+    zoo: Zoo, stage: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch is in flight when it is noticed, and goes on from what failed."""
+    model = zoo[CASE]
+    requests = undemanding(model)
+    expected = serve(load(model.folder, 60), config_of(way), requests)
+    engine = ahead(load(model.folder, 60))
+    part, name, after = STAGES[stage]
+    saboteur = Saboteur(monkeypatch, part(engine), name, after)
+    served = serve_through_faults(engine, config_of(way), requests, saboteur)
+    assert saboteur.num_faults > 1
+    assert served.keys() == expected.responses.keys()
+    for key, result in served.items():
+        assert result.output_token_ids == expected.result(*key).output_token_ids
+
+
+def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, kernels: str | None) -> None:
+    model = zoo[CASE]
+    requests = undemanding(model)
+    expected = serve(load(model.folder, 60), config_of("chunked"), requests)
+    faulty = requests[5]
+    engine = ahead(load(model.folder, 60, kernels=kernels))
+    spoil(engine, faulty.request_id, num_tokens=faulty.prompt_length + 4)
+    served = serve_through_faults(engine, config_of("chunked"), requests, faulty_id=faulty.request_id)
+    assert served.keys() == expected.responses.keys() - {(faulty.request_id, 0)}
+    for key, result in served.items():
+        assert result.output_token_ids == expected.result(*key).output_token_ids
+
+
+def test_a_slot_that_the_next_batch_has_started_anew_is_sound(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch started it without a row, and fails when the second has given it to another sequence."""
+    model = zoo[CASE]
+    driver = Driver(load_engine(model.folder))
+    victim, unlucky = driver.start(model.prompt(9)), driver.start(model.prompt(5))
+    first = feeding(driver, [], {victim: 9})
+    pending = driver.engine.forward(first)
+    driver.release(unlucky)
+    newcomer = driver.start(model.prompt(12, 7))
+    assert newcomer.slot == unlucky.slot
+    second = feeding(driver, [victim], {newcomer: 12})
+    after = driver.engine.forward(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.engine._decoding, "finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.engine.decode(first, pending)
+    newcomer.tokens += driver.engine.decode(second, after).token_ids[0]
+    with pytest.raises(ValueError, match=f"carries on in slot {victim.slot}"):
+        driver.engine.forward(ScheduledBatch(90, generation_slots=(victim.slot,)))
+    driver.generate(newcomer, 6)
+    assert newcomer.generated == model.greedy(model.prompt(12, 7), 6)

@@ -1,0 +1,31 @@
+"""A rank with nothing but a heartbeat: `python -m tests.ranks.heartbeat_program PEER PORT TIMEOUT_S`.
+
+Waits to be woken by rank PEER at PORT, again and again, prints "woken" each time, and why it ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from inflight.errors import Unavailable
+from inflight.ranks.heartbeat import Heartbeat
+from tests.ranks.peers import make_peer
+
+
+def main() -> None:
+    peer, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    connection = socket.create_connection(("127.0.0.1", port))
+    heartbeat = Heartbeat([make_peer(peer, connection)], 3, timeout_s, lambda error: None, int)
+    print("waiting", flush=True)
+    try:
+        while True:
+            heartbeat.wait()
+            print("woken", flush=True)
+    except Unavailable as error:
+        print(error, flush=True)
+    heartbeat.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What every rank of `test_mpi` runs under mpirun, tp 2 and pp 2: asserts that what arrives is what was sent."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import torch
+
+from inflight.errors import ConfigError
+from inflight.ranks.mapping import Mapping
+from inflight.ranks.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
+
+# Around the end of a broadcast's first part, and far behind it.
+LENGTHS = (0, 1, 1015, 1016, 1017, 1024, 5_000_000, 3)
+
+
+def message(length: int, seed: int = 0) -> bytes:
+    period = bytes((seed + index) % 251 for index in range(251))
+    return (period * (length // 251 + 1))[:length]
+
+
+def check_world(world: MpiWorld) -> None:
+    for length in LENGTHS:
+        got = world.broadcast(message(length) if world.rank == 0 else b"")
+        assert type(got) is bytes and got == message(length), length
+    everybody = [message(10 * rank, rank) for rank in range(world.size)]
+    assert world.all_gather(everybody[world.rank]) == everybody
+    try:
+        world.mapping(3, 2)
+    except ConfigError as error:
+        assert str(error) == (
+            "tensor_parallel_size 3 times pipeline_parallel_size 2 needs 6 ranks, but 4 were started together"
+        )
+    else:
+        raise AssertionError("a world of another size was taken")
+
+
+def check_collectives(collectives: MpiCollectives, tp_rank: int) -> None:
+    assert collectives.size == 2
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mine = torch.arange(6, dtype=dtype).view(2, 3) + tp_rank
+        other = torch.arange(6, dtype=dtype).view(2, 3) + 1 - tp_rank
+        both = [mine, other][:: -1 if tp_rank else 1]
+        assert torch.equal(collectives.all_gather(mine), torch.cat(both, dim=-1))
+        assert torch.equal(collectives.all_gather(mine[:0]), torch.empty(0, 6, dtype=dtype))
+        transposed = mine.T.contiguous().T
+        assert torch.equal(collectives.all_reduce(transposed), mine + other)
+
+
+def check_link(link: MpiStageLink, is_first: bool, tp_rank: int) -> None:
+    """Several on the way at a time, of either dtype, small and large, and between them one that is not."""
+    sent = [
+        torch.randn(5, 64),
+        torch.randn(700, 1024),
+        None,
+        torch.randn(2, 8).T,
+        torch.randn(3, 64).bfloat16(),
+    ]
+    if is_first:
+        for hidden in sent:
+            link.send(None if hidden is None else hidden + tp_rank)
+        return
+    for expected in sent:
+        shape, dtype = (
+            ((4, 4), torch.float32) if expected is None else (tuple(expected.shape), expected.dtype)
+        )
+        got = link.receive(shape, dtype)
+        if expected is None:
+            assert got is None
+        else:
+            assert got.dtype == dtype and torch.equal(got, expected + tp_rank)
+
+
+def check_mates(world: MpiWorld, mates: MpiStageMates, is_first: bool) -> None:
+    """The ranks of the other stage are somewhere else meanwhile, and meet as often as they like."""
+    for _ in range(2 if is_first else 3):
+        mates.meet()
+    world.broadcast()
+
+
+def check_outcomes(outcomes: MpiOutcomes, tells: bool) -> None:
+    """Large ones too, told before the ones before them were heard."""
+    lengths = (100, 0, 3_000_000, 2_000_000, 7)
+    if tells:
+        outcomes.tell(message(lengths[0]))
+        for length in lengths[1:]:
+            outcomes.tell(message(length))
+            outcomes.settle()
+        outcomes.settle()
+    else:
+        for length in lengths:
+            assert outcomes.hear() == message(length)
+
+
+def check_that_a_settled_outcome_needs_nothing_more(
+    world: MpiWorld, outcomes: MpiOutcomes, mapping: Mapping
+) -> None:
+    """The teller leaves MPI alone until rank 0 has heard, as a rank does that has nothing more to do."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = world.all_gather(str(listener.getsockname()[1]).encode())
+        if mapping.is_sampler:
+            outcomes.tell(message(3_000_000))
+            outcomes.settle()
+            listener.settimeout(20)
+            listener.accept()[0].close()
+        else:
+            assert outcomes.hear() == message(3_000_000)
+            if world.rank == 0:
+                socket.create_connection(("127.0.0.1", int(ports[mapping.sampler]))).close()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    world = MpiWorld()
+    check_world(world)
+    mapping = world.mapping(2, 2)
+    assert mapping.rank == world.rank
+    check_collectives(MpiCollectives(mapping), mapping.tp_rank)
+    link, outcomes = MpiStageLink(mapping), MpiOutcomes(mapping.sampler)
+    check_mates(world, MpiStageMates(mapping), mapping.is_first_stage)
+    for _ in range(2):
+        check_link(link, mapping.is_first_stage, mapping.tp_rank)
+        check_outcomes(outcomes, mapping.is_sampler)
+        check_that_a_settled_outcome_needs_nothing_more(world, outcomes, mapping)
+    world.leave()
+    print(f"rank {world.rank} is content")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What every rank of a test runs: `python -m tests.ranks.rank_program FOLDER TP PP` under mpirun.
+
+Each rank has a GptManager and its part of the model; rank 0 has the requests. Every rank prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from inflight.batch_manager import GptManager
+from inflight.core.request.request import Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopSignal
+from inflight.core.scheduler import Scheduler
+from inflight.engine.rank_engine import RankEngine
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.ranks.heartbeat import Heartbeat
+from inflight.ranks.hosts import gather_hosts
+from inflight.ranks.lockstep import InStep
+from inflight.ranks.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
+from inflight.ranks.rendezvous import meet
+from tests.engine.failing import spoil
+from tests.engine.serving import Served
+from tests.ranks import requests
+
+TIMEOUT_S = 120
+
+
+class Clients:
+    """They send their requests two at a time, and one stops its own."""
+
+    def __init__(self, waiting: Sequence[Request]) -> None:
+        self.served = Served()
+        self.errors: dict[int, list[str]] = {}
+        self.have_all = threading.Event()
+        self._waiting = list(waiting)
+        self._open = {request.request_id for request in waiting}
+
+    def get(self, room: int) -> list[Request]:
+        arriving, self._waiting = self._waiting[:2], self._waiting[2:]
+        return arriving
+
+    def send(self, response: Response) -> None:
+        if response.error is None:
+            key = (response.request_id, response.sequence_index)
+            self.served.responses.setdefault(key, []).append(response)
+        else:
+            self.errors[response.request_id] = [response.error.code, str(response.error)]
+        if response.is_final:
+            self._open.remove(response.request_id)
+        if not self._open:
+            self.have_all.set()
+
+    def streamed(self, request_id: int) -> list[int]:
+        """Tokens of all responses, whatever the last one says."""
+        responses = self.served.responses.get((request_id, 0), ())
+        return [token for response in responses for token in response.result.output_token_ids[0]]
+
+    def poll(self) -> list[StopSignal]:
+        has_tokens = len(self.served.responses.get((requests.STOPPED, 0), ())) > 4
+        return [StopSignal(requests.STOPPED)] if has_tokens else []
+
+
+def main() -> None:
+    folder, tp_size, pp_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    world = MpiWorld()
+    mapping = world.mapping(tp_size, pp_size)
+    # The others would have room for more blocks than the last rank.
+    blocks = requests.NUM_BLOCKS + world.size - 1 - world.rank
+    config = TorchEngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
+
+    def least(number: int) -> int:
+        return min(int(said) for said in world.all_gather(str(number).encode()))
+
+    stage = TorchEngine.load(config, mapping, MpiCollectives(mapping), least)
+    if mapping.is_sampler:
+        spoil(stage, requests.GUILTY, num_tokens=25)
+    link, outcomes, mates = MpiStageLink(mapping), MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
+    engine = RankEngine(stage, mapping, link, outcomes, mates)
+    heartbeat = Heartbeat(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit, int)
+    scheduler = Scheduler(requests.CONFIG, engine.limits)
+    clients = Clients([*requests.make_requests(), *requests.make_doomed()])
+    manager = GptManager(
+        engine, scheduler, clients.get, clients.send, clients.poll, ranks=InStep(world, heartbeat)
+    )
+    if mapping.rank == 0:
+        assert clients.have_all.wait(TIMEOUT_S)
+    else:
+        assert manager.join(TIMEOUT_S)
+    assert manager.shutdown(TIMEOUT_S)
+    metrics = scheduler.metrics()
+    world.leave()
+    heartbeat.close()
+    said = {
+        "rank": mapping.rank,
+        "num_blocks": engine.limits.num_blocks,
+        "answers": requests.answers(clients.served),
+        "streamed": clients.streamed(requests.STOPPED),
+        "errors": clients.errors,
+        "finished": {reason.name: count for reason, count in metrics.finished.items()},
+        "failed": metrics.failed,
+        "counts": [metrics.num_preemptions, metrics.output_tokens.total, metrics.num_missed_tokens],
+        "left": [scheduler.num_active, engine.limits.num_blocks - scheduler.kv_cache.num_unreserved],
+    }
+    sys.stdout.write(json.dumps(said) + "\n")  # in one piece, among the others'
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

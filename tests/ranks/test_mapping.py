@@ -1,0 +1,52 @@
+"""Ranks, stages and layers, as TensorRT-LLM numbers them."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.ranks.mapping import Mapping
+
+
+def test_ranks_of_a_stage_are_neighbours():
+    places = [(m.pp_rank, m.tp_rank) for m in (Mapping(2, 3, rank) for rank in range(6))]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [Mapping(2, 3, rank).is_first_stage for rank in range(6)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert [Mapping(2, 3, rank).is_last_stage for rank in range(6)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_stages_have_all_layers_once():
+    assert [Mapping(1, 3, rank).layers(8) for rank in range(3)] == [(0, 3), (3, 6), (6, 8)]
+    assert Mapping().layers(5) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "rank", "message"),
+    [
+        (0, 1, 0, "tensor_parallel_size is 0, expected at least 1"),
+        (1, -1, 0, "pipeline_parallel_size is -1, expected at least 1"),
+        (2, 2, 4, "rank is 4, expected 0 to 3: .*_size 2 times pipeline_parallel_size 2 makes 4 ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused(tp_size: int, pp_size: int, rank: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Mapping(tp_size, pp_size, rank)
+
+
+def test_a_stage_without_layers_is_refused():
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but the model has 3 layers only"):
+        Mapping(1, 4, 0).layers(3)

@@ -1,0 +1,17 @@
+"""What ranks say to each other over MPI, under mpirun."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks.mpirun import run_ranks
+
+
+@pytest.mark.parametrize("network", [False, True], ids=["shared memory", "tcp"])
+def test_what_arrives_is_what_was_sent(network: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a network large messages need both sides' attention, whatever they are in the middle of."""
+    if network:
+        for name, value in (("pml", "ob1"), ("btl", "tcp,self"), ("btl_tcp_if_include", "lo")):
+            monkeypatch.setenv(f"OMPI_MCA_{name}", value)
+    said = run_ranks(4, "tests.ranks.mpi_program")
+    assert sorted(said.splitlines()) == [f"rank {rank} is content" for rank in range(4)]

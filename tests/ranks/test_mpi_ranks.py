@@ -1,0 +1,58 @@
+"""Ranks that mpirun starts give what one gives: greedy, sampled, penalties, beams, drafts, chunked and paused.
+
+Every rank runs the loop. Beside those requests one is stopped, and one fails.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from tests.engine.serving import serve
+from tests.models.zoo import Zoo
+from tests.ranks import requests
+from tests.ranks.mpirun import run_ranks
+
+
+def plain(found: dict) -> dict:
+    """Without what is a sum over ranks, as far as its rounding."""
+    return {**found, "log_probs": [pytest.approx(values, abs=1e-4) for values in found["log_probs"]]}
+
+
+@pytest.mark.parametrize(
+    ("case", "tp_size", "pp_size"),
+    [("llama-gqa", 2, 1), ("gpt2", 1, 2), ("mistral-window", 2, 2)],
+)
+def test_ranks_in_step_answer_as_one(zoo: Zoo, case: str, tp_size: int, pp_size: int) -> None:
+    folder = str(zoo[case].folder)
+    config = TorchEngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
+    alone = TorchEngine.load(config)
+    expected = requests.answers(serve(alone, requests.CONFIG, requests.make_requests()))
+    stopped, faulty = requests.make_doomed()
+    whole = serve(alone, requests.CONFIG, [stopped]).tokens(requests.STOPPED)
+
+    said = run_ranks(tp_size * pp_size, "tests.ranks.rank_program", folder, str(tp_size), str(pp_size))
+
+    ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    ranks.sort(key=lambda rank: rank["rank"])
+    assert [rank["rank"] for rank in ranks] == list(range(tp_size * pp_size))
+    leader = ranks[0]
+    got = {tuple(found["key"]): found for found in leader["answers"]}
+    cut_short = got.pop((requests.STOPPED, 0))
+    assert [got[key] for key in sorted(got)] == [plain(found) for found in expected]
+    assert cut_short["reasons"] == ["CANCELLED"]
+    streamed = leader["streamed"]
+    assert 0 < len(streamed) < stopped.max_new_tokens and streamed == whole[: len(streamed)]
+    ((faulty_id, (code, text)),) = leader["errors"].items()
+    assert (faulty_id, code) == (str(faulty.request_id), "INTERNAL") and faulty.request_id == requests.GUILTY
+    assert "FloatingPointError: the model's highest logit is nan" in text
+    for rank in ranks:
+        assert rank["num_blocks"] == requests.NUM_BLOCKS, "as many as the rank with the least room has"
+        assert rank["left"] == [0, 0]
+        for name in ("finished", "failed", "counts"):
+            assert rank[name] == leader[name], "all ranks have done the same"
+    assert leader["failed"] == {"INTERNAL": 1}
+    assert leader["counts"][0] > 0, "nobody was paused"
+    assert all(rank["answers"] == [] for rank in ranks[1:])

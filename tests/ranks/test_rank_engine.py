@@ -1,0 +1,223 @@
+"""What a rank makes of what it is told, and tells: errors with their codes, in order, or not at all."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.request import Request
+from inflight.core.request.response import TopLogProbs
+from inflight.core.schedule.batch import (
+    ContextDetails,
+    EngineLimits,
+    ModelOutput,
+    ScheduledBatch,
+    SlotStart,
+    TokenDetails,
+)
+from inflight.engine.rank_engine import RankEngine
+from inflight.errors import InvalidArgument, RequestError, StepFailed, Unavailable
+from inflight.ranks.failure_detector import NEVER
+from inflight.ranks.mapping import Mapping
+
+LIMITS = EngineLimits(100, 64, 4, 32, 8, num_micro_batches=2)
+TOP = TopLogProbs((3, 1), (-0.5, float("-inf")))
+OUTPUT = ModelOutput(
+    0,
+    [(3,), (), (5, 6)],
+    [BeamCandidates((0, 1), (7, 8), (-0.25, -1e300), (-0.1, -0.2), (TOP,), (b"\0\1",))],
+    {2: TokenDetails((-0.125,), (TOP,), (b"\1\2\3\4",))},
+    {1: ContextDetails((-1.5,), b"\xff" * 8)},
+)
+
+
+class FakeStage:
+    """Raises what is in `forward_error` and `choose_error`; notes what it is told."""
+
+    limits = LIMITS
+    dtype = "float32"
+    decoder_config = SimpleNamespace(hidden_size=4)
+
+    def __init__(self) -> None:
+        self.forward_error: Exception | None = None
+        self.choose_error: Exception | None = None
+        self.output = OUTPUT
+        self.told: list[tuple[Any, ...]] = []
+
+    def forward(self, batch: ScheduledBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        if self.forward_error:
+            raise self.forward_error
+        return torch.zeros(1, 4)
+
+    def choose(self, batch: ScheduledBatch, logits: torch.Tensor) -> ModelOutput:
+        if self.choose_error:
+            raise self.choose_error
+        return self.output
+
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        self.told.append(("remember", batch.iteration, output))
+
+    def forget(self, batch: ScheduledBatch, since: tuple[ScheduledBatch, ...] = ()) -> None:
+        self.told.append(("forget", batch.iteration, [later.iteration for later in since]))
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+
+class Wire:
+    """Link and outcomes between two stages, with nobody beside them; `settled` counts."""
+
+    def __init__(self) -> None:
+        self.hidden: deque[torch.Tensor | None] = deque()
+        self.outcomes: deque[bytes] = deque()
+        self.settled = 0
+
+    def send(self, hidden: torch.Tensor | None) -> None:
+        self.hidden.append(hidden)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        return self.hidden.popleft()
+
+    def tell(self, outcome: bytes) -> None:
+        self.outcomes.append(outcome)
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def meet(self) -> None:
+        """Nobody else is to come."""
+
+    def hear(self) -> bytes:
+        return self.outcomes.popleft()
+
+
+class Pair:
+    """Two stages, called in turn."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.stages = [FakeStage(), FakeStage()]
+        self.failures: list[tuple[int, int]] = []
+        self.ranks = [
+            RankEngine(
+                stage,
+                Mapping(1, 2, rank),
+                self.wire,
+                self.wire,
+                self.wire,
+                lambda i, rank=rank: self.failures.append((rank, i)),
+            )
+            for rank, stage in enumerate(self.stages)
+        ]
+
+    def forward(self, batch: ScheduledBatch) -> list[Any]:
+        return [rank.forward(batch) for rank in self.ranks]
+
+    def errors(self, batch: ScheduledBatch, begun: list[Any]) -> list[RequestError]:
+        found = []
+        for rank, flight in zip(self.ranks, begun, strict=True):
+            with pytest.raises(RequestError) as raised:
+                rank.decode(batch, flight)
+            found.append(raised.value)
+        return found
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
+    batch = ScheduledBatch(0)
+    begun = pair.forward(batch)
+    outputs = [rank.decode(batch, flight) for rank, flight in zip(pair.ranks, begun, strict=True)]
+    assert outputs == [OUTPUT, OUTPUT]
+    assert type(outputs[0].token_ids[0]) is tuple and type(outputs[0].details[2].logits[0]) is bytes
+    assert [stage.told for stage in pair.stages] == [[("remember", 0, OUTPUT)]] * 2
+    assert pair.wire.settled == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (InvalidArgument("no such thing"), InvalidArgument("no such thing")),
+        (Unavailable("lost"), Unavailable("lost")),
+        (
+            FloatingPointError("nan"),
+            StepFailed("the iteration that carried this request failed: FloatingPointError: nan"),
+        ),
+    ],
+)
+def test_an_error_is_the_same_on_all_ranks(pair: Pair, error: Exception, expected: RequestError) -> None:
+    pair.stages[1].choose_error = error
+    batch = ScheduledBatch(3)
+    errors = pair.errors(batch, pair.forward(batch))
+    assert [(type(found), str(found)) for found in errors] == [(type(expected), str(expected))] * 2
+    assert [stage.told for stage in pair.stages] == [[("forget", 3, [])]] * 2
+    assert pair.failures == [], "no forward pass failed"
+
+
+def test_what_cannot_be_told_is_an_error(pair: Pair) -> None:
+    pair.stages[1].output = ModelOutput(0, [(object(),)])
+    batch = ScheduledBatch(0)
+    errors = pair.errors(batch, pair.forward(batch))
+    assert [type(found) for found in errors] == [StepFailed] * 2
+
+
+def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
+    """The last stage does not compute, and says so; the next batch is well."""
+    pair.stages[0].forward_error = ValueError("broken")
+    failed = ScheduledBatch(0)
+    begun = pair.forward(failed)
+    assert pair.failures == [(0, 0)]
+    pair.stages[0].forward_error = None
+    well = ScheduledBatch(1)
+    pair.stages[1].output = ModelOutput(1)
+    begun_well = pair.forward(well)
+    errors = pair.errors(failed, begun)
+    assert {str(error) for error in errors} == {
+        "the iteration that carried this request failed in a pipeline stage"
+    }
+    assert pair.stages[0].told == [("forget", 0, [1])]
+    assert pair.stages[1].told == [("forget", 0, []), ("forget", 0, [1])], (
+        "before the batch behind it began, too"
+    )
+    outputs = [rank.decode(well, flight) for rank, flight in zip(pair.ranks, begun_well, strict=True)]
+    assert outputs == [ModelOutput(1)] * 2
+
+
+def test_a_rank_that_is_told_of_another_iteration_is_of_no_more_use(pair: Pair) -> None:
+    first, second = (ScheduledBatch(iteration) for iteration in (0, 1))
+    flight = pair.ranks[0].forward(first)
+    other = Pair()
+    other.stages[1].output = ModelOutput(1)
+    other.forward(second)
+    pair.wire.outcomes = other.wire.outcomes
+    with pytest.raises(Unavailable, match="the outcome is of iteration 1, expected 0"):
+        pair.ranks[0].decode(first, flight)
+    assert pair.failures == [(0, NEVER)]
+    for call in (pair.ranks[0].forward, lambda batch: pair.ranks[0].decode(batch, flight)):
+        with pytest.raises(Unavailable, match="rank 0 failed alone in iteration 0"):
+            call(second)
+    assert len(pair.wire.hidden) == 1, "it takes no part any more"
+
+
+def test_a_rank_that_cannot_take_an_outcome_is_of_no_more_use(pair: Pair) -> None:
+    batch = ScheduledBatch(0, starts=(SlotStart(0, Request(1, (1,), 1)),))
+    begun = pair.forward(batch)
+    pair.stages[0].remember = None
+    with pytest.raises(Unavailable, match="rank 0 failed alone in iteration 0: TypeError"):
+        pair.ranks[0].decode(batch, begun[0])
+    assert pair.ranks[1].decode(batch, begun[1]) == OUTPUT
+    assert pair.failures == [(0, NEVER)]
+
+
+def test_closing_frees_the_stage(pair: Pair) -> None:
+    for rank in pair.ranks:
+        rank.close()
+    assert [stage.told for stage in pair.stages] == [[("close",)]] * 2

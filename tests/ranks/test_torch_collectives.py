@@ -1,0 +1,58 @@
+"""torch.distributed between ranks that mpirun starts: over gloo, and over NCCL where there are two GPUs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.mpirun import run_ranks
+from tests.ranks.torch_collectives_program import DTYPES, FAILED, NUM_HIDDENS, hidden, mine
+
+_MODULE = "tests.ranks.torch_collectives_program"
+_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+]
+
+
+def run(tp_size: int, pp_size: int, device: str) -> list[dict[str, Any]]:
+    """What the ranks said, by rank."""
+    said = run_ranks(tp_size * pp_size, _MODULE, str(tp_size), str(pp_size), device)
+    ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    return sorted(ranks, key=lambda rank: rank["rank"])
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "device"),
+    [
+        (2, 1, "cpu"),
+        (1, 3, "cpu"),
+        (2, 2, "cpu"),
+        pytest.param(2, 1, "cuda", marks=_GPU),
+        pytest.param(1, 2, "cuda", marks=_GPU),
+    ],
+)
+def test_sums_gathers_and_hidden_states_are_those_of_plain_tensors(
+    tp_size: int, pp_size: int, device: str
+) -> None:
+    ranks = run(tp_size, pp_size, device)
+    assert [rank["rank"] for rank in ranks] == list(range(tp_size * pp_size))
+    for rank in ranks:
+        stage, place = divmod(rank["rank"], tp_size)
+        assert rank["size"] == tp_size
+        check_collectives(rank, range(stage * tp_size, (stage + 1) * tp_size))
+        expected = [
+            None if index == FAILED else (hidden(place, index) + stage).tolist()
+            for index in range(NUM_HIDDENS)
+        ]
+        assert rank["passed on"] == (expected if pp_size > 1 else [])
+
+
+def check_collectives(said: dict[str, Any], group: range) -> None:
+    for dtype in DTYPES:
+        total = sum(mine(rank, dtype, 5, 4).double() for rank in group)
+        together = torch.cat([mine(rank, dtype, 2, 3, 4).double() for rank in group], dim=-1)
+        assert said[dtype] == [total.tolist(), together.tolist()]

@@ -1,0 +1,80 @@
+"""What every rank of a test runs: `python -m tests.ranks.torch_collectives_program TP PP DEVICE`, by mpirun.
+
+Every rank prints one JSON line. Rank r's tensors are `mine(r, …)`, so that the test can compute everybody's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import Tensor
+
+from inflight.engine.torch.torch_collectives import TorchRanks
+from inflight.ranks.hosts import gather_hosts
+from inflight.ranks.mapping import Mapping
+from inflight.ranks.mpi import MpiStageLink, MpiWorld
+from inflight.ranks.placement import Placement
+from inflight.ranks.rendezvous import meet
+
+DTYPES = ("float32", "bfloat16", "float16")
+NUM_HIDDENS = 7
+FAILED = 4
+"""The hidden state that there is not."""
+
+
+def mine(rank: int, dtype: str, *shape: int) -> Tensor:
+    """Whole numbers, whose sums are exact in every dtype; [*shape], not contiguous."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(-8, 8, shape[::-1], generator=generator)
+    return values.to(getattr(torch, dtype)).permute(*reversed(range(len(shape))))
+
+
+def hidden(tp_rank: int, index: int) -> Tensor:
+    """The first stage's; shapes differ from one to the next."""
+    return mine(100 * index + tp_rank, "float32", 3 + index, 16)
+
+
+def pass_on(mapping: Mapping, link, device: torch.device) -> list[list[list[float]] | None]:
+    """The first stage's hidden states from stage to stage, each of which adds one; what this stage sent or has."""
+    seen = []
+    for index in range(NUM_HIDDENS):
+        if mapping.is_first_stage:
+            state = None if index == FAILED else hidden(mapping.tp_rank, index).to(device)
+        else:
+            state = link.receive((3 + index, 16), torch.float32)
+            state = None if state is None else state + 1
+        if not mapping.is_last_stage:
+            link.send(state)
+        seen.append(None if state is None else state.tolist())
+    return seen
+
+
+def main() -> None:
+    tp_size, pp_size, on = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    world = MpiWorld()
+    mapping = world.mapping(tp_size, pp_size)
+    hosts = gather_hosts(world)
+    placement = Placement.of(world.rank, hosts)
+    device = torch.device(placement.device(torch.cuda.device_count()) if on == "cuda" else "cpu")
+    peers = meet(world, hosts)
+    ranks = TorchRanks(world, mapping, [peer.leader_address for peer in peers], device)
+    collectives, link = ranks.collectives(), ranks.stage_link(MpiStageLink(mapping))
+    said: dict[str, object] = {"rank": world.rank, "size": collectives.size}
+    with torch.inference_mode():  # as in a forward pass
+        for dtype in DTYPES:
+            summed = collectives.all_reduce(mine(world.rank, dtype, 5, 4).to(device))
+            gathered = collectives.all_gather(mine(world.rank, dtype, 2, 3, 4).to(device))
+            assert summed.dtype == gathered.dtype == getattr(torch, dtype)
+            said[dtype] = [summed.tolist(), gathered.tolist()]
+        said["passed on"] = pass_on(mapping, link, device) if pp_size > 1 else []
+    print(json.dumps(said), flush=True)
+    world.all_gather(b"")
+    ranks.leave()
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()
