@@ -1,8 +1,8 @@
 """The ranks in step: one broadcast an iteration says what enters it, and a wake byte goes ahead of the first.
 
 Implements `inflight.core.ports.Ranks` over a world's broadcast and the heartbeat. Owns the encoding of what is
-shared. MPI's blocking calls spin; therefore a rank with nothing to do waits at the heartbeat's socket instead, and is
-in the broadcast only while the others are about to be. Loop thread.
+shared. MPI's blocking calls spin; therefore a rank with nothing to do waits at the heartbeat's socket instead, and
+is in the broadcast only while the others are about to be. Loop thread.
 """
 
 from __future__ import annotations

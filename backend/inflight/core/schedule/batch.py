@@ -236,7 +236,8 @@ class EngineLimits:
         tokens_per_block: Tokens per KV cache block.
         num_micro_batches: How many batches may be in flight, of different sequences: its pipeline stages.
         overlaps_iterations: Whether, of one micro-batch, the next batch may be in flight too, of the same
-            sequences: the device takes batches that sample on the device. For a device that computes while the host does other things.
+            sequences: the device takes batches that sample on it. For a device that computes while the host does
+            other things.
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
     """
 
