@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.long_context import Loop
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.schedule.config import SchedulerConfig
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 from inflight.errors import ConfigError

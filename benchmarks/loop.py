@@ -14,8 +14,7 @@ import threading
 import time
 
 from inflight.batch_manager import GptManager
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, Request
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler

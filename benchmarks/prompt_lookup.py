@@ -16,8 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.request import IterationInput, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.config import SchedulerConfig

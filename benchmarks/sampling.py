@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
 from inflight.decoding import Decoding
 

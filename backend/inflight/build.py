@@ -199,8 +199,7 @@ def follow(parameters: Parameters, version_dir: str, rank_context: RankContext) 
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """
     from inflight.batch_manager import GptManager
-    from inflight.batch_manager.instruments import Instruments
-    from inflight.batch_manager.watchdog import Watchdog
+    from inflight.batch_manager.instruments import Instruments, Watchdog
     from inflight.composition.models import load
     from inflight.composition.settings import scheduler_config
     from inflight.core.scheduler import Scheduler

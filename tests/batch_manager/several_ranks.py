@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from inflight.batch_manager import GptManager
-from inflight.batch_manager.instruments import Instruments
-from inflight.batch_manager.statistics_rings import StatisticsRings
+from inflight.batch_manager.instruments import Instruments, StatisticsRings
 from inflight.core.ports import Ranks
 from inflight.core.report.stats import IterationStats, RequestStatsPerIteration
 from inflight.core.request.request import IterationInput, Request

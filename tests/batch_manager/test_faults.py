@@ -8,9 +8,7 @@ import threading
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.batch_manager.instruments import Instruments
-from inflight.batch_manager.statistics_rings import StatisticsRings
-from inflight.batch_manager.watchdog import Watchdog
+from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
 from inflight.core.report.stats import MemoryUsage
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig

@@ -26,15 +26,13 @@ from inflight.batch_manager.recording import (
     make_begin,
     zero_logits,
 )
-from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, IterationInput, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputConfig, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import (
     BeamGroup,
     BeamMove,

@@ -17,8 +17,7 @@ from inflight.batch_manager.replay import (
     Replay,
     describe_batch,
 )
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-from inflight.batch_manager.statistics_rings import StatisticsRings
+from inflight.batch_manager.instruments import StatisticsRings
 from inflight.core.report.stats import IterationStats, RequestStage, RequestStats
 
 

@@ -6,8 +6,7 @@ import random
 import threading
 
 from inflight.batch_manager import GptManager
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.core.schedule.batch import EngineLimits

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from inflight.core.kv.block_heap import BlockHeap
-from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.block_pool import BlockHeap, BlockPool
 from inflight.core.kv.retention import Retention
 
 MS = 1_000_000

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.core.request.response import Response, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.core.recover.isolation import Isolation
+from inflight.core.recover.recovery import Isolation
 
 
 def test_nobody_is_under_suspicion_at_first():

@@ -15,8 +15,7 @@ from inflight.core.request.llm_request import (
     RequestGroup,
     RequestState,
 )
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft
+from inflight.core.request.request import ExternalDraft, OutputConfig
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 

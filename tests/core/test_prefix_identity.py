@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import inflight.core.kv.block_keys as block_keys
-from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, block_digest, private_scope
+from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, PrefixIdentity, block_digest, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
-from inflight.core.kv.prefix_identity import PrefixIdentity
 from inflight.errors import InvalidArgument
 
 SIZE = 4

@@ -6,10 +6,8 @@ from math import inf, prod
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, ModelLimits, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.schedule.config import SchedulerConfig
 from inflight.errors import InvalidArgument, error_from_code

@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Response, Result, TopLogProbs, merge_responses
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import StepFailed
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft
+from inflight.core.request.request import ExternalDraft, OutputConfig
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, SlotStart
 from inflight.core.schedule.config import CapacitySchedulerPolicy

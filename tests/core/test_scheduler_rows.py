@@ -10,8 +10,7 @@ from inflight.core import outcomes
 from inflight.core.request import results
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.llm_request import LlmRequest
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft
+from inflight.core.request.request import ExternalDraft, OutputConfig
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason

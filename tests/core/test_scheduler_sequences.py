@@ -5,8 +5,7 @@ from __future__ import annotations
 from array import array
 
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, IterationInput
+from inflight.core.request.request import ExternalDraft, IterationInput, OutputConfig
 from inflight.core.request.response import Response, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.schedule.slots import Slots
+from inflight.core.schedule.running import Slots
 
 from .factories import make_sequence
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from inflight.core.request.stop_words import StopWords
+from inflight.core.request.stop import StopWords
 
 WORDS = StopWords([(5, 6, 7), (7,), (9, 0), (0, 0)])
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, SlotStart
 from inflight.decoding import Decoding
 from inflight.decoding.row_kernels import RowKernels

@@ -6,8 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import NO_REPEAT_OFF
 from tests.decoding.factories import make_request
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.stop import FinishReason
-from inflight.core.request.stop_words import StopWords
+from inflight.core.request.stop import FinishReason, StopWords
 
 VOCAB_SIZE = 48
 MAX_NEW_TOKENS = 12

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import ScheduledBatch
 from tests.decoding.factories import Row, choose_tokens, decode_rows, make_decoding, make_request
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import BeamGroup, ScheduledBatch
 from tests.decoding.factories import Row, decode_rows, make_decoding, make_request, start_batch
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, ScheduledBatch, SlotStart
 from inflight.decoding import Decoding, reference
 from tests.decoding.factories import Row, choose_tokens, make_decoding, make_request, start_batch

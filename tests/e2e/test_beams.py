@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import expected_beam_steps, expected_beams
 from inflight.text.tokenizer import Tokenizer

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient

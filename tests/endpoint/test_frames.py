@@ -12,11 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, FloatTensor, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import StopReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.endpoint import frames
 from inflight.endpoint.frames import (
     Answer,

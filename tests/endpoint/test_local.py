@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import IterationInput
+from inflight.core.request.request import IterationInput, OutputConfig
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal

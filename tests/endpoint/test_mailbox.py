@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Response
-from inflight.core.request.tensor import FloatTensor
 from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES, Mailbox
 from inflight.errors import StepFailed
 from tests.endpoint.factories import PATIENCE_S, delta, make_result

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from inflight.core.request.request import Request
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
-from inflight.core.request.tensor import FloatTensor
 from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient, drain_engine
 from inflight.endpoint.server import EndpointServer

@@ -17,8 +17,7 @@ from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
-from inflight.endpoint.supervision import Supervision
-from inflight.endpoint.supervisor import EngineWatch, awaits_heir, is_served
+from inflight.endpoint.supervision import EngineWatch, Supervision, awaits_heir, is_served
 from inflight.errors import Unavailable
 from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S

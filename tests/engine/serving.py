@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from inflight.core.ports import Engine
-from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.request import FloatTensor, IterationInput, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch

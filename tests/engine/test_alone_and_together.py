@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.testing.make_model import Shape, make_model

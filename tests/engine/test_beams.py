@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, load_engine

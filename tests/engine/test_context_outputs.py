@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and

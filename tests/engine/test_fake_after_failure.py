@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ContextChunk, EngineLimits, ScheduledBatch, SlotStart
 from inflight.core.schedule.config import SchedulerConfig

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from inflight.composition.models import load
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.native.decoder import NativeDecoder

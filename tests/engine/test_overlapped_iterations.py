@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.decoding import transfer
 from inflight.engine.torch import Pending, TorchEngine

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.decoding import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.request import Request
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.tensor import FloatTensor
 from inflight.decoding import reference
 from tests.engine.serving import config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import Zoo, ZooModel

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.tensor import FloatTensor
 from inflight.decoding import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.serving import Served, config_of
 

@@ -13,11 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, IterationInput, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import Unavailable
 from inflight.ranks.lockstep import InStep
 from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all

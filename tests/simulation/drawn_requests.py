@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_engine import expected_tokens
 from inflight.testing.fake_model import PLAIN

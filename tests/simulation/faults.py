@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.core.kv.kv_cache_manager import KvCacheManager
-from inflight.core.recover.isolation import Isolation
-from inflight.core.recover.recovery import Recovery
+from inflight.core.recover.recovery import Isolation, Recovery
 from inflight.core.schedule.batch import ScheduledBatch
 from tests.simulation.faults_of_batches import (
     copy_of_nothing,

@@ -10,7 +10,7 @@ import pytest
 import inflight.core.outcomes as outcomes
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.batch import BeamMove, ModelOutput, ScheduledBatch
-from inflight.core.schedule.slots import Slots
+from inflight.core.schedule.running import Slots
 from inflight.core.scheduler import Scheduler
 
 Patch = pytest.MonkeyPatch

@@ -8,11 +8,9 @@ import pytest
 
 import inflight.core.kv.block_keys as block_keys
 from inflight.core.endings import Endings
-from inflight.core.kv.block_heap import BlockHeap
-from inflight.core.kv.block_keys import ROOT_SCOPE
-from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.block_keys import ROOT_SCOPE, PrefixIdentity
+from inflight.core.kv.block_pool import BlockHeap, BlockPool
 from inflight.core.kv.kv_cache_manager import KvCacheManager
-from inflight.core.kv.prefix_identity import PrefixIdentity
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.running import Running
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 import inflight.core.scheduler as scheduler_module
+from inflight.core.endings import Deadlines
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.capacity_scheduler import GuaranteedNoEvict, MaxUtilization
-from inflight.core.schedule.deadlines import Deadlines
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.core.scheduler import Scheduler

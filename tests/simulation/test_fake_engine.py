@@ -7,9 +7,8 @@ from array import array
 
 import pytest
 
-from inflight.core.kv.prefix_identity import PrefixIdentity
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import (
     BeamGroup,

@@ -9,8 +9,7 @@ import numpy as np
 
 from inflight.config import Parameters, Role, read_parameters
 from inflight.core.ports import Outbox, SendResponseCallback
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError

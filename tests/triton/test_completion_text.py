@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import Unsupported
 from inflight.serving.completion_text import CompletionText, TextDelta, TokenizerFinder, cut
 from inflight.text.stop_strings import StopStrings

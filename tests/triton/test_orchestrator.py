@@ -16,7 +16,7 @@ from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats, MemoryUsage
 from inflight.core.request.request import Request
 from inflight.endpoint.client import SocketEngineClient
-from inflight.endpoint.supervisor import EngineWatch
+from inflight.endpoint.supervision import EngineWatch
 from inflight.errors import ConfigError, Unavailable
 from inflight.processes import ProcessId
 from inflight.ranks import orchestrator as orchestrator_module

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
-from inflight.core.request.tensor import FloatTensor
 from inflight.triton.output_arrays import make_array
 from inflight.triton.reply import Output
 from inflight.triton.tensor_reader import NUMPY_TYPES

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.serving.completion_text import CompletionText
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.reply import AS_UPSTREAM, Output, PromptReply, Repetition, Reply

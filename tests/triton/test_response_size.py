@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import ExternalDraft, Request
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
 from inflight.errors import InvalidArgument, Unavailable

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Response, Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.serving.response_size import response_size
 from inflight.triton.tensor_spec import InStream, TensorSpec
 from inflight.triton.tensors import OUTPUTS

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from inflight.core.kv.retention import Retention, TokenRangeRetention
-from inflight.core.request.request import ExternalDraft, Request
-from inflight.core.request.tensor import FloatTensor
+from inflight.core.request.request import ExternalDraft, FloatTensor, Request
 from inflight.errors import Unsupported
 from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import NUMPY_TYPES

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.batch_manager.inputs import Inputs, LeadersInputs, OwnInputs
-from inflight.batch_manager.inspection import Inspections
-from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
+from inflight.batch_manager.instruments import NO_INSTRUMENTS, Inspections, Instruments
 from inflight.batch_manager.send_window import SendWindow
 from inflight.core.ports import (
     Engine,

@@ -5,18 +5,248 @@ The loop says what happens; this hands it on to whoever is there. Called on the 
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Generic, TypeVar
 
-from inflight.batch_manager.statistics_rings import StatisticsRings
-from inflight.batch_manager.watchdog import Watchdog
 from inflight.core.ports import Recorder, ReturnMetricsCallback
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.state import SchedulerState
+from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStats, RequestStatsPerIteration
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import InflightError
+from inflight.errors import InflightError, Unavailable
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIteration:
+    """One iteration's statistics, and when they were taken in seconds since the epoch."""
+
+    stats: IterationStats
+    wall_clock_s: float
+
+    def executor_fields(self, memory: MemoryUsage | None = None) -> dict[str, object]:
+        """The Executor's `IterationStats`; memory, if it is given, is that of now."""
+        return self.stats.executor_fields(self.wall_clock_s, memory)
+
+
+class StatisticsRings:
+    """As the Executor keeps them: so many, and the oldest give way.
+
+    Args:
+        max_iterations: Iterations to keep; 0 keeps none.
+        max_request_iterations: Iterations to keep the statistics of every request of; 0 keeps none.
+        clock_s: Seconds since the epoch; injected by tests.
+    """
+
+    def __init__(
+        self,
+        max_iterations: int = 1000,
+        max_request_iterations: int = 0,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._iterations: _Ring[KeptIteration] = _Ring(max_iterations)
+        self._requests: _Ring[RequestStatsPerIteration] = _Ring(max_request_iterations)
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return self._iterations.size > 0 or self.wants_requests
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether statistics of every request are kept: making them takes time with every request."""
+        return self._requests.size > 0
+
+    def add(self, stats: IterationStats, request_stats: tuple[RequestStats, ...] = ()) -> None:
+        """Keep one iteration's. On the loop thread."""
+        kept = KeptIteration(stats, self._clock_s())
+        with self._lock:
+            self._iterations.add(kept)
+            if self.wants_requests:
+                self._requests.add(RequestStatsPerIteration(stats.iteration, request_stats))
+
+    def latest(self) -> list[KeptIteration]:
+        """Those kept since the last call, oldest first: the Executor's `getLatestIterationStats`."""
+        with self._lock:
+            return self._iterations.take_new()
+
+    def latest_requests(self) -> list[RequestStatsPerIteration]:
+        """The same of requests: the Executor's `getLatestRequestStats`."""
+        with self._lock:
+            return self._requests.take_new()
+
+    def peek(self, count: int) -> list[KeptIteration]:
+        """The last `count`, oldest first; for `latest` they are as new as before."""
+        with self._lock:
+            return self._iterations.last(count)
+
+    def peek_requests(self, count: int) -> list[RequestStatsPerIteration]:
+        """The same of requests."""
+        with self._lock:
+            return self._requests.last(count)
+
+
+class _Ring(Generic[_T]):
+    """The last `size` of what was added, and which of it nobody has taken yet. Not for two threads at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._kept: deque[_T] = deque(maxlen=size)
+        self._num_new = 0
+
+    def add(self, value: _T) -> None:
+        self._kept.append(value)
+        self._num_new = min(self._num_new + 1, self.size)
+
+    def take_new(self) -> list[_T]:
+        values = self.last(self._num_new)
+        self._num_new = 0
+        return values
+
+    def last(self, count: int) -> list[_T]:
+        first = max(0, len(self._kept) - max(0, count))
+        return list(islice(self._kept, first, None))
+
+
+_log = logging.getLogger(__name__)
+
+
+class _Run:
+    """One iteration; `next_report_s` is how long it runs until the log is told (again)."""
+
+    __slots__ = ("begun_s", "describe", "is_reported", "iteration", "next_report_s")
+
+    def __init__(self, iteration: int, describe: Callable[[], str], begun_s: float, timeout_s: float) -> None:
+        self.iteration = iteration
+        self.describe = describe
+        self.begun_s = begun_s
+        self.next_report_s = timeout_s
+        self.is_reported = False
+
+
+class Watchdog:
+    """Watches one loop.
+
+    Args:
+        timeout_s: An iteration that takes longer is stuck, > 0. It is told at most half of it late, and again each
+            time that its duration has doubled.
+        log: Takes each message, of many lines.
+        clock: Seconds, monotonic.
+        wait: Waits for an event for so many seconds (None: without end), and returns whether it is set.
+        start: Whether to start the thread; without it, call `check`.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        log: Callable[[str], None] = _log.error,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Event, float | None], bool] = threading.Event.wait,
+        start: bool = True,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}, expected more than 0")
+        self._timeout_s = timeout_s
+        self._log = log
+        self._clock = clock
+        self._wait = wait
+        self._run: _Run | None = None
+        self._is_needed = threading.Event()  # cleared by the thread before it sleeps without a timeout
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        if start:
+            self._thread.start()
+
+    def begin(self, iteration: int, describe: Callable[[], str]) -> None:
+        """An iteration's work begins. Loop thread.
+
+        Args:
+            iteration: Its number.
+            describe: Says what is in it; called by other threads, and only while it is stuck.
+        """
+        self._run = _Run(iteration, describe, self._clock(), self._timeout_s)
+        # In this order: the thread clears the event before it looks for a run for the last time.
+        if not self._is_needed.is_set():
+            self._is_needed.set()
+
+    def end(self) -> None:
+        """It has ended, well or badly. Loop thread."""
+        run, self._run = self._run, None
+        if run is not None and run.is_reported:
+            self._log(
+                f"iteration {run.iteration} has ended after all, after {self._clock() - run.begun_s:.1f} s"
+            )
+
+    def stuck(self) -> str | None:
+        """What is stuck, and since when, in one line; None if nothing is. Any thread."""
+        run = self._run
+        if run is None or (seconds := self._clock() - run.begun_s) < self._timeout_s:
+            return None
+        return _headline(run, seconds)
+
+    def close(self) -> None:
+        """End the thread. Idempotent; not called on the watchdog's own thread."""
+        self._is_closed.set()
+        self._is_needed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _watch(self) -> None:
+        while not self._is_closed.is_set():
+            if self.check():
+                self._wait(self._is_closed, self._timeout_s / 2)
+            else:
+                self._wait(self._is_needed, None)
+
+    def check(self) -> bool:
+        """Tell the log if that is due. Returns whether to look again soon; else the next `begin` wakes up."""
+        if (run := self._run) is None:
+            self._is_needed.clear()
+            # One that begins before this line is seen here; a later one sets the event.
+            return self._run is not None or self._is_closed.is_set()
+        seconds = self._clock() - run.begun_s
+        if seconds >= run.next_report_s:
+            while run.next_report_s <= seconds:
+                run.next_report_s *= 2
+            run.is_reported = True
+            self._log(f"{_headline(run, seconds)}\n{all_stacks(besides=threading.get_ident())}")
+        return True
+
+
+def _headline(run: _Run, seconds: float) -> str:
+    try:
+        described = run.describe()
+    except Exception as error:  # it reads what another thread owns
+        described = f"cannot be described: {type(error).__name__}: {error}"
+    return f"iteration {run.iteration} has been running for {seconds:.1f} s: {described}"
+
+
+def all_stacks(besides: int | None = None) -> str:
+    """The Python stacks of all threads but `besides`, with the threads' names, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, '?')} ({ident}):\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+        if ident != besides
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +327,91 @@ def _describe(scheduler: Scheduler) -> str:
         f"{len(in_flight)} of {len(running)} running sequences are in it with {num_tokens} tokens, "
         f"of requests {ids or '(none)'}"
     )
+
+
+_RECENT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    state: SchedulerState
+    stats: IterationStats
+
+
+class Inspections:
+    """The questions that wait for an answer."""
+
+    def __init__(self, scheduler: Scheduler, instruments: Instruments) -> None:
+        self._scheduler = scheduler
+        self._instruments = instruments
+        self._questions: deque[Future[_Answer]] = deque()
+        self._is_closed = False
+
+    def ask(self, timeout_s: float, notify: Callable[[], None]) -> str:
+        """JSON of the loop's state; raises Unavailable once the loop has ended. Not on the loop thread."""
+        question: Future[_Answer] = Future()
+        self._questions.append(question)
+        if self._is_closed:
+            raise Unavailable("the generation loop has ended")
+        notify()
+        try:
+            answer = question.result(timeout_s)
+        except NotInTime:
+            question.cancel()
+            return json.dumps(self._without_the_loop(timeout_s))
+        return json.dumps(
+            {
+                "state": asdict(answer.state),
+                "statistics": self._executor_fields(answer.stats),
+                **self._recent(),
+            }
+        )
+
+    def answer(self) -> None:
+        """Between two iterations, on the loop thread."""
+        while self._questions:
+            question = self._questions.popleft()
+            if question.set_running_or_notify_cancel():
+                try:
+                    question.set_result(_Answer(self._scheduler.state(), self._scheduler.stats(None)))
+                except Exception as error:  # whoever asks is to hear of it; the loop has others to serve
+                    question.set_exception(error)
+
+    def close(self) -> None:
+        """The loop has ended: nobody is to wait for it. Idempotent."""
+        self._is_closed = True
+        while self._questions:
+            question = self._questions.popleft()
+            if question.set_running_or_notify_cancel():
+                question.set_exception(Unavailable("the generation loop has ended"))
+
+    def _without_the_loop(self, waited_s: float) -> dict[str, object]:
+        watchdog = self._instruments.watchdog
+        return {
+            "unanswered": f"the generation loop did not come round in {waited_s:g} s",
+            "stuck": watchdog.stuck() if watchdog else None,
+            "state": self._left_behind(),
+            **self._recent(),
+            "threads": all_stacks().splitlines(),
+        }
+
+    def _left_behind(self) -> dict[str, object] | None:
+        """The scheduler's state, looked at from this thread; None if the loop goes on meanwhile, and it shows."""
+        try:
+            return asdict(self._scheduler.state())
+        except Exception:  # whatever comes of reading what somebody else is changing
+            return None
+
+    def _executor_fields(self, stats: IterationStats) -> dict[str, object]:
+        return stats.executor_fields(time.time(), self._instruments.measure_memory())
+
+    def _recent(self) -> dict[str, object]:
+        """Statistics of the last iterations, and of their requests where they are kept."""
+        rings = self._instruments.rings
+        if rings is None:
+            return {"recent_iterations": [], "recent_requests": []}
+        memory = self._instruments.measure_memory()
+        return {
+            "recent_iterations": [kept.executor_fields(memory) for kept in rings.peek(_RECENT)],
+            "recent_requests": [kept.executor_fields() for kept in rings.peek_requests(_RECENT)],
+        }

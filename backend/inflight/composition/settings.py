@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from inflight.composition.models import LoadedModel
     from inflight.config import Parameters
     from inflight.core.ports import ReturnMetricsCallback
-    from inflight.core.request.description import EngineDescription
+    from inflight.core.request.request import EngineDescription
     from inflight.core.schedule.batch import EngineLimits
     from inflight.core.schedule.config import SchedulerConfig
 
@@ -54,10 +54,8 @@ def instruments(
     return_metrics: ReturnMetricsCallback | None,
 ) -> Instruments:
     """Of the loop that faces clients."""
-    from inflight.batch_manager.instruments import Instruments
+    from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
     from inflight.batch_manager.recording import JsonRecorder
-    from inflight.batch_manager.statistics_rings import StatisticsRings
-    from inflight.batch_manager.watchdog import Watchdog
     from inflight.serving.memory import measure_memory
 
     timeout_ms, path = parameters.watchdog_timeout_ms, parameters.record_path
@@ -83,7 +81,7 @@ def parse_fake(text: str) -> tuple[int, int]:
 
 def describe(parameters: Parameters, model: LoadedModel, config: SchedulerConfig) -> EngineDescription:
     """What front ends are told."""
-    from inflight.core.request.description import EngineDescription
+    from inflight.core.request.request import EngineDescription
 
     beside_weights = Path(native(model.model_path)) / "tokenizer.json"
     found = model.model_path if model.model_path and beside_weights.is_file() else ""

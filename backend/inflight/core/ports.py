@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch

@@ -12,16 +12,13 @@ is among them. Deterministic: a function of the calls alone. Called by the loop 
 
 from __future__ import annotations
 
-from inflight.core.endings import Endings, as_request_error
+from inflight.core.endings import Deadlines, Endings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.outcomes import Outcomes
-from inflight.core.recover.rebuild import rebuild
-from inflight.core.recover.recovery import Recovery
-from inflight.core.report.introspection import Introspection
-from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.observations import Observations
-from inflight.core.report.state import SchedulerState
+from inflight.core.recover.recovery import Recovery, rebuild
+from inflight.core.report.metrics import MetricsSnapshot, Observations
+from inflight.core.report.state import Introspection, SchedulerState
 from inflight.core.report.stats import IterationStats, RequestStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.request import IterationInput, Request
@@ -29,12 +26,10 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch, SlotStart
-from inflight.core.schedule.batch_builder import BatchBuilder
+from inflight.core.schedule.batch_builder import BatchBuilder, add_rows
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
 from inflight.core.schedule.config import SchedulerConfig
-from inflight.core.schedule.deadlines import Deadlines
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
-from inflight.core.schedule.rows import add_rows
 from inflight.core.schedule.running import Running
 from inflight.errors import AlreadyExists, InflightError
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.core.request.response import TopLogProbs
 from inflight.core.schedule.batch import TokenDetails
 from inflight.decoding.argmax import likeliest

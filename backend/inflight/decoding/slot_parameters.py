@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.request.request import Request
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.sampling_config import NO_REPEAT_OFF
-from inflight.core.request.tensor import FloatTensor
 from inflight.core.schedule.batch import BeamMove, SlotStart
 from inflight.decoding.transfer import upload
 

@@ -16,8 +16,7 @@ import threading
 from dataclasses import replace
 
 from inflight.core.ports import Outbox, SendResponseCallback
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (

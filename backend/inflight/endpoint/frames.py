@@ -18,11 +18,9 @@ import msgspec
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats, MemoryUsage
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, FloatTensor, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import StopReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import InflightError, error_from_code
 
 MAX_FRAME_BYTES = 1 << 30

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.ports import Outbox, SendResponseCallback
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal

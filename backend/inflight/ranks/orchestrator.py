@@ -20,7 +20,7 @@ from typing import Protocol
 
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
 from inflight.endpoint.frames import Statistics
-from inflight.endpoint.supervisor import EngineWatch, awaits_heir, is_served
+from inflight.endpoint.supervision import EngineWatch, awaits_heir, is_served
 from inflight.errors import InflightError, Unavailable
 from inflight.processes import ProcessId
 from inflight.ranks.job import Job

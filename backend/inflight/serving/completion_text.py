@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Result
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import Unsupported
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.stop_strings import StopStringFinder, StopStrings

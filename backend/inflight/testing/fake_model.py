@@ -13,10 +13,9 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 
-from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
-from inflight.core.request.output_config import OutputConfig
-from inflight.core.request.request import Request
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, TokenDetails

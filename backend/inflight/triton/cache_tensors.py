@@ -6,7 +6,7 @@ execute.
 
 from __future__ import annotations
 
-from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
 from inflight.errors import InvalidArgument
 from inflight.triton.tensor_reader import TensorReader

@@ -15,7 +15,7 @@ from typing import Any
 
 from inflight.config import Parameters
 from inflight.core.ports import EngineClient
-from inflight.core.request.description import EngineDescription
+from inflight.core.request.request import EngineDescription
 from inflight.errors import InflightError, StepFailed, Unsupported
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import CompletionText, TokenizerFinder

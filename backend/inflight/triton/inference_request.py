@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.serving.text_encoder import NoText
 from inflight.triton.requests import ServingContext, convert, wants_state, wants_stop

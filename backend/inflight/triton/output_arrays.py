@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import PerfMetrics, TopLogProbs
-from inflight.core.request.tensor import FloatTensor
 from inflight.triton.reply import Output
 
 _NO_PAD = -1

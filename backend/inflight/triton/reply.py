@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import FinishReason
-from inflight.core.request.tensor import FloatTensor
 from inflight.serving.completion_text import CompletionText, cut
 from inflight.triton.requests import Prompt
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from inflight.core.request.description import EngineDescription
-from inflight.core.request.request import Request
+from inflight.core.request.request import EngineDescription, Request
 from inflight.errors import InvalidArgument
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.cache_tensors import read_identity, read_retention

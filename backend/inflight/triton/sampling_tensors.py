@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from inflight.core.request.request import ExternalDraft
+from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import NO_REPEAT_OFF, SamplingConfig
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import InvalidArgument
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from inflight.core.request.output_config import OutputConfig
+from inflight.core.request.request import OutputConfig
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import OUTPUTS

@@ -8,15 +8,63 @@ by the scheduler, on the loop thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from inflight.core.recover.isolation import Isolation
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.schedule.running import Running
 from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.errors import InflightError, Unavailable
+
+
+class Isolation:
+    """Suspects, by request id, in the order in which they will be tried."""
+
+    def __init__(self) -> None:
+        self._sets: deque[tuple[int, ...]] = deque()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anybody is under suspicion."""
+        return bool(self._sets)
+
+    @property
+    def retrying(self) -> tuple[int, ...]:
+        """The requests that have the device to themselves now; () for everybody."""
+        return self._sets[0] if self._sets else ()
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(request_id for each in self._sets for request_id in each)
+
+    def failed(self, request_ids: Sequence[int], was_alone: bool) -> int | None:
+        """An iteration with these requests failed; the one that is faulty, if that is certain.
+
+        Args:
+            request_ids: Who was in it; every one is to be tried again.
+            was_alone: Whether nobody else was.
+        """
+        self._clear(request_ids)
+        if len(request_ids) == 1 and was_alone:
+            return request_ids[0]
+        half = (len(request_ids) + 1) // 2
+        for part in (request_ids[half:], request_ids[:half]):
+            if part:
+                self._sets.appendleft(tuple(part))
+        return None
+
+    def clear(self, but: Collection[int] = ()) -> None:
+        """Nothing more is held against those being retried, `but` for some, who are to be tried again."""
+        self._sets.popleft()
+        if but:
+            self._sets.appendleft(tuple(but))
+
+    def _clear(self, request_ids: Collection[int]) -> None:
+        rest = (tuple(i for i in each if i not in request_ids) for each in self._sets)
+        self._sets = deque(each for each in rest if each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +208,27 @@ class Recovery:
                     return
                 no_room.append(request_id)
         self.isolation.clear(but=tuple(dict.fromkeys(no_room)))
+
+
+def rebuild(
+    groups: Iterable[RequestGroup],
+    running: Running,
+    waiting: WaitingQueue,
+    in_front: Collection[LlmRequest],
+) -> list[LlmRequest]:
+    """Let nothing run and every sequence that has not ended wait, those of `in_front` before all others.
+
+    Returns:
+        Sequences that had ended and were waiting for their batches in flight: nothing keeps them any more.
+    """
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    ended = [s for s in sequences if s.state is RequestState.FINISHED and s.slots]
+    running.clear()
+    for sequence in sequences:
+        sequence.num_scheduled_tokens = 0
+        sequence.slots = ()
+        if sequence.state is RequestState.RUNNING:
+            sequence.restart()
+    unfinished = [sequence for sequence in sequences if sequence.state is not RequestState.FINISHED]
+    waiting.rebuild(unfinished + ended, in_front)
+    return ended

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
-from inflight.core.request.stop import FinishReason
-from inflight.core.request.stop_words import StopWords
+from inflight.core.request.stop import FinishReason, StopWords
 
 _NO_SCORE = -1.0e9
 """The score of a beam that only fills a row."""

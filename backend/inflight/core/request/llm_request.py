@@ -21,8 +21,7 @@ from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
-from inflight.core.request.stop import FinishReason
-from inflight.core.request.stop_words import StopWords
+from inflight.core.request.stop import FinishReason, StopWords
 from inflight.errors import InflightError
 
 

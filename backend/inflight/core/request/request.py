@@ -3,14 +3,81 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
-from inflight.core.kv.prefix_identity import PrefixIdentity
+from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
-from inflight.core.request.output_config import OutputConfig
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopSignal
-from inflight.core.request.tensor import FloatTensor
 from inflight.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class FloatTensor:
+    """float32 values in row-major order, in the machine's byte order.
+
+    Attributes:
+        shape: Lengths of the dimensions.
+        data: 4 * product of `shape` bytes.
+    """
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != 4 * prod(self.shape):
+            raise ValueError(f"{len(self.data)} bytes for a float32 tensor of shape {list(self.shape)}")
+
+    def __repr__(self) -> str:
+        return f"FloatTensor(shape={self.shape})"
+
+
+MAX_TOP_LOG_PROBS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """TensorRT-LLM's `OutputConfig`, and this project's own.
+
+    All log probabilities are log_softmax of the model's logits as they come, in float32: before bias, penalties
+    and temperature. `generation_logits` are the same logits, so that one follows from the other.
+
+    Attributes:
+        exclude_input_from_output: Leave the prompt out of the output ids of a non-streaming request. Streamed
+            responses never carry the prompt. Tensor `exclude_input_in_output`.
+        return_log_probs: Log probability of each generated token, and their sum. Tensor `return_log_probs`.
+        num_top_log_probs: Beside each generated token the so many likeliest ones with their log probabilities.
+            Tensor `num_top_log_probs`.
+        return_prompt_log_probs: Log probability of each prompt token. Tensor `return_prompt_log_probs`.
+        return_context_logits: Logits after each prompt token. Tensor `return_context_logits`.
+        return_generation_logits: Logits that each generated token was chosen from. Tensor
+            `return_generation_logits`.
+        return_perf_metrics: Times, KV blocks and draft counts. Tensor `return_perf_metrics`.
+    """
+
+    exclude_input_from_output: bool = False
+    return_log_probs: bool = False
+    num_top_log_probs: int = 0
+    return_prompt_log_probs: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    return_perf_metrics: bool = False
+
+    @property
+    def wants_details(self) -> bool:
+        """Whether generated tokens come with more than their ids."""
+        return self.return_log_probs or self.num_top_log_probs > 0 or self.return_generation_logits
+
+    @property
+    def wants_context(self) -> bool:
+        """Whether anything of every prompt position comes back; then no part of the prompt is reused."""
+        return self.return_context_logits or self.return_prompt_log_probs
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidArgument naming the tensor, what came and what was expected."""
+        most = min(MAX_TOP_LOG_PROBS, vocab_size)
+        if not 0 <= self.num_top_log_probs <= most:
+            raise InvalidArgument(f"num_top_log_probs must be in [0, {most}], got {self.num_top_log_probs}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,3 +377,30 @@ class IterationInput:
     now_ns: int
     new_requests: tuple[Request, ...] = ()
     stops: tuple[StopSignal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """Sent once to every front end; constant while the engine lives.
+
+    Attributes:
+        limits: What requests may ask for.
+        model_path: The checkpoint folder.
+        tokenizer_dir: Folder with tokenizer.json, "" if there is none: then only ids are served.
+        eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): where requests
+            that come as text end, unless they say otherwise.
+        default_end_ids: End ids of requests that come as ids and have no end_id; the specification's default
+            is none.
+        exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
+        dtype: Of the weights: float32, bfloat16, float16 or int8.
+        state_enabled: Whether `state` requests are answered.
+    """
+
+    limits: ModelLimits
+    model_path: str = ""
+    tokenizer_dir: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    default_end_ids: tuple[int, ...] = ()
+    exclude_input_from_output: bool = False
+    dtype: str = "float32"
+    state_enabled: bool = False

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.stop import CUT_SHORT, FinishReason
-from inflight.core.request.tensor import FloatTensor, concatenate_rows
 from inflight.errors import InflightError
 
 
@@ -192,4 +192,13 @@ def _join(parts: Sequence[tuple[tuple, ...]]) -> tuple[tuple, ...]:
 
 def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
     parts = [r.generation_logits[0] for r in results if r.generation_logits is not None]
-    return (concatenate_rows(parts),) if parts else None
+    return (_concatenate_rows(parts),) if parts else None
+
+
+def _concatenate_rows(tensors: list[FloatTensor]) -> FloatTensor:
+    """Tensors [n, …], one after another along the first dimension; the further ones are equal where n > 0."""
+    filled = [tensor for tensor in tensors if tensor.data]
+    if len(filled) <= 1:
+        return filled[0] if filled else tensors[0]
+    rows = sum(tensor.shape[0] for tensor in filled)
+    return FloatTensor((rows, *filled[0].shape[1:]), b"".join(tensor.data for tensor in filled))

@@ -13,10 +13,9 @@ from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.kv_cache_manager import BlockCounts
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
-from inflight.core.request.request import Request
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import PerfMetrics, Response, Result
 from inflight.core.request.stop import CUT_SHORT, FinishReason
-from inflight.core.request.tensor import FloatTensor
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
 """Tells how many KV blocks a sequence needed when it started, found in the cache and missed there."""
