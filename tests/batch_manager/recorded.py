@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inflight.batch_manager.recording import Begin, End, Header, JsonRecorder, Record, Trace, decode, encode
-from inflight.batch_manager.replay import Options, run
+from inflight.batch_manager.replay import run
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
@@ -78,9 +78,9 @@ def _come_back(
     now_ns = 3_000_003 * batch.iteration + 2
     if batch.iteration in scenario.breakdowns.transient:
         error = ERRORS[batch.iteration % 2]
-        recorder.end(None, error, now_ns)
+        recorder.end(error, now_ns)
         return scheduler.fail(batch, error)
-    recorder.end(output, None, now_ns)
+    recorder.end(output, now_ns)
     return scheduler.update(batch, output, now_ns)
 
 
@@ -101,7 +101,7 @@ def simple_trace(path, unanswered: bool = False) -> None:
         if unanswered and iteration == 3:
             break
         output = engine.decode(batch, engine.forward(batch))
-        recorder.end(output, None, iteration + 2)
+        recorder.end(output, iteration + 2)
         scheduler.update(batch, output, iteration + 2)
     recorder.close()
 
@@ -127,4 +127,4 @@ def outcome(path, until: int | None = None, verbose: bool = False) -> tuple[int,
     """Exit code and report of the program."""
     report = io.StringIO()
     with path.open("rb") as file:
-        return run(Trace(file), Options(until, is_verbose=verbose), io.StringIO(), report), report.getvalue()
+        return run(Trace(file), io.StringIO(), report, until, is_verbose=verbose), report.getvalue()

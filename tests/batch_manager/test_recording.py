@@ -172,7 +172,7 @@ def test_what_is_recorded_can_be_read_while_it_is_written(tmp_path, keep_logits)
     inputs = IterationInput(7, 1, (FULL_REQUEST,))
     recorder.begin(inputs, FULL_BATCH)
     assert trace_of(path)[1] == [Begin(inputs, FULL_BATCH)]
-    recorder.end(FULL_OUTPUT, None, 5)
+    recorder.end(FULL_OUTPUT, 5)
     expected = FULL_OUTPUT if keep_logits else zero_logits(leave_out_logits(FULL_OUTPUT))
     assert trace_of(path)[1][1:] == [End(7, 5, expected)]
     recorder.close()
@@ -184,9 +184,9 @@ def test_answers_belong_to_batches_in_their_order(tmp_path):
     for iteration in (3, 4, 6):
         recorder.begin(IterationInput(iteration, 0), ScheduledBatch(iteration, generation_slots=(0,)))
     recorder.begin(IterationInput(5, 0), None)
-    recorder.end(None, StepFailed("broken \udcff"), 1)
-    recorder.end(None, Unavailable("gone"), 2)
-    recorder.end(ModelOutput(6, [(1,)]), None, 3)
+    recorder.end(StepFailed("broken \udcff"), 1)
+    recorder.end(Unavailable("gone"), 2)
+    recorder.end(ModelOutput(6, [(1,)]), 3)
     recorder.close()
     _, records = trace_of(tmp_path / "trace")
     assert records[4:] == [
@@ -235,7 +235,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "write", write_half)
     with caplog.at_level(logging.ERROR):
         recorder.begin(IterationInput(7, 1), FULL_BATCH)
-        recorder.end(FULL_OUTPUT, None, 5)
+        recorder.end(FULL_OUTPUT, 5)
         recorder.begin(IterationInput(8, 1), FULL_BATCH)
     assert len(caplog.records) == 1 and str(path) in caplog.text
     monkeypatch.undo()

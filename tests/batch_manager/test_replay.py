@@ -45,10 +45,10 @@ SEEDS = range(60)
 def replay_all(path) -> tuple[Replay, list[Response]]:
     """Replay without a difference; every response."""
     header, records = read(path)
-    replay = Replay.of(header)
+    replay = Replay(header)
     responses = []
     for record in records:
-        assert replay.take(record) == []
+        assert replay.advance(record) == []
         responses += replay.responses
     return replay, responses
 

@@ -232,7 +232,7 @@ def _play(seed: int) -> int:
             extra_ids=(*identity.extra_ids, *[0] * 16)[: len(tokens)],
         )
         match = cache.match_prefix(key, tokens, rules(identity))
-        while cache.blocks_to_admit(match, cache.blocks_for(len(tokens))) > cache.num_unreserved:
+        while cache.blocks_for(len(tokens)) - match.num_held > cache.num_unreserved:
             cache.release(running.pop(0))
             match = cache.match_prefix(key, tokens, rules(identity))
         meant = [_meaning(tokens, identity, index) for index in range(len(tokens) // SIZE)]

@@ -69,7 +69,7 @@ def test_nothing_is_scheduled_between_two_static_batches():
 
 
 def test_the_log_line_adds_what_came_later():
-    fields = json.loads(STATS.to_log_json(NOON, MEMORY))
+    fields = json.loads(json.dumps(STATS.log_fields(NOON, MEMORY)))
     documented = json.loads(STATS.to_json(NOON))
     assert {key: fields[key] for key in INFLIGHT_KEYS[1:]} == {k: documented[k] for k in INFLIGHT_KEYS[1:]}
     assert {key: value for key, value in fields.items() if key not in documented} == {
@@ -104,7 +104,7 @@ def test_timestamps_round_to_microseconds(fraction_s, text):
 
 
 def test_the_executor_has_its_own_names():
-    fields = json.loads(STATS.to_executor_json(NOON, MEMORY))
+    fields = json.loads(json.dumps(STATS.executor_fields(NOON, MEMORY)))
     assert fields == {
         "timestamp": "05-20-2024 12:30:05.250000", "iter": 17, "iterLatencyMS": 4.5,
         "newActiveRequestsQueueLatencyMS": 6.0, "numNewActiveRequests": 3, "numActiveRequests": 9,
@@ -131,14 +131,14 @@ def test_the_executor_has_its_own_names():
 
 
 def test_the_executor_tells_static_batching_apart_and_no_drafts_from_rejected_ones():
-    fields = json.loads(replace(STATIC, num_drafted_requests=0).to_executor_json(None))
+    fields = json.loads(json.dumps(replace(STATIC, num_drafted_requests=0).executor_fields(None)))
     assert fields["inflightBatchingStats"] is None and fields["specDecodingStats"] is None
     assert fields["staticBatchingStats"] == {
         "numScheduledRequests": 7, "numContextRequests": 2, "numCtxTokens": 500, "numGenTokens": 60,
         "emptyGenSlots": 11,
     }  # fmt: skip
     assert fields["timestamp"] is None and fields["cpuMemUsage"] == 0
-    rejected = json.loads(replace(STATS, num_accepted_draft_tokens=0).to_executor_json(NOON))
+    rejected = json.loads(json.dumps(replace(STATS, num_accepted_draft_tokens=0).executor_fields(NOON)))
     assert rejected["specDecodingStats"]["acceptanceLength"] == 1.0
 
 
@@ -146,14 +146,14 @@ def test_nothing_divides_by_nothing():
     empty = replace(STATS, max_num_blocks=0, num_free_blocks=0, num_reused_blocks=0, num_missed_blocks=0,
                     num_advanced_sequences=0)  # fmt: skip
     assert (empty.used_fraction, empty.cache_hit_rate) == (0.0, 0.0)
-    fields = json.loads(empty.to_executor_json(NOON))
+    fields = json.loads(json.dumps(empty.executor_fields(NOON)))
     assert fields["inflightBatchingStats"]["avgNumDecodedTokensPerIter"] == 0.0
 
 
 def test_request_statistics_of_an_iteration():
     running = RequestStats(5, 0, RequestStage.GENERATION_IN_PROGRESS, 12, 9, 6, True, False, 4, 1, 3)
     paused = RequestStats(5, 1, RequestStage.QUEUED, 0, 0, 0, False, True, 0, 0, 0)
-    fields = json.loads(RequestStatsPerIteration(17, (running, paused)).to_executor_json())
+    fields = json.loads(json.dumps(RequestStatsPerIteration(17, (running, paused)).executor_fields()))
     assert fields["iter"] == 17
     first, second = fields["requestStats"]
     assert first == {

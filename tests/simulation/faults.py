@@ -60,10 +60,10 @@ Patch = pytest.MonkeyPatch
 def guilty_acquitted(patch: Patch) -> None:
     failed = Isolation.failed
 
-    def nobody_is_guilty(isolation: Isolation, request_ids, was_alone: bool) -> None:
+    def nobody_is_faulty(isolation: Isolation, request_ids, was_alone: bool) -> None:
         failed(isolation, request_ids, was_alone)
 
-    patch.setattr(Isolation, "failed", nobody_is_guilty)
+    patch.setattr(Isolation, "failed", nobody_is_faulty)
 
 
 def first_suspect_condemned(patch: Patch) -> None:
@@ -72,7 +72,7 @@ def first_suspect_condemned(patch: Patch) -> None:
 
 def all_tried_together(patch: Patch) -> None:
     def one_set(isolation: Isolation, request_ids, was_alone: bool) -> int | None:
-        isolation._clear(request_ids)
+        isolation._drop(request_ids)
         if len(request_ids) == 1 and was_alone:
             return request_ids[0]
         isolation._sets.appendleft(tuple(request_ids))

@@ -183,7 +183,7 @@ SITES: dict[str, tuple[type, str, Callable[..., list[Any]]]] = {
     "admission": (Admission, "blocks_needed", lambda self, one: [one]),
     "start": (Running, "start", lambda self, one, num_reused: [one]),
     "selection": (MicroBatchScheduler, "select", lambda self, running, num_in_flight=0: list(running)),
-    "context": (BatchBuilder, "add_chunk", lambda self, one, num_rows: [one]),
+    "context": (BatchBuilder, "_add_chunk", lambda self, one, num_rows: [one]),
     "blocks": (KvCacheManager, "extend", lambda self, key, num_tokens: [key]),
 }
 """Where it raises: a method of the core, and whom its arguments are about (sequences, or their keys)."""

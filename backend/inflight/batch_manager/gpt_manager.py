@@ -1,8 +1,8 @@
 """GptManager: the loop that turns requests into responses, one iteration after another.
 
-Owns one worker thread, from construction to shutdown, and calls the engine, the scheduler and the callbacks on it.
-Knows neither Triton nor a device. Callbacks must not block: while the loop waits for one, nobody gets tokens.
-Specification: The Batch Manager in TensorRT-LLM.
+It owns one worker thread, from construction to shutdown, and calls the engine, the scheduler and the callbacks
+on it. It knows neither Triton nor a device. Callbacks must not block: while the loop waits for one, nobody gets
+tokens. Specification: The Batch Manager in TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class GptManager:
     for requests and stop signals, and what it has to respond goes nowhere.
 
     Args:
-        engine: The device; this object closes it.
-        scheduler: Requests, slots and KV blocks.
+        engine: The device side; this object closes it.
+        scheduler: The scheduler, made for this engine's limits.
         get_inference_requests: Called at the start of every iteration with the most requests that can be
             accepted, negative for any number.
         send_response: Called with each response, exactly one of which is final for each request. An exception
@@ -53,12 +53,12 @@ class GptManager:
             mean nothing, also if their ids come back.
         return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
             JSON string.
-        stats_period_ns: Leave out statistics that come sooner than this after the last ones; 0 for none.
+        stats_period_ns: Shortest time between two statistics, those between are left out; 0: all are told.
         on_death: Called once if the loop itself fails or a rank is lost, after every active request was
             answered; whoever queues requests in front of this object answers those.
-        instruments: What else watches the loop; closed with this object.
+        instruments: What else watches the loop; this object closes it.
         clock_ns: Monotonic time; injected by tests.
-        ranks: Those that run the model in step, this one among them; None: it is alone.
+        ranks: The ranks that run the model in step, this one among them; None if it is alone.
         wait_until_sent: For an engine that computes on all processors: what was handed to `send_response` is sent
             between two iterations (`SendWindow`). None: while the engine computes.
         start: Whether to start the worker thread; without it, call `step`.
@@ -99,7 +99,7 @@ class GptManager:
         self._on_death = on_death
         self._instruments = instruments
         self._inspections = Inspections(scheduler, instruments)
-        self._has_news = True  # since metrics were told last
+        self._has_news = True  # since metrics were published last
         self._work = threading.Event()
         self._shutting_down = False
         self._thread = threading.Thread(target=self._loop, name="gpt-manager", daemon=True)
@@ -111,7 +111,7 @@ class GptManager:
         self._work.set()
 
     def state(self, timeout_s: float) -> str:
-        """JSON for people: the state of the batcher (`core/report/state.py`), recent statistics, what is stuck.
+        """JSON for people: the state of the scheduler (`core/report/state.py`), recent statistics, what is stuck.
 
         Waits for the end of the iteration that runs, for at most `timeout_s`; if that does not come, the answer
         says so and has the stuck iteration too, and the state as that left it. Any thread but the loop's.
@@ -172,7 +172,7 @@ class GptManager:
     def _die(self, error: InflightError) -> None:
         try:
             refused = [
-                Response(request.request_id, error=error, is_final=True) for request in self._inputs.taken
+                Response(request.request_id, error=error, is_final=True) for request in self._inputs.fetched
             ]
             if self._window is not None:
                 self._window.flush()
@@ -204,7 +204,7 @@ class GptManager:
             self._in_flight.append((batch, self._forward(batch)))
         num_due = self._engine.limits.num_due(len(self._in_flight), batch)
         for _ in range(num_due):
-            responses += self._come_back(*self._in_flight.popleft())
+            responses += self._finish_batch(*self._in_flight.popleft())
         had_work = batch is not None or num_due > 0 or self._scheduler.num_active > 0
         self._send(responses)
         has_more = self._inputs.look_ahead()
@@ -214,7 +214,7 @@ class GptManager:
         return had_work or bool(inputs.new_requests) or has_more
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
-        """The next batch; where making it fails, what that ends is added to `responses`."""
+        """The next batch. If making it fails, there is none, and the responses that follow are added."""
         try:
             return self._scheduler.schedule()
         except Exception as error:
@@ -231,7 +231,7 @@ class GptManager:
         except Exception as error:
             return _as_step_failure(batch, error)
 
-    def _come_back(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
+    def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
         outcome = logits if isinstance(logits, InflightError) else self._decode(batch, logits)
         now_ns = self._inputs.now_ns()
         self._instruments.answered(outcome, now_ns)
@@ -261,7 +261,7 @@ class GptManager:
                 )
 
     def _report(self, inputs: IterationInput, batch: ScheduledBatch | None, had_work: bool) -> None:
-        """Statistics of an iteration with active requests; metrics once more when the last of them is gone."""
+        """Report an iteration with active requests, and the metrics once more after the last of them."""
         self._has_news |= bool(inputs.new_requests)
         if not had_work:
             if self._has_news:
@@ -284,11 +284,11 @@ class GptManager:
 
 
 def _drop(response: Response) -> None:
-    """Clients hear it from the leader."""
+    """A follower's send callback: clients get the response from the leader."""
 
 
 def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
-    """Called while `error` is handled."""
+    """The error for a batch's requests; to be called while `error` is handled."""
     _log.exception("iteration %d failed with %d rows in it", batch.iteration, batch.num_rows)
     if isinstance(error, InflightError):
         return error

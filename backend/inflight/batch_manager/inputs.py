@@ -7,7 +7,6 @@ that the schedulers of all ranks decide the same. Called on the loop thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from inflight.core.ports import GetInferenceRequestsCallback, PollStopSignalCallback, Ranks
 from inflight.core.request.request import IterationInput, Request
@@ -15,37 +14,20 @@ from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
 
 
-class Inputs(Protocol):
-    """What a loop asks. `next` and `end` raise Unavailable once a rank is known to be lost."""
-
-    @property
-    def are_over(self) -> bool:
-        """Whether `next` has returned None."""
-
-    @property
-    def taken(self) -> tuple[Request, ...]:
-        """Requests that this rank has to answer and that its scheduler has not been given."""
-
-    def next(self) -> IterationInput | None:
-        """Of the next iteration; None: there is none."""
-
-    def now_ns(self) -> int:
-        """The time, by the clock of `IterationInput.now_ns`."""
-
-    def look_ahead(self) -> bool:
-        """At the end of an iteration: whether there is something for the next one already."""
-
-    def end(self) -> None:
-        """The loop has ended in order."""
-
-
 class OwnInputs:
-    """Of a loop whose callbacks face clients; other ranks, if there are any, are told.
+    """The inputs of a loop whose callbacks face clients; other ranks, if there are any, get the same.
+
+    `next` and `end` raise Unavailable once a rank is known to be lost.
 
     Args:
-        scheduler: Knows what is active.
+        scheduler: Knows which requests are active.
         get_inference_requests, poll_stop_signal, clock_ns: As GptManager has them.
-        ranks: The others.
+        ranks: The ranks, if there are others.
+
+    Attributes:
+        are_over: Whether `next` has returned None, which it never does.
+        fetched: Requests that this rank has to answer and that its scheduler has not been given yet.
+        now_ns: The clock of `IterationInput.now_ns`.
     """
 
     are_over = False
@@ -58,7 +40,7 @@ class OwnInputs:
         clock_ns: Callable[[], int],
         ranks: Ranks | None,
     ) -> None:
-        self.taken: tuple[Request, ...] = ()
+        self.fetched: tuple[Request, ...] = ()
         self.now_ns = clock_ns
         self._scheduler = scheduler
         self._get_inference_requests = get_inference_requests
@@ -68,38 +50,47 @@ class OwnInputs:
         self._stops: tuple[StopSignal, ...] = ()
 
     def next(self) -> IterationInput:
-        """Fetches requests. Others are told of iterations with active or new ones."""
+        """The inputs of the next iteration. Other ranks get those of iterations with active or new requests."""
         requests = tuple(self._get_inference_requests(self._scheduler.room))
         inputs = IterationInput(self._iteration, self.now_ns(), requests, self._stops)
         self._iteration += 1
         is_active = self._scheduler.num_active > 0
         if self._ranks is not None and (is_active or requests):
-            self.taken = requests
+            self.fetched = requests
             self._ranks.share(inputs, are_asleep=not is_active)
-            self.taken = ()
+            self.fetched = ()
         return inputs
 
     def look_ahead(self) -> bool:
-        """Polls stop signals; those of requests that are not active mean nothing."""
+        """Poll stop signals at the end of an iteration; returns whether there is work for the next one.
+
+        Signals for requests that are not active are dropped.
+        """
         signals = self._poll_stop_signal() if self._poll_stop_signal else ()
         self._stops = tuple(signal for signal in signals if self._scheduler.is_active(signal.request_id))
         return bool(self._stops)
 
     def end(self) -> None:
-        """Tells the others."""
+        """Tell the other ranks that the loop has ended in order."""
         if self._ranks is not None:
             self._ranks.end(are_asleep=not self._scheduler.num_active)
 
 
 class LeadersInputs:
-    """Of a follower: what its leader shares. Its time is the leader's too, as of the last iteration.
+    """The inputs of a follower's loop: what its leader shares, the time included.
+
+    `next` raises Unavailable once a rank is known to be lost.
 
     Args:
-        scheduler: Knows what is active, and so whether the leader is to wake this rank.
-        ranks: The leader among them.
+        scheduler: Knows which requests are active, and so whether the leader has to wake this rank.
+        ranks: The ranks, the leader among them.
+
+    Attributes:
+        are_over: Whether `next` has returned None.
+        fetched: Always empty: a follower answers no requests.
     """
 
-    taken = ()
+    fetched: tuple[Request, ...] = ()
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks) -> None:
         self.are_over = False
@@ -108,7 +99,7 @@ class LeadersInputs:
         self._now_ns = 0
 
     def next(self) -> IterationInput | None:
-        """Waits for the leader; None once it has ended."""
+        """Wait for the leader's inputs; None once it has ended."""
         if self.are_over:
             return None
         inputs = self._ranks.follow(is_asleep=not self._scheduler.num_active)
@@ -119,12 +110,15 @@ class LeadersInputs:
         return inputs
 
     def now_ns(self) -> int:
-        """As the leader told; clocks of other machines begin elsewhere."""
+        """The leader's time at the last iteration: clocks of several machines do not agree."""
         return self._now_ns
 
     def look_ahead(self) -> bool:
-        """Whether there is more is for the leader to say."""
+        """True: only the leader knows whether there is work for the next iteration."""
         return True
 
     def end(self) -> None:
-        """Nobody follows a follower."""
+        """Do nothing: no rank follows this one."""
+
+
+Inputs = OwnInputs | LeadersInputs

@@ -1,6 +1,7 @@
-"""What watches the loop beside its callbacks: recorder, watchdog, rings of statistics, metrics. All optional.
+"""What watches the loop beside its callbacks: recorder, watchdog, recent statistics, metrics, answers to `state`.
 
-The loop says what happens; this hands it on to whoever is there. Called on the loop thread.
+All of it is optional but the answers, and none of it decides anything. The loop says what happens, on its own
+thread; the watchdog has a thread of its own, and any thread may read statistics and ask for the state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from inflight.core.ports import Recorder, ReturnMetricsCallback
+from inflight.batch_manager.recording import JsonRecorder
+from inflight.core.ports import ReturnMetricsCallback
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.state import SchedulerState
 from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStats, RequestStatsPerIteration
@@ -33,22 +35,24 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class KeptIteration:
-    """One iteration's statistics, and when they were taken in seconds since the epoch."""
+    """The statistics of one iteration, with the time when they were taken, in seconds since the epoch."""
 
     stats: IterationStats
     wall_clock_s: float
 
     def executor_fields(self, memory: MemoryUsage | None = None) -> dict[str, object]:
-        """The Executor's `IterationStats`; memory, if it is given, is that of now."""
+        """The Executor's `IterationStats`; `memory` is what the process holds now, 0 without it."""
         return self.stats.executor_fields(self.wall_clock_s, memory)
 
 
 class StatisticsRings:
-    """As the Executor keeps them: so many, and the oldest give way.
+    """The statistics of the last iterations, and of every request in them, as the Executor keeps them.
+
+    The loop thread adds; any thread reads, and makes JSON on its own time.
 
     Args:
         max_iterations: Iterations to keep; 0 keeps none.
-        max_request_iterations: Iterations to keep the statistics of every request of; 0 keeps none.
+        max_request_iterations: Iterations for which the statistics of every request are kept; 0 keeps none.
         clock_s: Seconds since the epoch; injected by tests.
     """
 
@@ -74,7 +78,7 @@ class StatisticsRings:
         return self._requests.size > 0
 
     def add(self, stats: IterationStats, request_stats: tuple[RequestStats, ...] = ()) -> None:
-        """Keep one iteration's. On the loop thread."""
+        """Keep the statistics of one iteration. Loop thread."""
         kept = KeptIteration(stats, self._clock_s())
         with self._lock:
             self._iterations.add(kept)
@@ -82,28 +86,28 @@ class StatisticsRings:
                 self._requests.add(RequestStatsPerIteration(stats.iteration, request_stats))
 
     def latest(self) -> list[KeptIteration]:
-        """Those kept since the last call, oldest first: the Executor's `getLatestIterationStats`."""
+        """Statistics since the last call, oldest first: the Executor's `getLatestIterationStats`."""
         with self._lock:
-            return self._iterations.take_new()
+            return self._iterations.new_values()
 
     def latest_requests(self) -> list[RequestStatsPerIteration]:
-        """The same of requests: the Executor's `getLatestRequestStats`."""
+        """Statistics of requests since the last call, oldest first: the Executor's `getLatestRequestStats`."""
         with self._lock:
-            return self._requests.take_new()
+            return self._requests.new_values()
 
     def peek(self, count: int) -> list[KeptIteration]:
-        """The last `count`, oldest first; for `latest` they are as new as before."""
+        """The last `count` statistics, oldest first; `latest` returns them all the same."""
         with self._lock:
             return self._iterations.last(count)
 
     def peek_requests(self, count: int) -> list[RequestStatsPerIteration]:
-        """The same of requests."""
+        """The last `count` statistics of requests, oldest first; `latest_requests` returns them all the same."""
         with self._lock:
             return self._requests.last(count)
 
 
 class _Ring(Generic[_T]):
-    """The last `size` of what was added, and which of it nobody has taken yet. Not for two threads at once."""
+    """The last `size` values that were added, and how many of them are new. Not for two threads at once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -114,7 +118,7 @@ class _Ring(Generic[_T]):
         self._kept.append(value)
         self._num_new = min(self._num_new + 1, self.size)
 
-    def take_new(self) -> list[_T]:
+    def new_values(self) -> list[_T]:
         values = self.last(self._num_new)
         self._num_new = 0
         return values
@@ -128,7 +132,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Run:
-    """One iteration; `next_report_s` is how long it runs until the log is told (again)."""
+    """One iteration; `next_report_s` is its duration at which the log is written (again)."""
 
     __slots__ = ("begun_s", "describe", "is_reported", "iteration", "next_report_s")
 
@@ -141,14 +145,20 @@ class _Run:
 
 
 class Watchdog:
-    """Watches one loop.
+    """Notices an iteration that does not end, and says in the log what every thread is doing.
+
+    Owns one daemon thread, which sleeps until an iteration begins and, while iterations run, wakes at most twice
+    in a timeout. The loop thread pays a clock read and a few attributes for each iteration, and takes no lock
+    but to wake a thread that sleeps. The watchdog knows neither requests nor a device: whoever begins an
+    iteration can describe it. It needs the interpreter: a native call that hangs without releasing the GIL
+    silences it.
 
     Args:
-        timeout_s: An iteration that takes longer is stuck, > 0. It is told at most half of it late, and again each
-            time that its duration has doubled.
-        log: Takes each message, of many lines.
+        timeout_s: An iteration that takes longer is stuck; > 0. The log is written at most half a timeout late,
+            and again each time that the duration has doubled.
+        log: Takes each message, which has many lines.
         clock: Seconds, monotonic.
-        wait: Waits for an event for so many seconds (None: without end), and returns whether it is set.
+        wait: Waits for an event for some seconds (None: without end), and returns whether it is set.
         start: Whether to start the thread; without it, call `check`.
     """
 
@@ -174,11 +184,11 @@ class Watchdog:
             self._thread.start()
 
     def begin(self, iteration: int, describe: Callable[[], str]) -> None:
-        """An iteration's work begins. Loop thread.
+        """Note that an iteration begins. Loop thread.
 
         Args:
             iteration: Its number.
-            describe: Says what is in it; called by other threads, and only while it is stuck.
+            describe: Returns what is in it; called by other threads, and only while it is stuck.
         """
         self._run = _Run(iteration, describe, self._clock(), self._timeout_s)
         # In this order: the thread clears the event before it looks for a run for the last time.
@@ -186,7 +196,7 @@ class Watchdog:
             self._is_needed.set()
 
     def end(self) -> None:
-        """It has ended, well or badly. Loop thread."""
+        """Note that the iteration has ended, well or badly. Loop thread."""
         run, self._run = self._run, None
         if run is not None and run.is_reported:
             self._log(
@@ -194,7 +204,7 @@ class Watchdog:
             )
 
     def stuck(self) -> str | None:
-        """What is stuck, and since when, in one line; None if nothing is. Any thread."""
+        """A line that says which iteration is stuck and since when; None if none is. Any thread."""
         run = self._run
         if run is None or (seconds := self._clock() - run.begun_s) < self._timeout_s:
             return None
@@ -217,7 +227,7 @@ class Watchdog:
                 self._wait(self._is_needed, None)
 
     def check(self) -> bool:
-        """Tell the log if that is due. Returns whether to look again soon; else the next `begin` wakes up."""
+        """Write the log if that is due; returns whether to check again soon, or else when `begin` says so."""
         if (run := self._run) is None:
             self._is_needed.clear()
             # One that begins before this line is seen here; a later one sets the event.
@@ -241,53 +251,51 @@ def _headline(run: _Run, seconds: float) -> str:
 
 def all_stacks(besides: int | None = None) -> str:
     """The Python stacks of all threads but `besides`, with the threads' names, innermost call last."""
+    # The only way to see other threads' stacks; documented in spite of its name.
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, '?')} ({ident}):\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in frames.items()
         if ident != besides
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """The instruments.
+    """The instruments that the loop has, each of which may be missing.
 
     Attributes:
         recorder: Writes a trace for `replay`.
         watchdog: Notices an iteration that does not end.
-        rings: Keep the statistics of the last iterations.
+        rings: Keeps the statistics of the last iterations.
         return_metrics: Takes statistics and metrics, as often as statistics are reported.
-        measure_memory: What this process holds now. Any thread.
+        measure_memory: Returns what this process holds now. Any thread.
     """
 
-    recorder: Recorder | None = None
+    recorder: JsonRecorder | None = None
     watchdog: Watchdog | None = None
     rings: StatisticsRings | None = None
     return_metrics: ReturnMetricsCallback | None = None
     measure_memory: Callable[[], MemoryUsage] = MemoryUsage
 
     def begin(self, iteration: int, scheduler: Scheduler) -> None:
-        """An iteration begins that has something to do."""
+        """Note that an iteration begins that has something to do."""
         if self.watchdog is not None:
             self.watchdog.begin(iteration, lambda: _describe(scheduler))
 
     def scheduled(self, inputs: IterationInput, batch: ScheduledBatch | None) -> None:
-        """Its batch is made, and about to run."""
+        """Note that the iteration's batch is made and about to run."""
         if self.recorder is not None:
             self.recorder.begin(inputs, batch)
 
     def answered(self, outcome: ModelOutput | InflightError, now_ns: int) -> None:
-        """The device has answered, or raised."""
-        if self.recorder is None:
-            return
-        if isinstance(outcome, InflightError):
-            self.recorder.end(None, outcome, now_ns)
-        else:
-            self.recorder.end(outcome, None, now_ns)
+        """Note that the device has answered the oldest batch in flight, or failed to."""
+        if self.recorder is not None:
+            self.recorder.end(outcome, now_ns)
 
     def end(self) -> None:
-        """The iteration is over, its responses are sent."""
+        """Note that the iteration is over and its responses are handed over."""
         if self.watchdog is not None:
             self.watchdog.end()
 
@@ -302,7 +310,7 @@ class Instruments:
             self.rings.add(stats, scheduler.request_stats(batch) if self.rings.wants_requests else ())
 
     def tell(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
-        """Publish metrics."""
+        """Publish statistics and metrics."""
         if self.return_metrics is not None:
             self.return_metrics(stats, metrics)
 
@@ -318,7 +326,7 @@ NO_INSTRUMENTS = Instruments()
 
 
 def _describe(scheduler: Scheduler) -> str:
-    """For the watchdog's log; asked by its thread, and only while the loop hangs."""
+    """What is in an iteration, for the watchdog's log; called by its thread, and only while the loop hangs."""
     running = scheduler.running_sequences
     in_flight = [r for r in running if r.num_scheduled_tokens]
     ids = ", ".join(str(request_id) for request_id in dict.fromkeys(r.request_id for r in in_flight))
@@ -332,14 +340,15 @@ def _describe(scheduler: Scheduler) -> str:
 _RECENT = 10
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    state: SchedulerState
-    stats: IterationStats
+_Answer = tuple[SchedulerState, IterationStats]
 
 
 class Inspections:
-    """The questions that wait for an answer."""
+    """Questions for the scheduler's state, asked on any thread and answered by the loop between two iterations.
+
+    If the loop does not answer in time, the asking thread says what it can see without it: that an iteration is
+    stuck and since when, the stacks of all threads, and the scheduler as that iteration left it.
+    """
 
     def __init__(self, scheduler: Scheduler, instruments: Instruments) -> None:
         self._scheduler = scheduler
@@ -355,30 +364,26 @@ class Inspections:
             raise Unavailable("the generation loop has ended")
         notify()
         try:
-            answer = question.result(timeout_s)
+            state, stats = question.result(timeout_s)
         except NotInTime:
             question.cancel()
             return json.dumps(self._without_the_loop(timeout_s))
-        return json.dumps(
-            {
-                "state": asdict(answer.state),
-                "statistics": self._executor_fields(answer.stats),
-                **self._recent(),
-            }
-        )
+        memory = self._instruments.measure_memory()
+        statistics = stats.executor_fields(time.time(), memory)
+        return json.dumps({"state": asdict(state), "statistics": statistics, **self._recent(memory)})
 
     def answer(self) -> None:
-        """Between two iterations, on the loop thread."""
+        """Answer all questions. On the loop thread, between two iterations."""
         while self._questions:
             question = self._questions.popleft()
             if question.set_running_or_notify_cancel():
                 try:
-                    question.set_result(_Answer(self._scheduler.state(), self._scheduler.stats(None)))
+                    question.set_result((self._scheduler.state(), self._scheduler.stats(None)))
                 except Exception as error:  # whoever asks is to hear of it; the loop has others to serve
                     question.set_exception(error)
 
     def close(self) -> None:
-        """The loop has ended: nobody is to wait for it. Idempotent."""
+        """Refuse all questions, because the loop has ended. Idempotent."""
         self._is_closed = True
         while self._questions:
             question = self._questions.popleft()
@@ -391,26 +396,22 @@ class Inspections:
             "unanswered": f"the generation loop did not come round in {waited_s:g} s",
             "stuck": watchdog.stuck() if watchdog else None,
             "state": self._left_behind(),
-            **self._recent(),
+            **self._recent(self._instruments.measure_memory()),
             "threads": all_stacks().splitlines(),
         }
 
     def _left_behind(self) -> dict[str, object] | None:
-        """The scheduler's state, looked at from this thread; None if the loop goes on meanwhile, and it shows."""
+        """The scheduler's state, read from this thread; None if the loop changes it meanwhile and that fails."""
         try:
             return asdict(self._scheduler.state())
         except Exception:  # whatever comes of reading what somebody else is changing
             return None
 
-    def _executor_fields(self, stats: IterationStats) -> dict[str, object]:
-        return stats.executor_fields(time.time(), self._instruments.measure_memory())
-
-    def _recent(self) -> dict[str, object]:
-        """Statistics of the last iterations, and of their requests where they are kept."""
+    def _recent(self, memory: MemoryUsage) -> dict[str, object]:
+        """The statistics of the last iterations, and of their requests if they are kept."""
         rings = self._instruments.rings
         if rings is None:
             return {"recent_iterations": [], "recent_requests": []}
-        memory = self._instruments.measure_memory()
         return {
             "recent_iterations": [kept.executor_fields(memory) for kept in rings.peek(_RECENT)],
             "recent_requests": [kept.executor_fields() for kept in rings.peek_requests(_RECENT)],

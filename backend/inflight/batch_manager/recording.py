@@ -4,11 +4,12 @@
     begin    of every iteration, before it runs: its IterationInput and the batch that was made of it
     end      of every batch, in the same order: the ModelOutput or the error, and when that was known
 
-Owns the format, both ways, and the file while it is written. A record is in the file when the call that makes it
-returns, so that a process that hangs or is killed leaves its last batch behind. Requests stand in the trace once,
-where they arrive; a batch's starts name them. NaN and infinities, which JSON lacks, are written as text.
+This module owns the format, both ways, and the file while it is written. A record is in the file when the call
+that makes it returns, so that a process that hangs or is killed leaves its last batch behind. A request is
+written once, where it arrives; a batch's starts name it. NaN and infinities, which JSON lacks, are written as
+text.
 
-A trace contains prompts: only its owner may read it. Written on the loop thread; what goes wrong there ends the
+A trace contains prompts: only its owner may read it. The loop thread writes it; an error there ends the
 recording and nothing else.
 """
 
@@ -19,9 +20,9 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -41,7 +42,7 @@ from inflight.file_names import native
 
 FORMAT = "inflight-trace"
 VERSION = 1
-"""Of the records and of the dataclasses in them; another one cannot be read."""
+"""The version of the records and of the dataclasses in them; traces of another version cannot be read."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class BadTrace(InflightError):
 
 
 class Start(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `SlotStart` whose request is known from where it arrived."""
+    """A `SlotStart` without its request, which is in the trace where it arrived."""
 
     slot: int
     request_id: int
@@ -60,11 +61,11 @@ class Start(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
-    """The first line.
+    """The first record.
 
     Attributes:
         config, limits: What the scheduler is built from.
-        has_logits: Whether outputs have their logits; else each is the number of its bytes.
+        has_logits: Whether outputs have their logits; else the number of bytes stands in their place.
     """
 
     config: SchedulerConfig
@@ -75,7 +76,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_defaults=True):
-    """One iteration: what entered it, and what was to run; `batch` has no starts, they stand beside it."""
+    """The record of an iteration: its inputs and its batch, whose starts are in `starts` instead."""
 
     inputs: IterationInput
     batch: ScheduledBatch | None = None
@@ -83,13 +84,13 @@ class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_d
 
 
 class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defaults=True):
-    """What became of the batch of an earlier iteration.
+    """The record of the outcome of a batch.
 
     Attributes:
-        iteration: The batch's.
-        now_ns: When that was known; the clock of `IterationInput.now_ns`.
-        output: What the device answered; None: it failed.
-        error_code, error: How it failed; the code decides what becomes of its requests.
+        iteration: Number of the batch's iteration.
+        now_ns: When the outcome was known, by the clock of `IterationInput.now_ns`.
+        output: The device's answer; None if the batch failed.
+        error_code, error: The error if it failed; the code decides what becomes of its requests.
     """
 
     iteration: int
@@ -127,41 +128,26 @@ def _make_start(start: SlotStart) -> Start:
     return Start(start.slot, start.request.request_id, start.sequence_index, start.token_ids)
 
 
-def make_end(iteration: int, now_ns: int, output: ModelOutput | None, error: InflightError | None) -> End:
-    """The record of what became of an iteration's batch."""
-    if error is None:
-        return End(iteration, now_ns, output)
-    # An exception's text may hold what no UTF-8 can.
-    return End(iteration, now_ns, None, error.code, str(error))
-
-
 def encode(record: Record) -> bytes:
-    """A line, newline included."""
+    """A record's line, newline included."""
     line = _ENCODER.encode(record)
     # msgspec writes null for None and for NaN and infinities alike; only the former may stay.
-    if b"null" in line and _has_odd_numbers(plain := msgspec.to_builtins(record)):
-        line = _ENCODER.encode(_spell(plain))
+    if b"null" in line:
+        line = _ENCODER.encode(_spell(msgspec.to_builtins(record)))
     return line + b"\n"
 
 
-def _has_odd_numbers(plain: Any) -> bool:
-    """Whether there are floats that JSON lacks. No sequence in a record holds floats behind something else."""
-    if isinstance(plain, float):
-        return not math.isfinite(plain)
-    if isinstance(plain, dict):
-        return any(map(_has_odd_numbers, plain.values()))
-    if not isinstance(plain, list | tuple) or not plain or isinstance(plain[0], int):  # tokens are many
-        return False
-    return any(map(_has_odd_numbers, plain))
-
-
 def _spell(plain: Any) -> Any:
-    """Floats that JSON lacks become texts."""
+    """Replace floats that JSON lacks by text. A sequence that begins with an integer holds no floats."""
     if isinstance(plain, float) and not math.isfinite(plain):
         return repr(plain)
+    # The casts name what isinstance leaves open: the types of elements.
     if isinstance(plain, dict):
-        return {key: _spell(value) for key, value in plain.items()}
-    return [_spell(value) for value in plain] if isinstance(plain, list | tuple) else plain
+        return {key: _spell(value) for key, value in cast(dict[Any, Any], plain).items()}
+    if isinstance(plain, list | tuple):
+        values = cast(Sequence[Any], plain)
+        return values if values and isinstance(values[0], int) else [_spell(value) for value in values]
+    return plain
 
 
 def decode(line: bytes) -> Record:
@@ -176,7 +162,7 @@ def decode(line: bytes) -> Record:
 
 
 class JsonRecorder:
-    """Implements `inflight.core.ports.Recorder`; a file that exists already is kept as `path`.previous.
+    """Writes a trace. A file that exists already is kept as `path`.previous. Loop thread.
 
     An iteration that nothing was active before, during or after need not be recorded; every other one has to be,
     also without a batch, because requests may have timed out in it.
@@ -211,12 +197,15 @@ class JsonRecorder:
             self._in_flight.append(batch.iteration)
         self._write(lambda: make_begin(inputs, batch))
 
-    def end(self, output: ModelOutput | None, error: InflightError | None, now_ns: int) -> None:
-        """Write what became of the oldest batch without an answer."""
+    def end(self, outcome: ModelOutput | InflightError, now_ns: int) -> None:
+        """Write the outcome of the oldest batch without one, and when it was known."""
         iteration = self._in_flight.popleft()
-        if output is not None and not self._keep_logits:
-            output = leave_out_logits(output)
-        self._write(lambda: make_end(iteration, now_ns, output, error))
+        if isinstance(outcome, InflightError):
+            self._write(lambda: End(iteration, now_ns, None, outcome.code, str(outcome)))
+        else:
+            self._write(
+                lambda: End(iteration, now_ns, outcome if self._keep_logits else leave_out_logits(outcome))
+            )
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -235,7 +224,7 @@ class JsonRecorder:
 
 
 def _create(path: str) -> int:
-    """A new file for this user alone. In its place a file is kept under another name, anything else refused."""
+    """Create a file that only this user may read. A file that is there is kept under another name."""
     if os.path.lexists(path):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise FileExistsError(0, "it exists and is no regular file")
@@ -253,12 +242,12 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 class Trace:
-    """Reads a trace: `header`, then records by iteration.
+    """Reads a trace: `header` has its first record, and iterating gives the others.
 
     Attributes:
         header: The first record.
-        line_number: Of the record that was read last, from 1.
-        is_cut_short: After the last record: whether an unfinished line follows it, as a killed process leaves.
+        line_number: Line of the record that was read last, from 1.
+        is_cut_short: After the last record, whether an unfinished line follows it, as a killed process leaves.
 
     Raises:
         BadTrace: it is none, or not of this version.
@@ -309,12 +298,12 @@ def _check_version(line: bytes) -> None:
 
 
 def leave_out_logits(output: ModelOutput) -> ModelOutput:
-    """Every piece of logits becomes its length in decimal digits."""
+    """Replace every piece of logits by its number of bytes, in decimal digits."""
     return _map_logits(output, lambda logits: b"%d" % len(logits))
 
 
 def zero_logits(output: ModelOutput) -> ModelOutput:
-    """Undoes `leave_out_logits`, but for the numbers: they are zeros."""
+    """Replace what `leave_out_logits` left by zeros."""
     try:
         return _map_logits(output, lambda logits: bytes(int(logits)))
     except ValueError as error:

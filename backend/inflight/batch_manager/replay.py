@@ -1,8 +1,8 @@
 """`scripts/replay`: runs a trace's schedule again, without the model, and compares every decision.
 
-Feeds a new scheduler with what a trace recorded: the inputs of every iteration and what the device answered. The
+A new scheduler gets what the trace recorded: the inputs of every iteration and what the device answered. The
 core is deterministic, so a decision that differs means that the program, or the trace, is another than it was.
-Knows the scheduler and the trace's format; runs on the thread that calls it, reads one line at a time.
+This program reads one line at a time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import argparse
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 import msgspec
 
@@ -31,47 +31,45 @@ IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
 _MOST_DIFFERENCES = 20
 
 
-@dataclass
 class Replay:
-    """A scheduler that goes through it again.
+    """A new scheduler that goes through a trace's iterations again.
 
     Attributes:
-        scheduler: As it is after the last record.
-        iteration: The last one that began; -1: none.
-        num_iterations: Iterations that began.
-        num_requests: Requests that came.
-        num_answered: Final responses.
-        responses: To the last record.
+        scheduler: The scheduler, as it is after the last record.
+        iteration: Number of the last iteration that began; -1: none.
+        num_iterations: How many iterations began.
+        num_requests: How many requests came.
+        num_answered: How many final responses were made.
+        responses: The responses that followed from the last record.
+
+    Raises:
+        ConfigError: no scheduler can be built from the header.
     """
 
-    scheduler: Scheduler
-    iteration: int = -1
-    num_iterations: int = 0
-    num_requests: int = 0
-    num_answered: int = 0
-    responses: list[Response] = field(default_factory=list)
-    _in_flight: deque[ScheduledBatch] = field(default_factory=deque)
-    _request_of_slot: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, header: Header) -> Replay:
-        """From the start; ConfigError if no scheduler can be built like that."""
-        return cls(Scheduler(header.config, header.limits))
+    def __init__(self, header: Header) -> None:
+        self.scheduler = Scheduler(header.config, header.limits)
+        self.iteration = -1
+        self.num_iterations = 0
+        self.num_requests = 0
+        self.num_answered = 0
+        self.responses: list[Response] = []
+        self._in_flight: deque[ScheduledBatch] = deque()
+        self._request_of_slot: dict[int, int] = {}
 
     @property
     def running(self) -> str:
-        """The oldest batch that the device has not answered, in words; empty if there is none."""
+        """A line about the oldest batch that the device has not answered; empty if there is none."""
         if not self._in_flight:
             return ""
         batch = self._in_flight[0]
         return f"iteration {batch.iteration} was running: {describe_batch(batch, self._request_of_slot.get)}"
 
-    def take(self, record: Begin | End) -> list[str]:
-        """Go on by one record; returns how this scheduler's decision differs from the recorded one.
+    def advance(self, record: Begin | End) -> list[str]:
+        """Replay one record; returns how this scheduler's decision differs from the recorded one.
 
         Raises:
             BadTrace: an answer without a batch.
-            Exception: whatever the scheduler raises, as it did or would have done when it was recorded.
+            Exception: whatever the scheduler raises.
         """
         if isinstance(record, Begin):
             return self._begin(record)
@@ -109,12 +107,12 @@ class Replay:
         for slot in batch.released_slots:
             owners.pop(slot, None)
         owners.update((start.slot, start.request.request_id) for start in batch.starts)
-        # A search's beams are all the same request's, so the order of the moves does not matter.
+        # All beams of a search belong to one request, so the order of the moves does not matter.
         owners.update((move.slot, owners[move.parent_slot]) for move in batch.moves)
 
 
 def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int | None]) -> str:
-    """What is in a batch, in one line: rows, tokens and the requests of its slots."""
+    """A line about a batch: its rows, its tokens and the requests of its slots."""
     slots = [*(chunk.slot for chunk in batch.context), *batch.generation_slots]
     request_ids = dict.fromkeys(request_of_slot(slot) for slot in slots)
     named = ", ".join("?" if request_id is None else str(request_id) for request_id in request_ids)
@@ -128,23 +126,22 @@ def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int |
 
 
 def differences(path: str, recorded: Any, replayed: Any) -> Iterator[str]:
-    """One line for each field that differs, by its path; NaN equals NaN."""
+    """Yield one line for each field that differs, by its path; NaN equals NaN."""
     if type(recorded) is not type(replayed):
         yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
     elif is_dataclass(recorded) or isinstance(recorded, msgspec.Struct):
-        for name in _field_names(recorded):
+        # Both have the names of their fields in their classes' annotations.
+        for name in type(recorded).__annotations__:
             yield from differences(f"{path}.{name}", getattr(recorded, name), getattr(replayed, name))
-    elif isinstance(recorded, tuple | list) and len(recorded) == len(replayed):
+    elif _is_sequence(recorded) and len(recorded) == len(replayed):
         for index, (one, other) in enumerate(zip(recorded, replayed)):
             yield from differences(f"{path}[{index}]", one, other)
     elif recorded != replayed and (recorded == recorded or replayed == replayed):
         yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
 
 
-def _field_names(value: Any) -> tuple[str, ...]:
-    return (
-        value.__struct_fields__ if isinstance(value, msgspec.Struct) else tuple(f.name for f in fields(value))
-    )
+def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, tuple | list)
 
 
 def _short(value: Any) -> str:
@@ -157,50 +154,44 @@ def _short(value: Any) -> str:
 # ---------------------------------------------------------------------- the program
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to do with a trace.
-
-    Attributes:
-        until: The last iteration to replay; None: all.
-        wants_state: Whether to print the scheduler's state at the end, as JSON.
-        is_verbose: Whether to tell of every iteration.
-    """
-
-    until: int | None = None
-    wants_state: bool = False
-    is_verbose: bool = False
-
-
-def run(trace: Trace, options: Options, out: TextIO, report: TextIO) -> int:
-    """Replay; returns the exit code.
+def run(
+    trace: Trace,
+    out: TextIO,
+    report: TextIO,
+    until: int | None = None,
+    wants_state: bool = False,
+    is_verbose: bool = False,
+) -> int:
+    """Replay a trace; returns the exit code.
 
     Args:
-        trace: What to replay.
-        options: How.
-        out: Takes the state.
-        report: Takes everything else.
+        trace: The trace.
+        out: Where the scheduler's state is written.
+        report: Where everything else is written.
+        until: Number of the last iteration to replay; None: all.
+        wants_state: Whether to write the scheduler's state at the end, as JSON.
+        is_verbose: Whether to report every iteration.
 
     Raises:
         InflightError: the trace cannot be replayed.
     """
-    replay = Replay.of(trace.header)
-    code = _replay(trace, replay, options, report)
-    if options.wants_state:
+    replay = Replay(trace.header)
+    code = _replay(trace, replay, until, is_verbose, report)
+    if wants_state:
         state = msgspec.json.encode(replay.scheduler.state())
         out.write(msgspec.json.format(state, indent=2).decode() + "\n")
     return code
 
 
-def _replay(trace: Trace, replay: Replay, options: Options, report: TextIO) -> int:
+def _replay(trace: Trace, replay: Replay, until: int | None, is_verbose: bool, report: TextIO) -> int:
     for record in trace:
         if isinstance(record, Begin):
-            if options.until is not None and record.inputs.iteration > options.until:
+            if until is not None and record.inputs.iteration > until:
                 break
-            if options.is_verbose:
+            if is_verbose:
                 report.write(_describe(record) + "\n")
         try:
-            found = replay.take(record)
+            found = replay.advance(record)
         except BadTrace as error:
             raise BadTrace(f"line {trace.line_number}: {error}") from error
         except Exception:  # a crash of the scheduler is what a replay may be made to find
@@ -209,7 +200,7 @@ def _replay(trace: Trace, replay: Replay, options: Options, report: TextIO) -> i
             )
             report.write(traceback.format_exc())
             return DIFFERENT
-        if options.is_verbose:
+        if is_verbose:
             report.writelines(f"  {_describe_end(each)}\n" for each in replay.responses if each.is_final)
         if found:
             report.write(
@@ -249,12 +240,13 @@ def _describe(record: Begin) -> str:
 
 
 def _describe_end(response: Response) -> str:
-    said = response.error or ", ".join(dict.fromkeys(r.name for r in response.result.finish_reasons))
+    reasons = response.result.finish_reasons if response.result else ()
+    said = response.error or ", ".join(dict.fromkeys(reason.name for reason in reasons))
     return f"request {response.request_id} has ended: {said}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`scripts/replay`."""
+    """The program `scripts/replay`; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="scripts/replay",
         description="Run a recorded schedule again, without the model. "
@@ -272,8 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = sys.stderr if given.state else sys.stdout
     try:
         with given.trace.open("rb") as file:
-            options = Options(given.until, given.state, given.verbose)
-            return run(Trace(file), options, sys.stdout, report)
+            return run(Trace(file), sys.stdout, report, given.until, given.state, given.verbose)
     except (OSError, InflightError) as error:
         sys.stderr.write(f"{given.trace}: {getattr(error, 'strerror', None) or error}\n")
         return UNREADABLE

@@ -2,8 +2,8 @@
 
 A forward pass that computes on all processors of a host shares them with whoever sends: a response that is sent
 meanwhile takes a processor from one of the model's threads, for which the others wait at their next barrier. So
-responses are kept for a few iterations, handed over together, and sent while the loop waits. Owns what is kept and
-how long that is. Does not know who sends. Belongs to the loop thread.
+responses are kept for a few iterations, handed over together, and sent while the loop waits. This module owns
+what is kept and decides for how long. It does not know who sends. Only the loop thread calls it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from inflight.core.ports import WaitUntilSent
 from inflight.core.request.response import Response
 
 _SHARE = 0.3
-"""Of the time between two windows, what the second one may take."""
+"""The part of the time between two windows that the second one may take."""
 _LONGEST_NS = 200_000_000
-"""What is kept for longer is handed over by the next iteration; also what counts of a longer time without any."""
+"""The longest time that a response is kept, and the longest time between windows that is counted."""
 _FIRST_COST_NS = 300_000
-"""What sending one sequence's responses is taken to cost before that is known."""
+"""The assumed cost of sending one sequence's responses until it has been measured."""
 _GROWTH = 1.5
-"""Of that cost, where it could not be sent in time."""
+"""The factor of that cost after responses could not be sent in time."""
 
 
 class SendWindow:
@@ -29,6 +29,11 @@ class SendWindow:
     That is every iteration for a few streams or a large model, and every second or third one for many streams of a
     small model. A request's last response is handed over at once, with what is kept of that request. Whoever sends
     joins the responses of a sequence into one.
+
+    Args:
+        hand_over: Gives responses to whoever sends them, in order; never waits.
+        wait_until_sent: Waits until all of them have been sent, for some seconds at most.
+        clock_ns: Monotonic time.
     """
 
     def __init__(
@@ -37,21 +42,16 @@ class SendWindow:
         wait_until_sent: WaitUntilSent,
         clock_ns: Callable[[], int],
     ) -> None:
-        """Args:
-        hand_over: Gives responses to whoever sends them, in order; never waits.
-        wait_until_sent: Waits until all of them have been sent, for some seconds at most.
-        clock_ns: Monotonic time.
-        """
         self._hand_over = hand_over
         self._wait_until_sent = wait_until_sent
         self._clock_ns = clock_ns
         self._kept: dict[int, list[Response]] = {}  # by request
-        self._sequences: set[tuple[int, int]] = set()  # whose they are
+        self._sequences: set[tuple[int, int]] = set()  # request id and sequence index of what is kept
         self._closed_at_ns = clock_ns()
         self._cost_ns: float = _FIRST_COST_NS  # of one sequence
 
     def add(self, responses: Sequence[Response]) -> None:
-        """What an iteration has to say; called for every iteration that runs while requests are active."""
+        """Add an iteration's responses; to be called after every iteration with active requests."""
         for response in responses:
             self._kept.setdefault(response.request_id, []).append(response)
             self._sequences.add((response.request_id, response.sequence_index))
@@ -83,5 +83,5 @@ class SendWindow:
         self._closed_at_ns = self._clock_ns()
         if are_sent:
             self._cost_ns = (self._closed_at_ns - now_ns) / count
-        else:  # it would have taken longer; nobody knows how long
+        else:  # sending takes longer, and nobody knows how long
             self._cost_ns = min(self._cost_ns * _GROWTH, _SHARE * _LONGEST_NS / count)

@@ -1,8 +1,8 @@
-"""How requests end: the last response of each sequence, and what it held given back.
+"""How requests end: deadlines, the last response of each sequence, and the release of what it held.
 
 A sequence that has ended keeps slots and blocks until nothing of it is in flight. They are free before its last
-response is made, and when the last of its request's sequences has gone, nobody knows the request any more. Called
-by the scheduler and by `outcomes.py`, on the loop thread.
+response is made. With the last sequence of a request the request itself is forgotten. The scheduler and
+`outcomes.py` call this, on the loop thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from inflight.errors import InflightError, RequestError, StepFailed
 
 
 class Endings:
-    """The way out.
+    """Ends sequences and requests.
 
     Args:
-        groups: Requests without a final response, by request id; who has had it is taken out.
-        admission: Where those wait who have not ended.
-        running: Who has slots.
-        observed: Is told.
+        groups: Requests without a final response, by request id; this object removes those that have had it.
+        admission: Has the waiting queue.
+        running: The sequences that have slots.
+        observed: Counts what ends.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Endings:
         self._observed = observed
 
     def finish(self, llm_request: LlmRequest, reason: FinishReason, now_ns: int) -> list[Response]:
-        """End a sequence that has not ended; if it led its siblings, they need not wait for it any more."""
+        """End a sequence that has not ended. If its request's others wait for its prompt, another computes it."""
         self._admission.waiting.remove(llm_request)
         llm_request.finish(reason)
         if llm_request.leads:
@@ -57,7 +57,7 @@ class Endings:
     def finish_each(
         self, sequences: Iterable[LlmRequest], reason: FinishReason, now_ns: int
     ) -> list[Response]:
-        """End those of `sequences` that have not ended."""
+        """End the sequences that have not ended yet."""
         responses: list[Response] = []
         for llm_request in sequences:
             if llm_request.state is not RequestState.FINISHED:
@@ -65,7 +65,7 @@ class Endings:
         return responses
 
     def fail(self, group: RequestGroup, error: InflightError, now_ns: int) -> list[Response]:
-        """One request's end; if it had ended already and waits for its batches only, it keeps its reason."""
+        """End a request with `error`; its sequences that have ended already keep their reasons."""
         responses: list[Response] = []
         for llm_request in group.sequences:
             if llm_request.state is not RequestState.FINISHED:
@@ -76,7 +76,7 @@ class Endings:
         return responses
 
     def drain(self, llm_request: LlmRequest, now_ns: int) -> list[Response]:
-        """Free an ended sequence once nothing of it is in flight, and give its last response."""
+        """Release what an ended sequence holds once nothing of it is in flight, and make its last response."""
         if llm_request.num_scheduled_tokens > 0:
             return []
         self._running.leave(llm_request)
@@ -98,27 +98,27 @@ class Endings:
         if group.error is None:
             try:
                 return [make_response(llm_request, self._running.block_counts, is_final)]
-            except Exception as error:  # it must not end the other requests, nor this one without a word
+            except Exception as error:  # other requests must not end, and this one not without a response
                 group.error = as_request_error(error)
         return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []
 
 
 def as_request_error(error: Exception) -> InflightError:
-    """What one request is told that could not be dealt with."""
+    """The error for a request that raised `error` while it was processed."""
     if isinstance(error, RequestError):
         return error
     return StepFailed(f"the request could not be processed: {type(error).__name__}: {error}")
 
 
 class Deadlines:
-    """Requests by deadline. Ended ones need not be taken out: they are passed over, and dropped now and then."""
+    """Requests by deadline. Ended ones need not be removed: they are ignored, and dropped now and then."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, RequestGroup]] = []
         self._drop_at = 64
 
     def add(self, group: RequestGroup) -> None:
-        """Watch a request, if it has a deadline."""
+        """Remember a request's deadline, if it has one."""
         if not group.deadline_ns:
             return
         heappush(self._heap, (group.deadline_ns, group.sequences[0].key, group))
@@ -128,8 +128,8 @@ class Deadlines:
             self._drop_at = 2 * len(self._heap) + 64
 
     def pop_expired(self, now_ns: int) -> list[RequestGroup]:
-        """Those whose deadline has come and which have not ended, each once."""
-        expired = []
+        """The requests whose deadline has come and that have not ended; each is returned once."""
+        expired: list[RequestGroup] = []
         while self._heap and self._heap[0][0] <= now_ns:
             group = heappop(self._heap)[2]
             if group.num_unfinished:

@@ -1,7 +1,7 @@
-"""What follows from a batch that came back: tokens appended, blocks published, sequences ended, responses made.
+"""What follows from a batch that came back: tokens appended, blocks published, responses made, sequences ended.
 
-What an answer means to its sequence alone, `progress.py` says; how sequences end, `endings.py`. Called by the
-scheduler's `update`, on the loop thread.
+The functions at the end of this file change one sequence alone; how sequences end is in `endings.py`. The
+scheduler's `update` calls this, on the loop thread.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from inflight.errors import InvalidArgument
 
 
 class Outcomes:
-    """Takes batches row by row.
+    """Applies what the device answered, row by row.
 
     Args:
-        kv_cache: Where blocks that have become full are published.
-        running: Who has which slot.
-        admission: Where siblings wait for a prompt.
-        recovery: Takes rows back that count for nothing.
-        endings: The way out.
-        observed: Is told.
+        kv_cache: Publishes blocks that have become full.
+        running: The sequences that have slots.
+        admission: Queues sequences that waited for a prompt.
+        recovery: Counts the rows that came back after a failed iteration.
+        endings: Ends sequences.
+        observed: Counts tokens.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class Outcomes:
         self._observed = observed
         self._now_ns = 0
 
-    def take(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
-        """What there is to say to the requests of a batch.
+    def apply(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
+        """Apply the device's answer to a batch, and make the responses that follow.
 
-        A row whose tokens cannot be taken ends its request with an error, and no other.
+        A row that raises ends its request with an error, and no other.
 
         Args:
-            batch: What ran.
-            output: What the device made of it.
-            now_ns: When that was known.
+            batch: The batch that ran.
+            output: The device's answer.
+            now_ns: When the answer was there.
         """
         self._now_ns = now_ns
         responses: list[Response] = []
         new_tokens = iter(output.token_ids)
-        self._take_context(batch, output, new_tokens, responses)
-        self._take_generation(batch, output, new_tokens, responses)
-        self._take_beams(batch, output, responses)
+        self._apply_context(batch, output, new_tokens, responses)
+        self._apply_generation(batch, output, new_tokens, responses)
+        self._apply_beams(batch, output, responses)
         return responses
 
     # ---------------------------------------------------------------- row by row
 
-    def _take_context(
+    def _apply_context(
         self,
         batch: ScheduledBatch,
         output: ModelOutput,
@@ -92,7 +92,7 @@ class Outcomes:
             llm_request = owners[chunk.slot]
             tokens = next(new_tokens) if chunk.is_last else ()
             if llm_request.is_void:
-                self._recovery.take_back(llm_request, len(chunk.token_ids))
+                self._recovery.rows_came_back(llm_request, len(chunk.token_ids))
                 continue
             try:
                 confirm_chunk(llm_request, chunk, len(tokens))
@@ -100,12 +100,12 @@ class Outcomes:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
                     self._admission.queue_siblings(llm_request.group)
-                self._refuse_nothing(llm_request, tokens, chunk.is_last)
+                self._check_tokens(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
             except Exception as error:
                 responses += self._fail(llm_request, error)
 
-    def _take_generation(
+    def _apply_generation(
         self,
         batch: ScheduledBatch,
         output: ModelOutput,
@@ -120,25 +120,25 @@ class Outcomes:
             if llm_request.beams is not None:
                 continue
             if llm_request.is_void:
-                self._recovery.take_back(llm_request, 1)
+                self._recovery.rows_came_back(llm_request, 1)
                 continue
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
             try:
-                self._refuse_nothing(llm_request, tokens)
+                self._check_tokens(llm_request, tokens)
                 self._advance(llm_request, tokens, details.get(slot) if details else None, responses)
             except Exception as error:
                 responses += self._fail(llm_request, error)
 
-    def _take_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
+    def _apply_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
         for group, candidates in zip(batch.beam_groups, output.beams, strict=True):
-            # A search that had ended before its context came back has left its slots by now.
+            # A search that had ended before its context came back has no slots any more.
             search = self._running.slots.owners.get(group.slots[0])
             if search is None:
                 continue
             if search.is_void:
-                if len(group.slots) > 1:  # else it was its context, which is taken back already
-                    self._recovery.take_back(search, 1)
+                if len(group.slots) > 1:  # else the row was its context, which is counted already
+                    self._recovery.rows_came_back(search, 1)
                 continue
             try:
                 self._advance_beams(search, len(group.slots), candidates, responses)
@@ -151,10 +151,8 @@ class Outcomes:
     # ---------------------------------------------------------------- one sequence
 
     @staticmethod
-    def _refuse_nothing(
-        llm_request: LlmRequest, new_tokens: tuple[int, ...], is_sampled: bool = True
-    ) -> None:
-        """Raise for a row that was to get a token and got none."""
+    def _check_tokens(llm_request: LlmRequest, new_tokens: tuple[int, ...], is_sampled: bool = True) -> None:
+        """Raise InvalidArgument for a row that was to get a token and got none."""
         is_ended = llm_request.state is RequestState.FINISHED
         if is_sampled and not new_tokens and llm_request.beams is None and not is_ended:
             raise no_token_left(llm_request)
@@ -183,7 +181,7 @@ class Outcomes:
     def _advance_beams(
         self, llm_request: LlmRequest, num_rows: int, candidates: BeamCandidates, responses: list[Response]
     ) -> None:
-        if num_rows > 1:  # else it was its context, which is confirmed
+        if num_rows > 1:  # else the row was its context, which is confirmed
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
         if llm_request.state is RequestState.FINISHED:
@@ -196,7 +194,7 @@ class Outcomes:
             return
         if llm_request.beams is not None:
             self._kv_cache.reorder_beams(llm_request.key, llm_request.beams.parents)
-        # A search that began again after a failed iteration has said this much before.
+        # A search that began again after a failed iteration has streamed this much before.
         if llm_request.request.streaming and llm_request.num_generated > llm_request.num_streamed_tokens:
             responses.append(make_response(llm_request, self._running.block_counts))
 
@@ -206,7 +204,7 @@ class Outcomes:
             self._observed.gave_first_token(llm_request, self._now_ns)
 
     def _publish(self, llm_request: LlmRequest) -> None:
-        """Let others find the blocks that have become full."""
+        """Let other sequences find the blocks that have become full."""
         num_tokens = min(llm_request.num_computed_tokens, len(llm_request.tokens))
         if llm_request.rules.scope is not None:
             self._kv_cache.publish(llm_request.key, llm_request.tokens, num_tokens)
@@ -215,7 +213,10 @@ class Outcomes:
 
 
 def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: int) -> None:
-    """Count a chunk as computed; of draft tokens the accepted ones, which came back as new tokens but for one."""
+    """Count a chunk as computed, but of its draft tokens only those that were accepted.
+
+    The new tokens are the accepted drafts and one more.
+    """
     num_tokens, num_drafts = len(chunk.token_ids), chunk.num_draft_tokens
     llm_request.num_scheduled_tokens -= num_tokens
     num_accepted = 0
@@ -229,7 +230,7 @@ def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: 
 def append_tokens(
     llm_request: LlmRequest, new_tokens: tuple[int, ...], details: TokenDetails | None, now_ns: int
 ) -> FinishReason:
-    """Take new tokens up to the one that ends the sequence, if one does; an end id is not kept."""
+    """Append new tokens up to the one that ends the sequence, if one does; an end id is not appended."""
     end_ids, stop_words = llm_request.request.end_ids, llm_request.stop_words
     tokens, before = llm_request.tokens, len(llm_request.tokens)
     reason = FinishReason.NOT_FINISHED
@@ -256,20 +257,23 @@ def append_tokens(
 
 
 def advance_beams(llm_request: LlmRequest, candidates: BeamCandidates, now_ns: int) -> FinishReason:
-    """Take a step of a beam search; its end is that of its best beam. InvalidArgument if bans left it none."""
+    """Make a step of a beam search; returns how its best beam ended, if the search did.
+
+    Raises InvalidArgument if bans left no beam any token.
+    """
     search = llm_request.beams
     assert search is not None, f"request {llm_request.request_id} is no beam search"
     search.advance(candidates)
     if search.has_found_nothing:
         raise no_token_left(llm_request)
-    # Beams differ in their tokens and agree in their number, which is all that is asked of these.
+    # Beams differ in their tokens and agree in their number; only the number of these tokens is used.
     llm_request.tokens.append(candidates.token_ids[0])
     _note_time(llm_request, now_ns)
     return search.hypotheses()[0].finish_reason if search.done else FinishReason.NOT_FINISHED
 
 
 def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
-    """The error for a sequence that nothing may follow, because of what its request asks for."""
+    """The error for a sequence after which the request bans every token."""
     request, sampling = llm_request.request, llm_request.request.sampling
     asked = {
         "embedding_bias": request.embedding_bias is not None,
@@ -285,7 +289,7 @@ def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
 
 
 def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextDetails) -> None:
-    """Context outputs of the rows that no earlier run has given already."""
+    """Keep the context outputs of a chunk's rows, but for those that an earlier run has given already."""
     group = llm_request.group
     end = min(chunk.start + len(chunk.token_ids), group.request.prompt_length)
     num_known = group.num_context_rows - chunk.start

@@ -1,4 +1,4 @@
-"""What the core and the loop ask of the outside, as Protocols; nothing here is implemented."""
+"""What the core and the loop ask of the outside: Protocols and types of callbacks, without implementations."""
 
 from __future__ import annotations
 
@@ -11,103 +11,99 @@ from inflight.core.request.request import EngineDescription, IterationInput, Req
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.errors import InflightError
 
 GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
-"""Takes the most requests that fit now (negative: any number), returns new ones. Never blocks."""
+"""Takes how many requests fit now (negative: any number), and returns at most as many new ones. Never blocks."""
 
 SendResponseCallback = Callable[[Response], None]
-"""Takes one response: id, outputs, final flag and error in one frozen value. Never blocks."""
+"""Takes one response, with its id, outputs, final flag and error. Never blocks."""
 
 WaitUntilSent = Callable[[float], bool]
-"""Waits until every response that was handed over in this process has been sent on, for at most so many seconds;
-returns whether they have been."""
+"""Takes a number of seconds, and waits at most as long until every response that was handed over in this process
+has been sent on; returns whether all have been."""
 
 PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
-"""Returns the requests to stop. Called at the end of every iteration."""
+"""Returns the stop signals since the last call. Called at the end of every iteration. Never blocks."""
 
 ReturnBatchManagerStatsCallback = Callable[[str], None]
-"""Takes the statistics of an iteration as a JSON string. Not called without active requests."""
+"""Takes the statistics of an iteration as a JSON string. Not called for iterations without active requests."""
 
 ReturnMetricsCallback = Callable[[IterationStats, MetricsSnapshot], None]
-"""Takes the same statistics as values, and what was observed since the start. Called as often as the statistics,
-and once more when the last active request has ended. Never blocks."""
-
-
-class Recorder(Protocol):
-    """Is told everything it takes to run the same schedule again. Called on the loop thread."""
-
-    def begin(self, inputs: IterationInput, batch: ScheduledBatch | None) -> None:
-        """What entered an iteration and what was made of it, before it runs."""
-
-    def end(self, output: ModelOutput | None, error: InflightError | None, now_ns: int) -> None:
-        """What the device answered, or how it failed, and when; not called for an iteration without a batch."""
-
-    def close(self) -> None:
-        """Nothing more follows. Idempotent."""
+"""Takes the same statistics as values, and the metrics since the start. Called as often as the statistics, and
+once more when the last active request has ended. Never blocks."""
 
 
 class Engine(Protocol):
-    """The device side. One thread calls it, the loop's.
+    """The device side. Only the loop thread calls it.
 
-    Batches are decoded in the order of their forward passes; how many may be forwarded before, `limits.num_due`
-    says: with one micro-batch, none but behind one that feeds itself. A batch whose `forward` raised is not
-    decoded.
+    Batches are decoded in the order of their forward passes. `limits.num_due` says how many may be forwarded
+    before: with one micro-batch a second one only behind a batch that samples on the device. A batch whose
+    `forward` raised is not decoded.
     """
 
     @property
     def limits(self) -> EngineLimits:
-        """Fixed once the engine is loaded."""
+        """The limits, which do not change once the engine is loaded."""
+        ...
 
     def forward(self, batch: ScheduledBatch) -> Any:
         """Apply the batch's deltas and begin its forward pass.
 
         Returns what `decode` takes, opaque to the loop: for the torch engine the logits of the sampled rows
         (`ScheduledBatch.sampled_slots`), a [num_sampled_rows, vocab_size] float32 tensor on the device, or the
-        choice among them.
+        tokens that were chosen from them.
         """
+        ...
 
     def decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput:
         """Choose the next token of every sampled row and remember it as the slot's last token.
 
-        Of a batch that feeds itself `forward` has begun that, and this tells what was chosen.
+        For a batch that samples on the device `forward` has begun that, and this waits for the tokens.
         """
+        ...
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
+        ...
 
 
 class Ranks(Protocol):
     """The ranks that run one model in step. Each has a GptManager of its own; all see the same IterationInputs.
 
     The leader, rank 0, has the callbacks that face clients. While requests are active, which every scheduler
-    knows, each iteration begins with one broadcast from the leader. While none is, the followers are asleep, in a
-    call that uses no CPU, and the leader wakes them for its next broadcast. Called on the loop thread; every
+    knows, each iteration begins with one broadcast from the leader. While none is, the followers sleep in a call
+    that uses no CPU, and the leader wakes them before its next broadcast. Only the loop thread calls this. Every
     method raises Unavailable once a rank is known to be lost.
     """
 
     @property
     def is_leader(self) -> bool:
         """Whether this is rank 0."""
+        ...
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
-        """The leader's broadcast; `are_asleep`: the last iteration left no request active, so wake them first."""
+        """Broadcast the leader's inputs; `are_asleep` says that the followers have to be woken first."""
+        ...
 
     def follow(self, is_asleep: bool) -> IterationInput | None:
-        """A follower's: what the leader shares next; None once it has ended.
+        """Wait, as a follower, for what the leader shares next; None once it has ended.
 
-        `is_asleep`: the last iteration left no request active, so wait to be woken first.
+        `is_asleep` says that the last iteration left no request active, so that the leader will wake this rank
+        first.
         """
+        ...
 
     def end(self, are_asleep: bool) -> None:
-        """The leader shares nothing more: `follow` returns None everywhere."""
+        """Tell the followers that nothing more will be shared: `follow` returns None to all of them."""
+        ...
 
 
 class Outbox(Protocol):
-    """Where a front end keeps the responses that it has not sent yet."""
+    """The responses that a front end has not sent yet."""
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until there are none, for `timeout_s` at most; whether there are none. Any thread."""
+        """Wait until there are none, at most for `timeout_s`; returns whether there are none. Any thread."""
+        ...
 
 
 class EngineClient(Protocol):
@@ -118,22 +114,28 @@ class EngineClient(Protocol):
     """
 
     def describe(self) -> EngineDescription:
-        """Limits and names; raises Unavailable while no engine can be reached."""
+        """The engine's description; raises Unavailable while no engine can be reached."""
+        ...
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> int:
         """Queue `request` and return the id it runs under (the given `request_id` is replaced)."""
+        ...
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request, or one of its sequences, early. Goes by the id that `submit` returned; ignores others."""
+        """End a request that `submit` returned this id of, or one of its sequences, early; others are ignored."""
+        ...
 
     def add_outbox(self, outbox: Outbox) -> None:
-        """Name a front end's outbox, which an engine in the same process may wait for between two iterations."""
+        """Register a front end's outbox, for which an engine in the same process may wait."""
+        ...
 
     def state(self, timeout_s: float) -> str:
         """JSON of what the batcher is doing (`core/report/state.py`); blocks for up to `timeout_s`.
 
         Raises Unavailable without an engine, Unsupported from an engine that does not tell.
         """
+        ...
 
     def close(self) -> None:
         """Release threads and connections. Requests in flight are answered first. Idempotent."""
+        ...

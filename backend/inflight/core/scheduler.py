@@ -1,9 +1,9 @@
-"""The batcher's brain: owns every request's state and the waiting queue, and makes the batches.
+"""The scheduler: owns every request's state and the waiting queue, and makes the batches.
 
 One iteration is `accept` (what is new), `schedule` (what runs), then, when the device has answered, `update`
 (what came of it) or `fail` (nothing did). `schedule` may be called again before an earlier batch's `update`;
-rows in flight are counted in num_scheduled_tokens, and rows that depend on what came of them wait: those that need
-the host, and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay
+rows in flight are counted in num_scheduled_tokens, and rows that depend on their outcome wait: those that need the
+host, and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay
 until its last batch is back.
 
 Every method that can end requests returns responses, and a request's blocks are free before its final response
@@ -25,8 +25,8 @@ from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopSignal
 from inflight.core.schedule.admission import Admission
-from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch, SlotStart
-from inflight.core.schedule.batch_builder import BatchBuilder, add_rows
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
+from inflight.core.schedule.batch_builder import BatchBuilder
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
 from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
@@ -99,10 +99,10 @@ class Scheduler:
     # ---------------------------------------------------------------- what is new
 
     def accept(self, inputs: IterationInput) -> list[Response]:
-        """Queue new requests, end stopped ones and those out of time; refused requests are answered at once."""
+        """Queue new requests, and end those that are stopped or out of time. Invalid ones are answered at once."""
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()
-        responses = []
+        responses: list[Response] = []
         for request in inputs.new_requests:
             try:
                 self._refuse_or_queue(request)
@@ -111,13 +111,13 @@ class Scheduler:
                 self._observed.refused(refusal)
                 responses.append(Response(request.request_id, error=refusal, is_final=True))
         for stop in inputs.stops:
-            responses.extend(self._stop(stop))
+            responses += self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):
             responses += self._endings.finish_each(group.sequences, FinishReason.TIMED_OUT, self._now_ns)
         return responses
 
     def _refuse_or_queue(self, request: Request) -> None:
-        """The first sequence waits for room; its siblings wait for the prompt that it computes for all."""
+        """Queue a request's first sequence; the others wait until it has computed the prompt for all."""
         if request.request_id in self._groups:
             raise AlreadyExists(f"requestId {request.request_id} is already in progress, request is ignored.")
         request.validate(self.limits)
@@ -147,15 +147,15 @@ class Scheduler:
     # ---------------------------------------------------------------- what runs
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, or None when nothing can run before an update or a new request.
+        """The next batch, or None if nothing can run before an update or a new request.
 
-        Where it raises, whatever it raises, `recover` has to be called next.
+        After any exception `recover` has to be called next.
         """
         if self._num_disowned:
             return None
         self._ran_before = tuple(self._running.sequences)
         self._admission.considered.clear()
-        self.kv_cache.expire(self._now_ns)
+        self.kv_cache.pool.expire(self._now_ns)
         isolation = self._recovery.isolation
         while not (self._num_in_flight and (isolation.is_active or self._recovery.has_void)):
             batch = self._make_batch()
@@ -164,19 +164,19 @@ class Scheduler:
                 return batch
             if not isolation.is_active:
                 break
-            isolation.clear()  # they cannot run apart: what they need is not free before others end
+            isolation.clear()  # the retried ones cannot run alone: what they need is not free before others end
         return None
 
     def _make_batch(self) -> ScheduledBatch | None:
         growth = self._capacity.plan_growth(self._running.sequences, self.kv_cache)
         if growth.is_short and self._overlaps_iterations and self._num_in_flight:
-            return None  # whoever is to be paused has a token in flight
+            return None  # a sequence that is to be paused has a token in flight
         self._observed.paused(len(growth.paused))
         for llm_request in growth.paused:
             self._running.leave(llm_request)
             llm_request.pause()
             self._waiting.add_in_front(llm_request)
-        batch = BatchBuilder()
+        batch = BatchBuilder(self.kv_cache)
         is_new_batch = not self._running.sequences
         for llm_request, num_reused in self._admission.admit(
             growth.num_blocks, self._recovery.isolation.retrying
@@ -184,9 +184,9 @@ class Scheduler:
             self._start(llm_request, num_reused, batch)
         retrying = self._recovery.retrying(self._running.sequences)
         selected = self._micro_batch.select(retrying, self._num_in_flight)
-        add_rows(selected, self.kv_cache, batch)
+        batch.add_rows(selected)
         if batch.is_empty:
-            assert not batch.starts, "a request was admitted that cannot run"
+            assert not batch.has_starts, "a request was admitted that cannot run"
             return None
         slots = self._running.slots
         built = batch.build(
@@ -200,7 +200,7 @@ class Scheduler:
         return built
 
     def _samples_on_device(self, selected: MicroBatch) -> bool:
-        """Whether nobody who gets a token of this batch needs the host for the next one."""
+        """Whether no sequence that gets a token of this batch needs the host for the next one."""
         if not self._overlaps_iterations:
             return False
         finishing = (llm_request for llm_request, _ in selected.context if not llm_request.in_context)
@@ -213,29 +213,26 @@ class Scheduler:
         self._running.start(llm_request, num_reused_tokens)
         num_missed_blocks = self.kv_cache.block_counts(llm_request.key).missed
         self._observed.looked_up(num_reused_tokens, num_missed_blocks * self.kv_cache.tokens_per_block)
-        request, slot = llm_request.request, llm_request.slots[0]
-        token_ids = tuple(llm_request.tokens) if request.looks_back else ()
-        batch.starts.append(SlotStart(slot, request, llm_request.sequence_index, token_ids))
-        batch.copy_block(self.kv_cache.block_copy(llm_request.key))
-        batch.append_blocks(slot, self.kv_cache.block_table(llm_request.key))
+        batch.add_start(llm_request)
 
     # ---------------------------------------------------------------- what came of it
 
     def update(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int = 0) -> list[Response]:
-        """Take a batch's tokens: append, stop or go on, publish filled blocks, respond.
+        """Apply the device's answer to a batch: append tokens, publish filled blocks, end sequences, respond.
 
-        A row whose tokens cannot be taken ends its request with an error, and no other.
+        A row that raises ends its request with an error, and no other.
 
         Args:
-            batch: What ran.
-            output: What the device made of it.
-            now_ns: When that was known; the clock of `IterationInput.now_ns`.
+            batch: The batch that ran.
+            output: The device's answer.
+            now_ns: When the answer was there, by the clock of `IterationInput.now_ns`; 0: as of the last
+                iteration.
         """
         self._now_ns = now_ns or self._now_ns
         self._num_in_flight -= 1
         if self._is_disowned():
             return []
-        responses = self._outcomes.take(batch, output, self._now_ns)
+        responses = self._outcomes.apply(batch, output, self._now_ns)
         self._observed.updated(self._now_ns)
         self._recovery.restart()
         if self._recovery.isolation.is_active:
@@ -245,9 +242,9 @@ class Scheduler:
     # ---------------------------------------------------------------- when nothing came of it
 
     def fail(self, batch: ScheduledBatch, error: InflightError) -> list[Response]:
-        """An iteration raised: end the faulty request with `error`; the others go on, their tokens unchanged.
+        """After an iteration failed, end the faulty request with `error`; the others go on with the same tokens.
 
-        Who is faulty takes some iterations to find out (`recovery.py`), unless a request was alone. With
+        It takes some iterations to find the faulty one (`recovery.py`), unless a request was alone. With
         `Unavailable` all requests of the batch end.
         """
         self._num_in_flight -= 1
@@ -266,29 +263,29 @@ class Scheduler:
         return responses
 
     def recover(self, error: InflightError, num_in_flight: int) -> list[Response]:
-        """`schedule` raised: end the faulty request with `error`; the others go on, their tokens unchanged.
+        """After `schedule` raised, end the faulty request with `error`; the others go on with the same tokens.
 
-        Everything that runs begins again (`rebuild.py`), and the faulty request is looked for as after a failed
+        Everything that runs begins again (`rebuild`), and the faulty request is looked for as after a failed
         iteration. No batch is made before those in flight, which count for nothing, have come back.
 
         Args:
-            error: For the faulty request.
+            error: The error for the faulty request.
             num_in_flight: Batches that were made and have not come back.
         """
         touched = tuple(dict.fromkeys((*self._ran_before, *self._admission.considered)))
-        suspects = self._recovery.blame(touched, self._groups)
+        suspects = self._recovery.find_suspects(touched, self._groups)
         ended = rebuild(self._groups.values(), self._running, self._waiting, suspects)
         self._num_in_flight = self._num_disowned = num_in_flight
         responses: list[Response] = []
         for llm_request in ended:
             responses += self._endings.drain(llm_request, self._now_ns)
-        faulty = self._recovery.sentence(suspects, touched)
+        faulty = self._recovery.find_faulty(suspects, touched)
         if faulty is not None:
             responses += self._endings.fail(self._groups[faulty], error, self._now_ns)
         return responses
 
     def _is_disowned(self) -> bool:
-        """Whether the batch that has come back counts for nothing; they come back in order."""
+        """Whether the batch that has come back was made before `schedule` raised, and so counts for nothing."""
         if not self._num_disowned:
             return False
         self._num_disowned -= 1
@@ -303,7 +300,7 @@ class Scheduler:
             responses += self._endings.fail(group, error, self._now_ns)
         return responses
 
-    # ---------------------------------------------------------------- what there is to tell
+    # ---------------------------------------------------------------- reports
 
     def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationStats:
         """Counters after the iteration that ran `batch` and took `duration_ns`."""
@@ -312,15 +309,15 @@ class Scheduler:
         )
 
     def metrics(self) -> MetricsSnapshot:
-        """What was observed since the start."""
+        """Counters and histograms of everything since the start."""
         return self._observed.metrics.snapshot()
 
     def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
-        """Every sequence after the iteration that ran `batch`, those that ended in it left out."""
+        """Statistics of every sequence that goes on after the iteration that ran `batch`."""
         return self._introspection().request_stats(batch)
 
     def state(self) -> SchedulerState:
-        """Everything, for people."""
+        """The whole state of the scheduler, for people to look at."""
         return self._introspection().state()
 
     def _introspection(self) -> Introspection:

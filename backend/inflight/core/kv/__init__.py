@@ -1,1 +1,1 @@
-"""KV cache: blocks, who holds them, what they are found by, and what is evicted first. Pure."""
+"""The KV cache: its blocks, who holds them, what they are found by, and which is evicted first. Pure."""

@@ -1,9 +1,9 @@
-"""What a KV block's content follows from, as a digest; and what a sequence says about sharing its blocks. Pure.
+"""What KV blocks are found by: digests of all that their content follows from, and how sequences share blocks.
 
 A block's key is the blake2b digest of its parent's key, its tokens and their extra ids, so that equal keys mean
 equal prefixes. Python's `hash()` would not do: it is salted, collides for -1 and -2, and collisions can be made on
 purpose, which here would mean reading another user's cache. A chain of digests starts from a scope: sequences of
-one scope share blocks, a sequence without a scope shares none.
+one scope share blocks, a sequence without a scope shares none. Pure.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
     """Key of a full block that follows the block with key `parent`.
 
     Args:
-        parent: 16 bytes; of a first block, the scope.
+        parent: 16 bytes; for a first block the scope.
         token_ids: The block's tokens.
-        extra_ids: One per token, 0 .. 2**64 - 1; none at all means that all are 0.
+        extra_ids: One per token, 0 .. 2**64 - 1; an empty sequence means that all are 0.
     """
     message = array("q", token_ids).tobytes()
     if not any(extra_ids):
@@ -41,19 +41,20 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
 
 
 def private_scope(key: int) -> bytes:
-    """A scope that no other request has."""
+    """A scope that no other request has, 16 bytes, made from a number that no other request has."""
     return blake2b(key.to_bytes(16, "big"), digest_size=_DIGEST_SIZE).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """What a sequence's blocks are shared by, and how long they are worth keeping.
+    """With whom a sequence shares its blocks, and how long they are worth keeping.
 
     Attributes:
-        scope: What its chain of digests starts from; None: it neither finds blocks nor lets others find its own.
-        extra_ids: One per prompt token, 0 for text; empty: all 0. Generated tokens have none.
+        scope: What the sequence's chain of digests starts from, 16 bytes; None: the sequence neither finds blocks
+            nor lets others find its own.
+        extra_ids: One per prompt token, 0 for text; empty: all are 0. Generated tokens have none.
         retention: What the request says about its blocks.
-        prompt_length: In tokens; tells its prompt's blocks from the generated ones.
+        prompt_length: Tokens of the prompt; blocks that begin behind them hold generated tokens.
     """
 
     scope: bytes | None
@@ -69,20 +70,22 @@ class CacheRules:
         return block_digest(parent, token_ids[start:end], extra_ids)
 
     def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-        """What tokens start .. end - 1 are told apart by, one for each."""
+        """Tokens start .. end - 1 as what they are told apart by: an id, or an id with its extra id."""
         tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
         if not any(extra_ids):
             return tuple(tokens)
         return tuple((t, e) if e else t for t, e in zip_longest(tokens, extra_ids, fillvalue=0))
 
     def retention_of(self, first_token: int) -> Retention | None:
-        """Of the block that begins at position `first_token`; None: nothing is said."""
+        """The retention of the block that begins at position `first_token`; None if the request does not say."""
         return self.retention.of_block(first_token, self.prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """The part of a block's key that does not follow from its tokens.
+    """What a prompt's keys and values depend on besides its tokens: a part of every block's key.
+
+    Two requests share a block only if everything here is equal.
 
     Attributes:
         cache_salt_id: Requests share blocks with requests of the same salt only. Tensor `cache_salt_id`.
@@ -98,7 +101,7 @@ class PrefixIdentity:
     extra_ids: tuple[int, ...] = ()
 
     def scope(self, root: bytes) -> bytes:
-        """What chains of digests start from; `root` itself for a request that is nothing special."""
+        """The scope that chains of digests start from; `root` itself if all but extra_ids is the default."""
         if not (self.cache_salt_id or self.lora_task_id is not None or self.prompt_table_digest):
             return root
         adapter = b"" if self.lora_task_id is None else self.lora_task_id.to_bytes(8, "big")

@@ -14,7 +14,7 @@ Published blocks name their parents, so they form trees. A block is taken, in th
        somebody who computed the same parent on his own holds the child.
 
 Children are counted by their parent's digest, not its block: the same content may be published again by another
-block while they stay. Knows nothing of requests or tokens. Called by the loop thread only.
+block while they stay. The pool knows nothing of requests. Only the loop thread calls it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Key = tuple[int, ...]
 
 
 class BlockHeap:
-    """At most `num_blocks` blocks, each with one key; all keys of a heap have the same length.
+    """Blocks in the order of a key that may change: a heap whose outdated entries are dropped when they come up.
 
-    Every operation is O(log n), averaged over many: entries that no longer count stay until they come up, or until
-    there are more entries than twice the blocks, when all that are outdated go at once.
+    It holds at most `num_blocks` blocks, each with one key; all keys have the same length. Every operation is
+    O(log n), averaged over many: an outdated entry stays until it comes up, or until there are more entries than
+    twice the blocks, when all outdated ones are dropped at once.
     """
 
     __slots__ = ("_entries", "_key_of", "_most_entries")
@@ -44,7 +45,7 @@ class BlockHeap:
         self._most_entries = 2 * num_blocks
 
     def __len__(self) -> int:
-        """Blocks, not entries."""
+        """The number of blocks, not of entries."""
         return len(self._key_of)
 
     def __contains__(self, block_id: int) -> bool:
@@ -52,11 +53,11 @@ class BlockHeap:
 
     @property
     def num_entries(self) -> int:
-        """Entries, outdated ones included: never more than twice the blocks there can be."""
+        """The number of entries, outdated ones included: never more than twice the blocks there can be."""
         return len(self._entries)
 
     def key(self, block_id: int) -> Key | None:
-        """The block's key; None if it is not here."""
+        """The block's key; None if the block is not in the heap."""
         return self._key_of.get(block_id)
 
     def put(self, block_id: int, key: Key) -> None:
@@ -71,11 +72,11 @@ class BlockHeap:
         heapify(self._entries)
 
     def discard(self, block_id: int) -> None:
-        """Take a block out, if it is here."""
+        """Remove a block, if it is in the heap."""
         self._key_of.pop(block_id, None)
 
     def first_key(self) -> Key | None:
-        """The smallest key; None without blocks."""
+        """The smallest key; None if the heap is empty."""
         entries = self._entries
         while entries:
             key, block_id = entries[0]
@@ -85,7 +86,7 @@ class BlockHeap:
         return None
 
     def pop(self) -> int:
-        """Take the block with the smallest key out; there must be one."""
+        """Remove the block with the smallest key and return it; there must be one."""
         assert self.first_key() is not None, "the heap is empty"
         _, block_id = heappop(self._entries)
         del self._key_of[block_id]
@@ -112,10 +113,11 @@ class _Content:
     """What is known of a published block.
 
     Attributes:
-        digest, parent: Of its content, and of what comes before it.
-        tokens: Its content itself.
-        retention: How long it is worth keeping.
-        age: Count of all releases when it was last released; the lowest is the least recent.
+        digest: Key of the block's content and all that comes before it.
+        parent: Key of the block before it, or its scope.
+        tokens: The content itself, one element per token.
+        retention: How long the block is worth keeping.
+        age: How many releases there had been when the block was last released; the lowest is the least recent.
     """
 
     digest: bytes
@@ -126,7 +128,7 @@ class _Content:
 
 
 class BlockPool:
-    """A fixed number of blocks, 0 .. num_blocks - 1."""
+    """The device's blocks, 0 .. num_blocks - 1: which are held, which are cached and which are empty."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -163,7 +165,7 @@ class BlockPool:
 
     @property
     def num_shared(self) -> int:
-        """Blocks with more than one reference. Looks at every block."""
+        """Blocks with more than one reference; O(number of blocks)."""
         return sum(count > 1 for count in self._references)
 
     def is_held(self, block_id: int) -> bool:
@@ -179,13 +181,13 @@ class BlockPool:
         return self._references[block_id]
 
     def find(self, digest: bytes) -> int | None:
-        """The block whose content has this digest."""
+        """The published block whose content has this digest; None if there is none."""
         return self._block_of.get(digest)
 
     def find_beginning(self, parent: bytes, tokens: Sequence[Hashable]) -> tuple[int, int]:
-        """Of the blocks that follow `parent`, the one that begins with the most of `tokens`, and with how many.
+        """The block that follows `parent` and begins with the most of `tokens`, and with how many of them.
 
-        (0, 0) if none does. Of many, those published last are looked at.
+        (0, 0) if no block begins with any. Only the blocks published last are compared.
         """
         best = (0, 0)
         for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
@@ -241,16 +243,17 @@ class BlockPool:
         retention: Retention | None = None,
         tokens: tuple[Hashable, ...] = (),
     ) -> None:
-        """Let others find a held block by its content.
+        """Let other sequences find a held block by its content.
 
-        The first block of a digest stays the one found; what `retention` says then applies to that one.
+        If another block was published with this digest before, that one stays the block that is found, and
+        `retention` applies to it.
 
         Args:
             block_id: A held block, not published before.
-            digest: Of its content and all that comes before.
-            parent: Digest of what comes before.
-            retention: How long it is worth keeping; None: nothing is said.
-            tokens: Its content itself, for those who find a beginning of it only.
+            digest: Key of its content and all that comes before.
+            parent: Key of what comes before.
+            retention: How long the block is worth keeping; None if the request does not say.
+            tokens: The content itself, for sequences that begin as it does and then differ.
         """
         assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
         first = self._block_of.get(digest)
@@ -264,7 +267,7 @@ class BlockPool:
         self._requeue(parent)
 
     def retain(self, block_id: int, retention: Retention | None) -> None:
-        """Change how long a published block is worth keeping; None: nothing is said, so nothing changes."""
+        """Change how long a published block is worth keeping; None changes nothing."""
         if retention is None:
             return
         content = self._contents[block_id]
@@ -273,10 +276,12 @@ class BlockPool:
             self._cache(block_id, content)
 
     def expire(self, now_ns: int) -> None:
-        """Tell the time: durations that are over by now end, later ones start from now. O(1) if none is over.
+        """Set the time: retentions whose duration is over fall back to the default, durations to come start here.
+
+        O(1) if no duration is over.
 
         Args:
-            now_ns: Monotonic, in nanoseconds.
+            now_ns: Monotonic time in nanoseconds.
         """
         self._now_ns = now_ns
         while (end := self._expiries.first_key()) is not None and end[0] <= now_ns:
@@ -286,7 +291,7 @@ class BlockPool:
             self._cache(block_id, content)
 
     def _cache(self, block_id: int, content: _Content) -> None:
-        """Nobody holds the block, or what is known of it has changed: find its place in the queues."""
+        """Give a block that nobody holds its place in the order of eviction and among the durations."""
         self._cached.put(block_id, self._eviction_key(content))
         duration_ms = content.retention.duration_ms
         if duration_ms is None:
@@ -300,13 +305,13 @@ class BlockPool:
         return (0, content.retention.priority, content.age)
 
     def _requeue(self, digest: bytes) -> None:
-        """The number of a block's children has changed; perhaps whether it is a leaf."""
+        """Update a block's place in the order of eviction: it may have become a leaf, or ceased to be one."""
         block_id = self._block_of.get(digest)
         if block_id is not None and block_id in self._cached:
             self._cached.put(block_id, self._eviction_key(self._contents[block_id]))
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Let nobody find these held blocks any more; those that were not published stay as they are."""
+        """Let nobody find these held blocks any more. Blocks that were not published stay as they are."""
         for block_id in block_ids:
             assert self.is_held(block_id), f"block {block_id} is unpublished, but nobody holds it"
             if block_id in self._contents:
@@ -336,8 +341,8 @@ class BlockPool:
         assert counts == self._references, "the block tables and the reference counts disagree"
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in one state, the index points both ways, and all that is
-        cached can be evicted, in the order of its leaves."""
+        """Raise AssertionError unless every block is in one state, the index agrees with the published blocks, and
+        every cached block can be evicted in the right order."""
         held = {block_id for block_id, count in enumerate(self._references) if count > 0}
         cached = {block_id for block_id in self._contents if block_id not in held}
         empty = set(self._empty)
@@ -374,7 +379,7 @@ class BlockPool:
 
 
 def _num_alike(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """With how many equal elements both begin."""
+    """How many elements, from the first on, are equal in both."""
     for count, (mine, yours) in enumerate(zip(one, other)):
         if mine != yours:
             return count

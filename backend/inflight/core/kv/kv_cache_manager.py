@@ -1,4 +1,4 @@
-"""Owns the block tables: which KV blocks each running sequence holds, shares with others or has set aside.
+"""The block tables: which KV blocks each running sequence holds, shares with others or has reserved.
 
 Blocks are shared by content (`block_keys.py`): only full ones, and never a sequence's last known token: its logits
 are needed, so it is computed. Of a block that only begins as a sequence goes on, the beginning is copied.
@@ -7,15 +7,15 @@ The beams of a search share the block that they are filling too, as long as they
 that others hold gets a copy of its own.
 
 What a running sequence is about to publish is promised, so that another with the same prefix may wait for it and
-not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Called
-by the loop thread.
+not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Only
+the loop thread calls this.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,14 +25,14 @@ from inflight.core.kv.block_pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Blocks that hold the beginning of a sequence already.
+    """The cached blocks that hold the beginning of a sequence.
 
     Attributes:
-        block_ids: In order from the first token.
+        block_ids: Full blocks, in order from the first token on.
         num_held: How many of them some running sequence holds; the others count as free until shared.
         is_promised: Whether a running sequence is computing the first block that was not found.
-        source: A block that begins as the first block that was not found does.
-        num_copied_tokens: How many of its tokens are the sequence's; 0: there is no such block.
+        source: A block that begins with the same tokens as the first block that was not found.
+        num_copied_tokens: How many tokens of `source` are the sequence's; 0: there is no such block.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -43,11 +43,11 @@ class PrefixMatch:
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of the tokens of a sequence that were known when it was admitted.
+    """Blocks of the tokens that were known of a sequence when it was admitted.
 
     Attributes:
-        new: Not found as a whole, to be taken from the free ones.
-        reused: Found in the cache, the last one perhaps in part: that one's beginning is copied to a new block.
+        new: Blocks not found as a whole, to be taken from the free ones.
+        reused: Blocks found in the cache, the last one perhaps in part: its beginning is copied to a new block.
         missed: Full blocks that were looked for and not found.
     """
 
@@ -62,13 +62,13 @@ class BeamGrowth:
 
     Attributes:
         copies: (source, target) blocks whose content is to be copied.
-        replaced: (beam, index, block id): the copy's place in the beam's table.
-        appended: (beam, block id).
+        replaced: (beam, index in its table, block id of the copy).
+        appended: (beam, block id at the end of its table).
     """
 
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    replaced: list[tuple[int, int, int]] = field(default_factory=list)
-    appended: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]]
+    replaced: list[tuple[int, int, int]]
+    appended: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -82,10 +82,10 @@ class _Table:
     num_reused: int
     num_missed: int
     num_new: int
-    copy: tuple[int, int] | None = None  # (source, target) of the block that was found in part
+    copy: tuple[int, int] | None  # (source, target) of the block that was found in part
     # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
     # beginning, so that a step costs what the beams differ in and not what they have in common.
-    tails: list[list[int]] = field(default_factory=list)
+    tails: list[list[int]]
 
     @property
     def promised(self) -> list[bytes]:
@@ -104,7 +104,14 @@ class _Prompt:
 
 
 class KvCacheManager:
-    """Block tables by sequence key, over one pool."""
+    """The block tables of running sequences, by sequence key, over one block pool.
+
+    Attributes:
+        pool: The blocks.
+        num_reserved: Free blocks that running sequences count on.
+        num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
+            at admissions, and not found there, since the start.
+    """
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
         self.pool = BlockPool(num_blocks)
@@ -131,12 +138,12 @@ class KvCacheManager:
         return tuple(self._tables[key].block_ids)
 
     def block_counts(self, key: int) -> BlockCounts:
-        """What a running sequence found in the cache when it was admitted, and what not."""
+        """What a running sequence found in the cache when it was admitted, and what it did not find."""
         table = self._tables[key]
         return BlockCounts(table.num_new, table.num_reused, table.num_missed)
 
     def block_copy(self, key: int) -> tuple[int, int] | None:
-        """(source, target) of the block whose beginning a sequence was admitted with; None if there is none."""
+        """(source, target) of the block that a sequence was admitted with a part of; None if there is none."""
         return self._tables[key].copy
 
     def held(self, key: int) -> tuple[int, int]:
@@ -144,20 +151,16 @@ class KvCacheManager:
         table = self._tables[key]
         return table.num_distinct(), table.reserved
 
-    def expire(self, now_ns: int) -> None:
-        """Tell the time, in monotonic nanoseconds: what was worth keeping until now no longer is."""
-        self.pool.expire(now_ns)
-
     # ---------------------------------------------------------------- admission
 
     def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
-        """The longest cached prefix of `token_ids`, leaving at least one token to compute.
+        """The longest cached prefix of `token_ids` that leaves at least one token to compute.
 
-        It is full blocks, and then the beginning of another one.
+        The prefix is full blocks, and then the beginning of another one.
         """
         if rules.scope is None:
             return PrefixMatch()
-        digests = self._digests(key, token_ids, rules)
+        digests = self._digests(key, token_ids, rules, rules.scope)
         block_ids: list[int] = []
         is_promised = False
         for digest in digests[: self._num_sought(len(token_ids))]:
@@ -177,31 +180,32 @@ class KvCacheManager:
         """Full blocks that leave at least one token to compute."""
         return (num_tokens - 1) // self.tokens_per_block
 
-    def _digests(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> list[bytes]:
-        """Of all full blocks, in order; the last may be one that is computed whether it is found or not."""
+    def _digests(self, key: int, token_ids: Sequence[int], rules: CacheRules, scope: bytes) -> list[bytes]:
+        """Digests of all full blocks, in order; the last block may be one that is computed in any case."""
         known = self._prompts.get(key)
         if known is None or known.num_tokens != len(token_ids):
             known = self._prompts[key] = _Prompt(len(token_ids), [])
-            parent, size = rules.scope, self.tokens_per_block
+            parent, size = scope, self.tokens_per_block
             for end in range(size, len(token_ids) + 1, size):
                 parent = rules.digest(parent, token_ids, end - size, end)
                 known.digests.append(parent)
         return known.digests
-
-    def blocks_to_admit(self, match: PrefixMatch, num_blocks: int) -> int:
-        """Free blocks it takes to set aside `num_blocks` blocks, of which the matched ones are there."""
-        return num_blocks - match.num_held
 
     def admit(
         self, key: int, match: PrefixMatch, num_blocks: int, rules: CacheRules, num_tokens: int = 0
     ) -> None:
         """Open a block table that begins with the matched blocks and reserves `num_blocks` blocks in all.
 
-        Where the match goes on into a block, its copy is in the table too: see `block_copy`. The sequence has
-        `num_tokens` tokens now, which is for its `block_counts`.
+        That takes `num_blocks - match.num_held` free blocks. Where the match ends inside a block, the copy of that
+        block is in the table too (`block_copy`). Full blocks of the tokens that `match_prefix` saw are promised
+        until they are published.
 
-        With a scope, full blocks become findable for others of that scope as they are published. Until then those
-        of the tokens that `match_prefix` saw are promised.
+        Args:
+            key: The sequence, which has no table yet.
+            match: What `match_prefix` found.
+            num_blocks: Blocks to reserve, the matched ones included.
+            rules: How the sequence shares its blocks.
+            num_tokens: Tokens that are known of the sequence now, for `block_counts`.
         """
         assert key not in self._tables, f"sequence {key} holds blocks already"
         known = self._prompts.pop(key, None)
@@ -211,7 +215,9 @@ class KvCacheManager:
         parent = digests[shared - 1] if shared else rules.scope
         reserved = max(0, num_blocks - shared)
         new = max(0, self.blocks_for(num_tokens) - shared)
-        table = _Table(list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed, new)
+        table = _Table(
+            list(match.block_ids), reserved, shared, rules, digests, parent, shared, missed, new, None, []
+        )
         self._tables[key] = table
         self.pool.share(match.block_ids)
         if match.num_copied_tokens:
@@ -225,7 +231,7 @@ class KvCacheManager:
         self.num_missed_blocks += missed
 
     def _take_copy(self, table: _Table, source: int) -> None:
-        """A block for what is known of it and what comes next; perhaps the source, which nobody finds then."""
+        """Take the block that the found beginning is copied to. It may be the source itself, if that was free."""
         assert table.reserved > 0, "a sequence was admitted without a block for its last token"
         (target,) = self.pool.take(1)
         table.copy = (source, target)
@@ -247,7 +253,7 @@ class KvCacheManager:
         return (len(table.block_ids) + table.reserved) * self.tokens_per_block
 
     def blocks_freed_by(self, key: int) -> int:
-        """Blocks that become unreserved when this sequence alone is released."""
+        """Blocks that become unreserved when this sequence is released and no other."""
         table = self._tables[key]
         return table.reserved + sum(self.pool.is_held_once(block_id) for block_id in table.block_ids)
 
@@ -272,9 +278,9 @@ class KvCacheManager:
     # ---------------------------------------------------------------- beams
 
     def reorder_beams(self, key: int, parents: Sequence[int]) -> None:
-        """Let beam i go on from what was beam `parents[i]`: the same blocks, held once more.
+        """Let beam i continue what was beam `parents[i]`: it holds the same blocks.
 
-        The first time there is one beam, 0: the sequence, whose context is computed.
+        At the first call there is one beam, 0: the sequence itself, whose context is computed.
         """
         table = self._tables[key]
         distinct = table.num_distinct()
@@ -285,11 +291,11 @@ class KvCacheManager:
         for block_ids in before:
             self.pool.release(reversed(block_ids))
         self._join_beginnings(table)
-        # What nobody needs any more may be needed again: the reservation is for the worst case.
+        # Blocks that no beam holds any more may be needed again: the reservation is for the worst case.
         self._reserve(table, table.reserved + distinct - table.num_distinct())
 
     def _join_beginnings(self, table: _Table) -> None:
-        """What all tails begin with belongs to the common beginning, but for a tail's last block."""
+        """Move the blocks that all tails begin with to the common beginning, but never a tail's last block."""
         count = 0
         for block_ids in zip(*(tail[:-1] for tail in table.tails)):
             if len(set(block_ids)) > 1:
@@ -305,7 +311,7 @@ class KvCacheManager:
         table = self._tables[key]
         distinct, index = table.num_distinct(), (num_tokens - 1) // self.tokens_per_block
         place = index - len(table.block_ids)
-        growth = BeamGrowth()
+        growth = BeamGrowth([], [], [])
         for beam, tail in enumerate(table.tails):
             if place < len(tail) and self.pool.is_held_once(tail[place]):
                 continue
@@ -348,13 +354,13 @@ class KvCacheManager:
             table.num_published += 1
 
     def _end_promise(self, digest: bytes) -> None:
-        """A sequence has published the block, or never will."""
+        """Withdraw one sequence's promise: it has published the block, or never will."""
         self._promises[digest] -= 1
         if self._promises[digest] == 0:
             del self._promises[digest]
 
     def unpublish(self, *keys: int) -> None:
-        """Let nobody find the blocks that these sequences alone hold: what is in them may be what fails."""
+        """Let nobody find the blocks that only these sequences hold: their content may make the device fail."""
         tables = [self._tables[key] for key in keys if key in self._tables]
         parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
         held = Counter(chain.from_iterable(parts))
@@ -363,7 +369,7 @@ class KvCacheManager:
         )
 
     def release(self, key: int) -> None:
-        """Close a sequence's table, if it has one, and forget what was computed while it waited."""
+        """Release a sequence's blocks and reservation, if it has any, and the digests computed while it waited."""
         self._prompts.pop(key, None)
         table = self._tables.pop(key, None)
         if table is not None:
@@ -375,7 +381,10 @@ class KvCacheManager:
                 self.pool.release(reversed(block_ids))
 
     def clear(self) -> None:
-        """Close every table and forget all that blocks hold, whatever state that is in; what was counted stays."""
+        """Release every sequence and forget the content of all blocks, even if the books do not agree.
+
+        The counts since the start stay.
+        """
         self.pool = BlockPool(self.pool.num_blocks)
         self.num_reserved = 0
         self._tables.clear()

@@ -1,7 +1,7 @@
 """How long KV blocks are worth keeping once nobody holds them: TensorRT-LLM's `KvCacheRetentionConfig`.
 
 Cached blocks are evicted by priority, lowest first, and within a priority the least recently used first. A request
-may give ranges of its prompt, and what it generates, a priority of their own, for a time or for good. Pure values.
+may give ranges of its prompt, and what it generates, a priority of their own, for a time or for good. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from inflight.errors import InvalidArgument
 
 DEFAULT_PRIORITY = 35
-"""Of a block that nobody said anything about; TensorRT-LLM's."""
+"""The priority of a block that no request said anything about; TensorRT-LLM's default."""
 
 MAX_PRIORITY = 100
 
@@ -24,7 +24,8 @@ class Retention:
 
     Attributes:
         priority: 0 .. 100; lower ones are evicted first.
-        duration_ms: From the moment nobody holds the block, until it falls back to DEFAULT_PRIORITY; None: never.
+        duration_ms: Milliseconds from the moment nobody holds the block until its priority falls back to
+            DEFAULT_PRIORITY; None: it never does.
     """
 
     priority: int = DEFAULT_PRIORITY
@@ -33,7 +34,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class TokenRangeRetention:
-    """A range of the prompt's tokens, [token_start, token_end); no end: to the end of the prompt."""
+    """The retention of the prompt's tokens [token_start, token_end); no end means the end of the prompt."""
 
     token_start: int
     token_end: int | None
@@ -45,8 +46,8 @@ class RetentionConfig:
     """Everything a request says about its blocks. Tensors `retention_*`.
 
     Attributes:
-        ranges: Of the prompt; they do not overlap. In the order of their starts, however they are given.
-        decode: Of blocks whose first token is a generated one.
+        ranges: Ranges of the prompt, which must not overlap; sorted by their starts when this is made.
+        decode: The retention of blocks whose first token is a generated one.
     """
 
     ranges: tuple[TokenRangeRetention, ...] = ()
@@ -56,7 +57,7 @@ class RetentionConfig:
         object.__setattr__(self, "ranges", tuple(sorted(self.ranges, key=_start_of)))
 
     def of_block(self, first_token: int, prompt_length: int) -> Retention | None:
-        """Of the block that begins at position `first_token`; None: nothing is said, so it keeps what it has."""
+        """Retention of the block that begins at position `first_token`; None: the block keeps the one it has."""
         if first_token >= prompt_length:
             return self.decode
         place = bisect_right(self.ranges, first_token, key=_start_of)

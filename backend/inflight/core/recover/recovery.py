@@ -1,9 +1,9 @@
-"""What becomes of the sequences of a failed iteration: who is faulty, and how the others get where they were.
+"""Recovery from a failed iteration: finds the faulty request, and computes the others again up to where they were.
 
 Nobody knows what a device that raised has done with a batch, so every sequence that was in it gives up slots and
-blocks, and is computed again from its known tokens. Halves of the requests are tried apart (`isolation.py`) until
-the faulty one is alone. A request that makes the scheduler's own `schedule` raise is found in the same way. Called
-by the scheduler, on the loop thread.
+blocks, and is computed again from its known tokens. Halves of the requests are tried apart (`Isolation`) until the
+faulty one is alone. A request that makes the scheduler's own `schedule` raise is found in the same way. The
+scheduler calls this, on the loop thread.
 """
 
 from __future__ import annotations
@@ -20,34 +20,41 @@ from inflight.errors import InflightError, Unavailable
 
 
 class Isolation:
-    """Suspects, by request id, in the order in which they will be tried."""
+    """Finds the request that makes iterations fail: halves of those that were in a failed batch are tried apart.
+
+    It owns the sets of requests that are still to be retried; the first set has the device to itself. A set whose
+    iteration fails is split, and a request that fails alone is faulty. A set is cleared once all its sequences
+    got past the point where they failed. One faulty request among n takes about 2 log2(n) iterations more.
+
+    It knows nothing of states, slots or blocks.
+    """
 
     def __init__(self) -> None:
         self._sets: deque[tuple[int, ...]] = deque()
 
     @property
     def is_active(self) -> bool:
-        """Whether anybody is under suspicion."""
+        """Whether any requests are still to be retried."""
         return bool(self._sets)
 
     @property
     def retrying(self) -> tuple[int, ...]:
-        """The requests that have the device to themselves now; () for everybody."""
+        """The ids of the requests that have the device to themselves now; () if all may run."""
         return self._sets[0] if self._sets else ()
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """All of them."""
+        """The ids of all requests that are still to be retried, in the order of their turns."""
         return tuple(request_id for each in self._sets for request_id in each)
 
     def failed(self, request_ids: Sequence[int], was_alone: bool) -> int | None:
-        """An iteration with these requests failed; the one that is faulty, if that is certain.
+        """Note that an iteration with these requests failed, and return the faulty one if that is certain.
 
         Args:
-            request_ids: Who was in it; every one is to be tried again.
-            was_alone: Whether nobody else was.
+            request_ids: Requests that were in it; unless one is faulty, all of them are to be retried.
+            was_alone: Whether no other requests were in it.
         """
-        self._clear(request_ids)
+        self._drop(request_ids)
         if len(request_ids) == 1 and was_alone:
             return request_ids[0]
         half = (len(request_ids) + 1) // 2
@@ -57,23 +64,23 @@ class Isolation:
         return None
 
     def clear(self, but: Collection[int] = ()) -> None:
-        """Nothing more is held against those being retried, `but` for some, who are to be tried again."""
+        """Clear the requests that are retried now, `but` for some, which are the next to be retried."""
         self._sets.popleft()
         if but:
             self._sets.appendleft(tuple(but))
 
-    def _clear(self, request_ids: Collection[int]) -> None:
+    def _drop(self, request_ids: Collection[int]) -> None:
         rest = (tuple(i for i in each if i not in request_ids) for each in self._sets)
         self._sets = deque(each for each in rest if each)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """After a failed iteration.
+    """What is known after a failed iteration.
 
     Attributes:
-        faulty: Requests to end with the error.
-        rows: Sequences that were in it, oldest first.
+        faulty: Ids of the requests to end with the error.
+        rows: The sequences that were in the iteration's batch, oldest first.
     """
 
     faulty: tuple[int, ...]
@@ -81,10 +88,10 @@ class Verdict:
 
 
 class Recovery:
-    """Retries.
+    """Restarts the sequences of failed iterations.
 
     Attributes:
-        isolation: Who is under suspicion.
+        isolation: The requests that are still to be retried.
     """
 
     def __init__(self, running: Running, waiting: WaitingQueue) -> None:
@@ -95,18 +102,19 @@ class Recovery:
 
     @property
     def has_void(self) -> bool:
-        """Whether something in flight counts for nothing: its sequences are not to run before it is back."""
+        """Whether any sequence is void: it must not run before its rows in flight are back."""
         return any(llm_request.is_void for llm_request in self._running.sequences)
 
     def retrying(self, running: list[LlmRequest]) -> list[LlmRequest]:
-        """Of `running`, those that may run now."""
+        """The sequences of `running` that may run now."""
         ids = self.isolation.retrying
         return [llm_request for llm_request in running if llm_request.request_id in ids] if ids else running
 
     def judge(self, batch: ScheduledBatch, error: InflightError) -> Verdict:
-        """Take a failed batch's rows back, and find who is faulty as far as that is known.
+        """Count a failed batch's rows as back, and find the faulty requests as far as that is known.
 
-        A request that was alone is. With `Unavailable` the device itself says that it is no use: then all are.
+        A request that was alone in the batch is faulty. `Unavailable` means that the device itself is gone: then
+        all requests of the batch end.
         """
         rows = self._rows(batch)
         blamed = [r for r in rows if not r.is_void and r.state is not RequestState.FINISHED]
@@ -123,13 +131,17 @@ class Recovery:
             faulty = () if certain is None else (certain,)
         return Verdict(faulty, tuple(rows))
 
-    def blame(
+    def find_suspects(
         self, touched: Sequence[LlmRequest], groups: Mapping[int, RequestGroup]
     ) -> tuple[LlmRequest, ...]:
-        """`schedule` raised when it had looked at these sequences: who is to be tried apart, in this order.
+        """The sequences that may have made `schedule` raise, in the order in which they are to be retried.
 
-        To be called while they are as it left them. Of those being retried, if anybody is, and of everybody there
-        is where it had not got as far as looking at anyone.
+        These are the requests that were being retried, if there are any; else the sequences that `schedule` had
+        looked at; else all there are. To be called before anything is changed after the exception.
+
+        Args:
+            touched: The sequences that `schedule` had looked at.
+            groups: All requests without a final response.
         """
         retrying = self.isolation.retrying
         if retrying:
@@ -142,8 +154,8 @@ class Recovery:
         self._is_back.clear()
         return tuple(dict.fromkeys(s for s in suspects if s.state is not RequestState.FINISHED))
 
-    def sentence(self, suspects: Sequence[LlmRequest], touched: Sequence[LlmRequest]) -> int | None:
-        """Which request made `schedule` raise, if that is certain: it was on its own. Else halves are tried."""
+    def find_faulty(self, suspects: Sequence[LlmRequest], touched: Sequence[LlmRequest]) -> int | None:
+        """The request that made `schedule` raise, if it was on its own; else None, and halves are retried."""
         request_ids = tuple(dict.fromkeys(llm_request.request_id for llm_request in suspects))
         if not request_ids:
             return None
@@ -151,7 +163,7 @@ class Recovery:
         return self.isolation.failed(request_ids, was_alone)
 
     def _rows(self, batch: ScheduledBatch) -> dict[LlmRequest, int]:
-        """Who is in a batch and with how many tokens."""
+        """The sequences of a batch, oldest first, and with how many tokens each is in it."""
         owners = self._running.slots.owners
         rows = {owners[chunk.slot]: len(chunk.token_ids) for chunk in batch.context}
         for slot in batch.generation_slots:
@@ -161,11 +173,11 @@ class Recovery:
         }
 
     def retry(self, batch: ScheduledBatch, rows: Sequence[LlmRequest]) -> None:
-        """Let the sequences of a failed batch that go on begin again, the oldest first of all."""
-        # Beside its rows the batch told of slots: nobody knows whether the device knows.
+        """Void the sequences of a failed batch that go on, and restart those with nothing else in flight."""
+        # The batch released slots, too: nobody knows whether the device did that.
         self._running.slots.tell_again(batch.released_slots)
         owners = self._running.slots.owners
-        # Who started in it and has ended since has no slots, or another has them.
+        # A sequence that started in it and has ended since has no slots, or another sequence has them.
         started = [
             owner
             for start in batch.starts
@@ -175,17 +187,17 @@ class Recovery:
         for llm_request in (*rows, *started):
             if llm_request.state is not RequestState.FINISHED:
                 llm_request.is_void = True
-                self.take_back(llm_request, 0)
+                self.rows_came_back(llm_request, 0)
         self.restart()
 
-    def take_back(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """Rows of a void sequence came back; with the last of them it may `restart`."""
+    def rows_came_back(self, llm_request: LlmRequest, num_tokens: int) -> None:
+        """Count rows of a void sequence as back; after the last of them it can `restart`."""
         llm_request.num_scheduled_tokens -= num_tokens
         if llm_request.num_scheduled_tokens == 0:
             self._is_back.add(llm_request)
 
     def restart(self) -> None:
-        """Let those that are free to begin again do so, the oldest first."""
+        """Restart the void sequences that have nothing in flight any more; the oldest goes to the front."""
         if not self._is_back:
             return
         again = [r for r in self._running.sequences if r in self._is_back and r.is_void]
@@ -196,8 +208,11 @@ class Recovery:
             self._waiting.add_in_front(llm_request)
 
     def review(self, groups: Mapping[int, RequestGroup]) -> None:
-        """Clear those being retried who are past the point where they failed; who had no room is tried next."""
-        no_room = []
+        """Clear the requests that are retried once all of them got past the point where they failed.
+
+        Those that had no room to run are the next to be retried.
+        """
+        no_room: list[int] = []
         for request_id in self.isolation.retrying:
             group = groups.get(request_id)
             for llm_request in group.sequences if group else ():
@@ -216,10 +231,22 @@ def rebuild(
     waiting: WaitingQueue,
     in_front: Collection[LlmRequest],
 ) -> list[LlmRequest]:
-    """Let nothing run and every sequence that has not ended wait, those of `in_front` before all others.
+    """After `schedule` raised half-way, make slots, block tables and the queue anew from the requests themselves.
+
+    Nobody knows which of the scheduler's books were changed before it raised, nor whether they agree. The
+    requests'
+    tokens, and what was sent of them, are not among these books, and all else follows from them: every sequence
+        gives
+    up slots and blocks, and waits to be computed again from its known tokens. Afterwards no prefix is in the
+    cache.
+
+    Args:
+        groups: All requests without a final response.
+        running, waiting: The books.
+        in_front: The sequences that wait before all others.
 
     Returns:
-        Sequences that had ended and were waiting for their batches in flight: nothing keeps them any more.
+        Sequences that had ended and were waiting for their batches in flight, which count for nothing now.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     ended = [s for s in sequences if s.state is RequestState.FINISHED and s.slots]

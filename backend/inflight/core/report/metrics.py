@@ -1,12 +1,14 @@
-"""What the batcher observed since it started, as counters and histograms: what Prometheus will be told.
+"""What the scheduler observes: counters and histograms since the start, and the counters of an iteration.
 
-Written by the scheduler on the loop thread, in bulk where rows are many; `snapshot` makes a frozen copy for a
-thread that publishes. Everything only grows. Times in seconds, as Prometheus wants them. Pure.
+The scheduler reports to `Observations` where something happens, on the loop thread; what happens to every row of
+every iteration is counted in bulk. `ServiceMetrics.snapshot` makes a frozen copy for threads that publish. Times
+are in seconds, as Prometheus wants them. Nothing here decides anything. Pure.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,7 +44,7 @@ class HistogramSnapshot:
 
     @property
     def num_observations(self) -> int:
-        """Over all buckets."""
+        """Number of observations in all buckets."""
         return sum(self.counts)
 
 
@@ -62,13 +64,13 @@ class Histogram:
         self._total += value * count
 
     def snapshot(self) -> HistogramSnapshot:
-        """A frozen copy."""
+        """A frozen copy of the counts."""
         return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """ServiceMetrics at one moment; the same names."""
+    """A frozen copy of ServiceMetrics at one moment, with the same names."""
 
     time_to_first_token: HistogramSnapshot
     inter_token_latency: HistogramSnapshot
@@ -86,7 +88,7 @@ class MetricsSnapshot:
 
 @dataclass(slots=True)
 class ServiceMetrics:
-    """The counters.
+    """Counters and histograms of everything since the start, which only grow.
 
     Attributes:
         time_to_first_token: Seconds from arrival to a request's first token.
@@ -98,9 +100,9 @@ class ServiceMetrics:
         cancel_to_free: Seconds from a front end's stop to the moment slots and blocks were free.
         finished: Ended sequences by reason.
         failed: Requests that ended with an error, refused ones included, by its Triton code.
-        num_preemptions: Pauses.
-        num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found in the KV cache, or looked
-            for in vain; of prompts, and of what had been generated before a pause.
+        num_preemptions: Pauses of sequences.
+        num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found in the KV cache, and that
+            they did not find there; tokens generated before a pause are counted like those of prompts.
     """
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -110,14 +112,14 @@ class ServiceMetrics:
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     cancel_to_free: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    finished: dict[FinishReason, int] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
+    finished: Counter[FinishReason] = field(default_factory=Counter[FinishReason])
+    failed: Counter[str] = field(default_factory=Counter[str])
     num_preemptions: int = 0
     num_hit_tokens: int = 0
     num_missed_tokens: int = 0
 
     def snapshot(self) -> MetricsSnapshot:
-        """A frozen copy."""
+        """A frozen copy of all of them."""
         return MetricsSnapshot(
             time_to_first_token=self.time_to_first_token.snapshot(),
             inter_token_latency=self.inter_token_latency.snapshot(),
@@ -140,13 +142,13 @@ def seconds(duration_ns: int) -> float:
 
 
 class Observations:
-    """The counters.
+    """Counts what happens, for the statistics of each iteration and for the metrics.
 
     Args:
-        max_num_requests: Slots.
+        max_num_requests: Number of slots.
         max_num_tokens: Most tokens in an iteration.
         counts_static_batches: Whether batching is static.
-        num_micro_batches: That share the slots.
+        num_micro_batches: Number of micro-batches that share the slots.
     """
 
     def __init__(
@@ -161,13 +163,13 @@ class Observations:
         self._max_num_tokens = max_num_tokens
         self._num_micro_batches = num_micro_batches
         self._static_batch = StaticBatchStats() if counts_static_batches else None
-        # Sequences by the time of their last token, of those that get another one in this update.
-        self._gaps: dict[int, int] = {}
+        # How many sequences that get a token in this update got their last one at which time.
+        self._gaps: Counter[int] = Counter()
         self._num_new_tokens = 0
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
-        """Count from zero what is told per iteration."""
+        """Begin to count an iteration."""
         self._num_new = 0
         self._num_paused = 0
         self._queue_ns = 0
@@ -179,11 +181,11 @@ class Observations:
     # ---------------------------------------------------------------- what happens to requests
 
     def refused(self, error: InflightError) -> None:
-        """A request was turned away."""
-        self.metrics.failed[error.code] = self.metrics.failed.get(error.code, 0) + 1
+        """Count a request that was refused or has failed."""
+        self.metrics.failed[error.code] += 1
 
     def started(self, llm_request: LlmRequest, now_ns: int) -> None:
-        """A sequence runs for the first time."""
+        """Count a sequence that runs for the first time."""
         waited_ns = now_ns - llm_request.group.arrival_ns
         self._num_new += 1
         self._queue_ns += waited_ns
@@ -191,17 +193,17 @@ class Observations:
             self.metrics.queue_time.observe(seconds(waited_ns))
 
     def looked_up(self, num_found: int, num_missed: int) -> None:
-        """An admission looked for tokens of full blocks in the cache."""
+        """Count the tokens of full blocks that an admission found in the cache, and those that it did not find."""
         self.metrics.num_hit_tokens += num_found
         self.metrics.num_missed_tokens += num_missed
 
     def paused(self, count: int) -> None:
-        """So many sequences gave up their blocks for others, in an attempt to make a batch."""
+        """Count sequences that were paused so that others get their blocks."""
         self._num_paused += count
         self.metrics.num_preemptions += count
 
     def gets_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
-        """A sequence is about to get so many tokens of this update, one of them chosen behind its drafts."""
+        """Count the tokens that a sequence is about to get, one of which was chosen behind its drafts."""
         last_ns = llm_request.last_token_ns
         self._gaps[last_ns] = self._gaps.get(last_ns, 0) + 1
         self._num_new_tokens += count
@@ -209,12 +211,12 @@ class Observations:
             self._num_accepted += count - 1
 
     def gave_first_token(self, llm_request: LlmRequest, now_ns: int) -> None:
-        """A sequence has its first token."""
+        """Count a sequence's first token."""
         if not any(sequence.first_token_ns for sequence in llm_request.group.sequences):
             self.metrics.time_to_first_token.observe(seconds(now_ns - llm_request.group.arrival_ns))
 
     def updated(self, now_ns: int) -> None:
-        """All of an update's tokens are there."""
+        """Add what one update gave to the metrics."""
         for last_ns, count in self._gaps.items():
             if last_ns:
                 self.metrics.inter_token_latency.observe(seconds(now_ns - last_ns), count)
@@ -227,13 +229,12 @@ class Observations:
         self._num_new_tokens = 0
 
     def sequence_ended(self, llm_request: LlmRequest) -> None:
-        """A sequence has a finish reason and holds nothing any more."""
-        reason = llm_request.finish_reason
-        self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
+        """Count a sequence that has ended and released what it held."""
+        self.metrics.finished[llm_request.finish_reason] += 1
         self.metrics.output_tokens.observe(llm_request.num_generated)
 
     def request_ended(self, group: RequestGroup, now_ns: int) -> None:
-        """A request has its final response, and holds nothing any more."""
+        """Count a request that has its final response and released what it held."""
         self._num_completed += 1
         if group.error is not None:
             self.refused(group.error)
@@ -246,7 +247,7 @@ class Observations:
     # ---------------------------------------------------------------- static batches
 
     def count_static(self, batch: ScheduledBatch, is_new: bool, num_slots: int) -> None:
-        """One more iteration of a static batch, which has `num_slots` slots now; or the first of a new one."""
+        """Count an iteration of a static batch, which has `num_slots` slots now; `is_new` if it is the first."""
         if self._static_batch is None:
             return
         before = StaticBatchStats() if is_new else self._static_batch
@@ -261,7 +262,7 @@ class Observations:
             num_empty_slots=before.num_empty_slots + (max(0, share - batch.num_rows) if generates else 0),
         )
 
-    # ---------------------------------------------------------------- what is told
+    # ---------------------------------------------------------------- statistics
 
     def iteration_stats(
         self,
@@ -272,7 +273,7 @@ class Observations:
         num_waiting: int,
         kv_cache: KvCacheManager,
     ) -> IterationStats:
-        """Counters after the iteration that ran `batch`."""
+        """The counters after the iteration that ran `batch`."""
         context = [chunk for chunk in batch.context if not chunk.is_generation] if batch else []
         num_scheduled = (
             batch.num_rows - sum(len(group.slots) - 1 for group in batch.beam_groups) if batch else 0

@@ -1,6 +1,7 @@
-"""What a batcher is doing right now, for people: the answer to a `state` request. Frozen values only.
+"""What the scheduler is doing now: the answer to a `state` request, and the statistics of every request.
 
-Made by the scheduler between two iterations, on the loop thread; turned into JSON elsewhere.
+`Introspection` reads the scheduler's parts between two iterations, on the loop thread, and changes nothing. It
+makes frozen values, which become JSON elsewhere.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from inflight.core.schedule.running import Running
 
 @dataclass(frozen=True, slots=True)
 class WaitingState:
-    """A sequence that waits, in the order in which they will start.
+    """A sequence that waits.
 
     Attributes:
         request_id: The engine's id of the request.
-        sequence_index: Which of its sequences.
+        sequence_index: Index among the request's sequences.
         state: "WAITING", or "PAUSED" if it ran before.
-        why: What it waits for, such as "needs 12 blocks, 7 free".
+        why: A sentence that says what it waits for, such as "needs 12 blocks, 7 free".
         prompt_tokens: Length of its prompt.
         generated_tokens: What it generated before it was paused.
         max_new_tokens: Most tokens it may generate.
-        priority, client_id: As it was sent.
-        waited_ms: Since its arrival.
-        deadline_ms: Until it times out; None without a deadline.
+        priority, client_id: As the request has them.
+        waited_ms: Milliseconds since its arrival.
+        deadline_ms: Milliseconds until it times out; None without a deadline.
     """
 
     request_id: int
@@ -50,21 +51,21 @@ class WaitingState:
 
 @dataclass(frozen=True, slots=True)
 class RunningState:
-    """A sequence that has slots, oldest first.
+    """A sequence that has slots.
 
     Attributes:
-        request_id, sequence_index: Which.
+        request_id, sequence_index: The sequence.
         slots: Its slots; a beam search has several.
-        phase: "context", "generation" or "ending": its batch is in flight and nothing follows.
+        phase: "context", "generation", or "ending" for a sequence that has ended and has rows in flight.
         computed_tokens: Tokens whose keys and values are there.
         scheduled_tokens: Tokens in flight.
-        context_tokens: Tokens this run has to compute as context.
-        generated_tokens: So far.
+        context_tokens: Tokens that this run has to compute as context.
+        generated_tokens: Tokens generated so far.
         max_new_tokens: Most tokens it may generate.
-        blocks: KV blocks it holds.
-        reserved_blocks: KV blocks set aside for it beyond these.
-        running_ms: Since its first iteration.
-        deadline_ms: Until it times out; None without a deadline.
+        blocks: KV blocks that it holds.
+        reserved_blocks: KV blocks reserved for it beyond these.
+        running_ms: Milliseconds since its first iteration.
+        deadline_ms: Milliseconds until it times out; None without a deadline.
     """
 
     request_id: int
@@ -84,16 +85,16 @@ class RunningState:
 
 @dataclass(frozen=True, slots=True)
 class BlockMapState:
-    """Where the KV blocks are.
+    """The states of the KV blocks.
 
     Attributes:
-        total: All there are.
-        held: In block tables of running sequences.
-        cached: In nobody's, but found by content; evicted when they are needed.
-        empty: In nobody's, and worthless.
-        reserved: Of cached and empty ones, those that running sequences count on.
-        shared: Held ones that more than one block table names.
-        tokens_per_block: Tokens in each.
+        total: Number of blocks.
+        held: Blocks in block tables of running sequences.
+        cached: Blocks in no table that are found by their content; they are evicted when they are needed.
+        empty: Blocks in no table whose content is worthless.
+        reserved: Cached and empty blocks that running sequences count on.
+        shared: Held blocks that are in more than one block table.
+        tokens_per_block: Tokens per block.
     """
 
     total: int
@@ -107,15 +108,17 @@ class BlockMapState:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Everything.
+    """The state of the scheduler.
 
     Attributes:
-        iteration: Count of iterations.
-        policy: Who may hold KV blocks.
-        slots: Of the device.
-        free_slots: Of those.
-        suspects: Requests that are being tried again apart, because an iteration with them failed.
-        waiting, running, blocks: Who, who, and where.
+        iteration: Number of the last iteration.
+        policy: The capacity scheduler policy.
+        slots: Number of slots.
+        free_slots: Number of slots that are free.
+        suspects: Requests that are retried apart, because an iteration with them failed.
+        waiting: The sequences that wait, in the order in which they will start.
+        running: The sequences that have slots, oldest first.
+        blocks: The states of the KV blocks.
     """
 
     iteration: int
@@ -133,7 +136,7 @@ _NS_PER_MS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Introspection:
-    """The scheduler's parts, to look at."""
+    """The scheduler's parts, from which the values above and the statistics of requests are read."""
 
     policy: CapacitySchedulerPolicy
     iteration: int
@@ -145,7 +148,7 @@ class Introspection:
     isolation: Isolation
 
     def state(self) -> SchedulerState:
-        """Everything."""
+        """The state of the scheduler now."""
         return SchedulerState(
             iteration=self.iteration,
             policy=self.policy.value,
@@ -162,7 +165,7 @@ class Introspection:
         )
 
     def _why(self, llm_request: LlmRequest, place: int) -> str:
-        """Of the first ones exactly, which takes digests of whole prompts: the loop waits for this."""
+        """Why a sequence waits; exact for the first ones only, because it takes digests of whole prompts."""
         if place >= _MOST_LOOKED_UP:
             return f"is behind {place} others"
         return self.admission.why_waiting(llm_request, self.isolation.retrying)
@@ -191,7 +194,7 @@ class Introspection:
     def _running(self, llm_request: LlmRequest) -> RunningState:
         blocks, reserved = self.kv_cache.held(llm_request.key)
         ending = llm_request.state is RequestState.FINISHED
-        # What is in flight is not done: the iteration that computes the last of it may be the one that hangs.
+        # Rows in flight are not counted as computed: their iteration may be the one that hangs.
         in_context = llm_request.num_computed_tokens < llm_request.context_length
         return RunningState(
             request_id=llm_request.request_id,
@@ -229,7 +232,7 @@ class Introspection:
         return -self._since_ms(deadline_ns) if deadline_ns else None
 
     def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
-        """Every sequence that has not had its last response, after the iteration that ran `batch`."""
+        """The statistics of every sequence without its last response, after the iteration that ran `batch`."""
         slots = (*(c.slot for c in batch.context), *batch.generation_slots) if batch else ()
         owners = self.running.slots.owners
         scheduled = {owners[slot].key for slot in slots if slot in owners}

@@ -1,7 +1,7 @@
-"""Statistics of one iteration: plain counters, and the JSON texts that are made of them when somebody asks.
+"""Statistics of one iteration: plain counters, and the JSON objects that are made of them.
 
 Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics); those of
-`to_executor_json` are the Executor API's `IterationStats` and `RequestStatsPerIteration`.
+`executor_fields` are the Executor API's `IterationStats` and `RequestStatsPerIteration`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NS_PER_MS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """What the engine's process holds, in bytes.
+    """Memory that the engine's process holds, in bytes.
 
     Attributes:
         cpu: Memory of the host.
         gpu: Memory of its devices.
-        pinned: Of the host's, what is locked in place for devices.
+        pinned: The part of the host's memory that is locked in place for devices.
     """
 
     cpu: int = 0
@@ -36,7 +36,7 @@ class StaticBatchStats:
 
     Attributes:
         num_requests: Sequences that started in it.
-        num_slots: Most slots it had at a time.
+        num_slots: Most slots that it had at a time.
         num_context_tokens: Prompt tokens computed.
         num_generation_tokens: Tokens generated.
         num_empty_slots: Slots times iterations in generation that waited for the batch's slowest; with several
@@ -55,34 +55,34 @@ class IterationStats:
     """Counters after an iteration.
 
     Attributes:
-        iteration: Count of iterations.
-        duration_ns: What the iteration took, from getting requests to its responses.
+        iteration: Number of the iteration.
+        duration_ns: Duration of the iteration, from getting requests to its responses.
         num_active_requests: Requests without a final response.
         num_completed_requests: Requests whose final response this iteration made.
         num_new_requests: Sequences that started for the first time in this iteration.
-        new_requests_queue_ns: What those waited, summed.
+        new_requests_queue_ns: Sum of the times that those waited.
         max_num_requests: Most requests that can run at a time.
         max_num_tokens: Most tokens in an iteration.
         max_num_blocks: KV cache blocks.
         num_free_blocks: Blocks that no running request holds; cached ones are among them.
         tokens_per_block: Tokens per block.
         num_scheduled_requests: Requests in this iteration's batch.
-        num_context_requests: Of those, in the context phase.
-        num_generation_requests: Of those, in the generation phase.
+        num_context_requests: Those of them in the context phase.
+        num_generation_requests: Those of them in the generation phase.
         num_context_tokens: Tokens over the context chunks.
         num_generated_tokens: Tokens that came back in this iteration for sequences that had not ended, end ids
             included.
-        num_advanced_sequences: Sequences that they were added to; the beams of a search are one.
+        num_advanced_sequences: Sequences that got those tokens; a beam search counts as one.
         num_draft_tokens: Draft tokens in this iteration's batch.
-        num_accepted_draft_tokens: Of those, accepted.
+        num_accepted_draft_tokens: Draft tokens that were accepted.
         num_drafted_requests: Rows with draft tokens.
-        micro_batch_id: Which of the micro-batches in flight.
+        micro_batch_id: Index among the micro-batches in flight.
         num_waiting_requests: Sequences that do not run: never started, or paused.
         num_paused_requests: Pauses in this iteration.
         num_taken_blocks: Blocks taken from the free ones, since the start.
         num_reused_blocks: Blocks that admissions found in the cache, since the start.
         num_missed_blocks: Full blocks that admissions did not find there, since the start.
-        static_batch: With static batching only.
+        static_batch: The static batch so far; None without static batching.
     """
 
     iteration: int
@@ -120,12 +120,12 @@ class IterationStats:
 
     @property
     def used_fraction(self) -> float:
-        """Of all blocks, those that running requests hold; six decimals."""
+        """The part of all blocks that running requests hold, with six decimals."""
         return round(self.num_used_blocks / self.max_num_blocks, 6) if self.max_num_blocks else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
-        """Reused blocks of those that were looked for, since the start."""
+        """The part of the blocks looked for that were found, since the start."""
         return hit_rate(self.num_reused_blocks, self.num_missed_blocks)
 
     @property
@@ -146,12 +146,11 @@ class IterationStats:
         stamp = time.strftime(_SECONDS_FORMAT, time.localtime(wall_clock_s))
         return json.dumps({"Timestamp": stamp, **self._common(), **self._kv_cache(), **self._batching()})
 
-    def to_log_json(self, wall_clock_s: float, memory: MemoryUsage) -> str:
-        """The line of the server's log: what `to_json` says and what later versions of the specification add."""
-        return json.dumps(self.log_fields(wall_clock_s, memory))
-
     def log_fields(self, wall_clock_s: float, memory: MemoryUsage) -> dict[str, int | float | str]:
-        """`to_log_json` before it is text; every value but the timestamp is a number."""
+        """The line of the server's log: what `to_json` has and what later versions of the specification add.
+
+        Every value but the timestamp is a number.
+        """
         fields: dict[str, int | float | str] = {"Timestamp": timestamp(wall_clock_s)}
         fields |= self._common() | self._kv_cache() | self._batching()
         fields["Waiting Requests"] = self.num_waiting_requests
@@ -162,7 +161,7 @@ class IterationStats:
         fields["Runtime CPU Memory Usage"] = memory.cpu
         fields["Runtime GPU Memory Usage"] = memory.gpu
         fields["Runtime Pinned Memory Usage"] = memory.pinned
-        # Of disaggregated serving. Context and generation are computed in one place: nothing is ever transferred.
+        # These are for disaggregated serving; here context and generation are computed in one place.
         fields |= {"KV cache transfer time": 0, "Request count": 0}
         return fields
 
@@ -198,14 +197,10 @@ class IterationStats:
             "MicroBatch ID": self.micro_batch_id,
         }
 
-    def to_executor_json(self, wall_clock_s: float | None, memory: MemoryUsage | None = None) -> str:
-        """The Executor's `IterationStats`, as its JSON serialization has them: `executor_fields` as text."""
-        return json.dumps(self.executor_fields(wall_clock_s, memory))
-
     def executor_fields(
         self, wall_clock_s: float | None, memory: MemoryUsage | None = None
     ) -> dict[str, object]:
-        """The Executor's `IterationStats`.
+        """The Executor's `IterationStats`, as its JSON serialization has them.
 
         What does not exist here is null, as its optionals are: cross attention's KV cache, the other kind of
         batching, drafts where there were none. There is no tuner; what it would recommend is 0, as without one.
@@ -276,7 +271,7 @@ class IterationStats:
         }
 
     def _spec_decoding_stats(self) -> dict[str, int | float] | None:
-        """None without drafts. Drafts cost no pass of their own here, so that their latency is 0."""
+        """Statistics of drafts, if there were any. Drafts need no pass of their own, so their latency is 0."""
         if not self.num_drafted_requests:
             return None
         num_steps = self.num_drafted_requests
@@ -304,10 +299,10 @@ class RequestStats:
     """One sequence after an iteration: the Executor's `RequestStats`.
 
     Attributes:
-        request_id, sequence_index: Which.
-        stage: How far it is.
+        request_id, sequence_index: The sequence.
+        stage: Its phase.
         context_prefill_position: Prompt tokens computed.
-        num_generated_tokens: So far.
+        num_generated_tokens: Tokens generated so far.
         num_generation_iterations: Iterations that gave it tokens.
         is_scheduled: Whether it was in this iteration's batch.
         is_paused: Whether it is paused.
@@ -347,17 +342,13 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatsPerIteration:
-    """Every sequence after an iteration: the Executor's type of the same name."""
+    """The statistics of every sequence after an iteration: the Executor's type of the same name."""
 
     iteration: int
     request_stats: tuple[RequestStats, ...]
 
-    def to_executor_json(self) -> str:
-        """As the Executor's JSON serialization has it; null for what only disaggregated serving has."""
-        return json.dumps(self.executor_fields())
-
     def executor_fields(self) -> dict[str, object]:
-        """The same before it is text."""
+        """As the Executor's JSON serialization has it; null for what only disaggregated serving has."""
         fields = [stats.executor_fields() for stats in self.request_stats]
         return {"iter": self.iteration, "requestStats": fields}
 
@@ -374,7 +365,7 @@ def timestamp(wall_clock_s: float) -> str:
 
 
 def hit_rate(num_reused: int, num_missed: int) -> float:
-    """Of what was looked for, what was found; 0 where nothing was."""
+    """The part of what was looked for that was found; 0 if nothing was looked for."""
     return _per(num_reused, num_reused + num_missed)
 
 

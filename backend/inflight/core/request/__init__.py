@@ -1,1 +1,1 @@
-"""Requests: what was asked, a request's life, and what goes back. Pure."""
+"""Requests: what was asked, the state of each sequence, and the responses that go back. Pure."""

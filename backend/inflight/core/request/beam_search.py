@@ -1,8 +1,8 @@
 """One beam search's decisions: which continuations run on, which have finished, and when there is no more to find.
 
-The device ranks continuations and the scheduler moves beams; this is what lies between: candidates in, parents and
-tokens out. Knows no slots, blocks or iterations. Tokens are linked backwards, from each beam's last one, so that a
-step costs the number of candidates and not the length. Pure. Called by the loop thread only.
+The device ranks continuations and the scheduler moves beams; this module decides in between: candidates come in,
+parents and tokens go out. It knows no slots, blocks or iterations. Tokens are linked backwards, from each beam's
+last one, so that a step costs the number of candidates and not the length. Pure; only the loop thread calls it.
 
 Reference: transformers `GenerationMixin._beam_search`, whose tokens and scores these are:
 
@@ -24,9 +24,9 @@ from inflight.core.request.response import TopLogProbs
 from inflight.core.request.stop import FinishReason, StopWords
 
 _NO_SCORE = -1.0e9
-"""The score of a beam that only fills a row."""
+"""The score of a beam that is in its row only because every row needs one."""
 _POSSIBLE = -1.0e8
-"""Scores below this come from banned tokens, or from a row that only fills: such a beam is never returned."""
+"""Scores below this come from banned tokens or have `_NO_SCORE` in them: such a beam is never returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class BeamCandidates:
     """The best continuations of one BeamGroup, best first. Equal ranks: lower row, then lower token id, first.
 
     Attributes:
-        rows: Per candidate, which row of the group it continues.
-        token_ids: Per candidate.
+        rows: Per candidate, the index of the row of the group that it continues.
+        token_ids: Per candidate, the token.
         scores: Per candidate, the row's score plus the token's log probability as the search sees it (after
             bias, temperature, penalties and bans). beam_search_diversity_rate counts for the rank alone.
         log_probs: Per candidate, the model's own log probability of the token; empty if not wanted.
-        top_log_probs: Per row of the group; empty if not wanted.
-        logits: Per row of the group; empty if not wanted.
+        top_log_probs: Per row of the group, its likeliest tokens; empty if not wanted.
+        logits: Per row of the group, float32 [vocab_size] as bytes; empty if not wanted.
     """
 
     rows: tuple[int, ...]
@@ -62,7 +62,7 @@ class Hypothesis:
         score: What hypotheses are ranked by: `cum_log_prob` / generated_length ** length_penalty.
         finish_reason: NOT_FINISHED while the beam runs.
         log_probs: The model's own log probability of each of `token_ids`; empty if the device gave none.
-        top_log_probs: One for each of `token_ids`, or empty.
+        top_log_probs: The likeliest tokens beside each of `token_ids`, or empty.
         logits: float32 [vocab_size] for each of `token_ids`, or empty.
     """
 
@@ -76,13 +76,13 @@ class Hypothesis:
 
 
 _NOTHING = Hypothesis((), _NO_SCORE, _NO_SCORE, FinishReason.LENGTH)
-"""Takes the place of a beam that the bans left no token for."""
+"""What is returned in place of a beam for which the bans left no token."""
 _NOT_BEGUN = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
-"""What every beam is before the first step."""
+"""The hypothesis of every beam before the first step."""
 
 
 class _Node:
-    """A token of a beam and the way back to its first."""
+    """A token of a beam, linked to the token before it."""
 
     __slots__ = ("log_prob", "logits", "parent", "token_id", "top_log_probs")
 
@@ -96,8 +96,8 @@ class _Node:
 
 
 def _path(node: _Node | None, most: int = -1) -> list[_Node]:
-    """The nodes from the first token, or the last `most` ones, to this."""
-    nodes = []
+    """The nodes of a beam in order up to `node`: all of them, or the last `most`."""
+    nodes: list[_Node] = []
     while node is not None and len(nodes) != most:
         nodes.append(node)
         node = node.parent
@@ -107,7 +107,7 @@ def _path(node: _Node | None, most: int = -1) -> list[_Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A beam where it is compared with others; `node` is its last token, an end id included."""
+    """A beam with the score that it is compared by; `node` is its last token, which may be an end id."""
 
     cumulative: float
     score: float
@@ -119,7 +119,7 @@ class BeamSearch:
     """The search of one request with `beam_width` beams, from its context's logits to its last hypothesis.
 
     Attributes:
-        done: Whether it has ended: `hypotheses` is final and `advance` must not be called.
+        done: Whether the search has ended: then `hypotheses` is final and `advance` must not be called.
         scores: Per row, the cumulative log probability of its beam; what a `BeamGroup` carries.
         parents: Per running beam, after an `advance`: which of the rows before it the beam continues.
         token_ids: Per running beam, after an `advance`: its new token.
@@ -145,12 +145,12 @@ class BeamSearch:
 
     @property
     def num_rows(self) -> int:
-        """Beams that run: one until the first `advance`, then K."""
+        """Number of running beams: one until the first `advance`, then beam_width."""
         return len(self._beams)
 
     @property
     def has_found_nothing(self) -> bool:
-        """Whether it has ended without a single hypothesis: bans left no token for any beam."""
+        """Whether the search has ended without a single hypothesis: bans left no token for any beam."""
         return self.done and not self._ended
 
     def row_tokens(self, row: int) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class BeamSearch:
         return tuple(node.token_id for node in _path(self._beams[row]))
 
     def advance(self, candidates: BeamCandidates) -> None:
-        """Take the best continuations of the rows, best first, and decide."""
+        """Decide which of the best continuations run on and which are finished."""
         assert not self.done, "the search has ended"
         self._num_generated += 1
         running: list[tuple[int, _Node]] = []  # (rank, its last token)
@@ -197,7 +197,7 @@ class BeamSearch:
             return sys.float_info.max
 
     def _run_on(self, running: list[tuple[int, _Node]], candidates: BeamCandidates) -> None:
-        """Let the chosen candidates be the beams; where stop words left fewer than K, the last fills the rows."""
+        """Make the chosen candidates the running beams. Where there are too few, the last is repeated."""
         missing = self._width - len(running) if running else 0
         self.scores = tuple(candidates.scores[rank] for rank, _ in running) + (_NO_SCORE,) * missing
         running = running + running[-1:] * missing

@@ -1,4 +1,4 @@
-"""A sequence's life: its state machine as a table, and the few counters everything else derives from.
+"""The state of a sequence: its state machine as a table, and the counters that everything else follows from.
 
     event      WAITING    RUNNING    PAUSED     FINISHED
     START      RUNNING    -          RUNNING    -
@@ -6,7 +6,7 @@
     FINISH     FINISHED   FINISHED   FINISHED   -
 
 A dash is an illegal transition: it raises and changes nothing. There is no context or generation state: the
-phase follows from how many of the known tokens are computed. Written by the scheduler and its parts alone.
+phase follows from how many of the known tokens are computed. Only the scheduler and its parts change this state.
 
 A request is one LlmRequest, or one for each of num_return_sequences; a beam search is one, in several slots. What
 belongs to the request as a whole is in its RequestGroup.
@@ -26,7 +26,7 @@ from inflight.errors import InflightError
 
 
 class RequestState(Enum):
-    """Where a sequence stands."""
+    """Whether a sequence waits for its first start, runs, was paused, or has ended."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -35,7 +35,7 @@ class RequestState(Enum):
 
 
 class RequestEvent(Enum):
-    """What can happen to a sequence."""
+    """The events that change a sequence's state."""
 
     START = auto()
     PAUSE = auto()
@@ -53,7 +53,7 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 
 class IllegalTransition(AssertionError):
-    """The scheduler asked for something that cannot happen: a defect, not a user's mistake."""
+    """The scheduler asked for a transition that the table does not have: a defect, not a user's mistake."""
 
 
 class RequestGroup:
@@ -61,15 +61,15 @@ class RequestGroup:
 
     Attributes:
         request: What was asked.
-        sequences: By sequence index.
-        num_unfinished: Sequences that have not given up their last block and said their last word.
-        error: Why the request failed, if it did; then no sequence has a last word of its own.
-        context_log_probs: Of the prompt tokens from the second on, as far as they are known.
-        context_logits: Of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
+        sequences: Its sequences, by sequence index.
+        num_unfinished: Sequences that still hold blocks or have not had their last response.
+        error: Why the request failed, if it did; then it is the request's only last response.
+        context_log_probs: Log probabilities of the prompt tokens from the second on, as far as they are known.
+        context_logits: Logits of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
         num_context_rows: Prompt positions whose outputs are known.
-        context_index: The sequence that computes the prompt for all, and from whose rows they are taken.
-        has_context: Whether its siblings need not wait for it any more.
-        arrival_ns: When it arrived.
+        context_index: Index of the sequence that computes the prompt for all, and gives the context outputs.
+        has_context: Whether the prompt is computed, so that the other sequences need not wait any more.
+        arrival_ns: When the request arrived.
         deadline_ns: When it times out; 0: never.
         stop_requested_ns: When a front end asked for its end; 0: nobody did.
     """
@@ -107,13 +107,14 @@ class RequestGroup:
 
     @property
     def lacks_context(self) -> bool:
-        """Whether context outputs are wanted and not all there."""
+        """Whether context outputs are wanted and some of them are still missing."""
         return self.request.output.wants_context and self.num_context_rows < self.request.prompt_length
 
     def pass_context_on(self) -> LlmRequest | None:
-        """Who gives the context outputs that are wanted, now that the sequence that was to do so has ended.
+        """Choose another sequence to compute the prompt, because the one that was to do so has ended.
 
-        One that never started, and the others wait for it in turn; None if nobody has to, or nobody is left.
+        Returns a sequence that never started, for which the others wait from now on; None if all context outputs
+        are there, or no such sequence is left.
         """
         waiting = (s for s in self.sequences if s.state is RequestState.WAITING)
         successor = next(waiting, None) if self.lacks_context else None
@@ -129,36 +130,37 @@ class LlmRequest:
         group: The request it belongs to.
         request: What was asked.
         sequence_index: Which of the request's sequences.
-        key: Unique among all sequences there ever were.
+        key: A number that no other sequence ever has.
         rules: How its KV blocks are shared and kept.
-        state: Where it stands.
+        state: Its state, see the table above.
         prompt_length, max_length: Tokens at the start, and at the length limit.
         streams_tokens_only: Whether its responses are deltas of nothing but tokens.
         tokens: Prompt and generated tokens; of a beam search the generated ones are of no one beam.
-        slots: The device's indices for it while RUNNING, and after its end until its batches are back, else ();
-            beams have one each.
+        slots: Its slots on the device while it is RUNNING, and after its end until its batches are back, else ();
+            a beam search has one for each beam.
         context_length: How many of `tokens` this run has to compute as context: the prompt, and after a pause
             what had been generated as well.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
         num_scheduled_tokens: Tokens in batches whose update has not come yet.
-        is_void: Whether what is in flight follows from a failed iteration and counts for nothing.
-        retry_until: So many computed tokens get it past the point where an iteration with it failed.
+        is_void: Whether its rows in flight follow from a failed iteration, so that their tokens are dropped.
+        retry_until: The number of computed tokens from which on it is past the point where an iteration failed.
         has_started: Whether it ever ran.
         last_turn: When it was last chosen to generate, counted in micro-batches; 0 with one of them.
-        next_block_end: So many computed tokens fill the next block.
+        next_block_end: The number of computed tokens that fills the next block.
         num_streamed_tokens: Generated tokens that responses have carried.
         has_draft: Whether the request's own draft is still to be verified.
-        needs_host: Whether what runs next depends on what came of the rows in flight.
+        needs_host: Whether its next row depends on the outcome of its rows in flight.
         beams: Its beam search, if it is one.
-        lookup: Makes its draft tokens, if it is to.
-        stop_words: Ends it, if it has any.
+        lookup: Guesses its draft tokens, if the request wants that.
+        stop_words: Its stop words, if it has any; None for a beam search.
         finish_reason: Why it ended.
-        log_probs, drawn_log_probs, top_log_probs, logits: Of each generated token that no response has carried, if
-            they are wanted. `TokenDetails` says what they are.
-        cum_log_prob: Sum of all log probabilities, carried or not.
-        first_scheduled_ns, first_token_ns, last_token_ns: 0 until then.
+        log_probs, drawn_log_probs, top_log_probs, logits: Details (`TokenDetails`) of the generated tokens that no
+            response has carried yet, if the request wants them.
+        cum_log_prob: Sum of the log probabilities of all generated tokens.
+        first_scheduled_ns, first_token_ns, last_token_ns: Times of its first iteration, its first token and its
+            last one; 0 until then.
         num_iterations: Iterations that gave it tokens.
-        num_new_blocks, num_reused_blocks, num_missed_blocks: Of runs that are over.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: Block counts of its runs before the present one.
         num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted and kept.
     """
 
@@ -256,17 +258,17 @@ class LlmRequest:
 
     @property
     def request_id(self) -> int:
-        """The request's id; its sequences share it."""
+        """The request's id, which all its sequences share."""
         return self.request.request_id
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def num_slots(self) -> int:
-        """Slots it runs in."""
+        """Number of slots that it runs in: one for each beam."""
         return self.request.sampling.beam_width
 
     @property
@@ -281,12 +283,12 @@ class LlmRequest:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the sequence that computes the prompt for all."""
+        """Whether this is the sequence that computes the prompt for all of its request."""
         return self.group.context_index == self.sequence_index
 
     @property
     def gives_context(self) -> bool:
-        """Whether context outputs are wanted that its rows give."""
+        """Whether its context rows have to give context outputs."""
         return self.leads and self.group.lacks_context
 
     @property
@@ -295,14 +297,14 @@ class LlmRequest:
         return self.request.draft_length if self.has_draft else 0
 
     def apply(self, event: RequestEvent) -> None:
-        """Move along the table; IllegalTransition, with nothing changed, where it has no entry."""
+        """Change the state as the table says; IllegalTransition, with nothing changed, if it has no entry."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransition(f"request {self.request_id} is {self.state.name}: cannot {event.name}")
         self.state = target
 
     def start(self, slots: tuple[int, ...], num_reused_tokens: int) -> None:
-        """Take slots; the first `num_reused_tokens` tokens are in its block table already."""
+        """Start or resume in these slots; the first `num_reused_tokens` tokens are in its block table already."""
         self.apply(RequestEvent.START)
         self.slots = slots
         self.has_started = True
@@ -328,7 +330,7 @@ class LlmRequest:
             del self.tokens[self.prompt_length :]
 
     def forget_details(self) -> None:
-        """A response has carried them: a long stream's logits would fill the memory."""
+        """Drop the details that a response has carried: a long stream's logits would fill the memory."""
         self.log_probs.clear()
         self.drawn_log_probs.clear()
         self.top_log_probs.clear()

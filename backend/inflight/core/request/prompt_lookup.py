@@ -1,6 +1,6 @@
-"""Guesses what comes next from what came next before, in one sequence's own tokens: drafting without a model.
+"""Prompt lookup drafting: guesses a sequence's next tokens from what followed its last ones earlier.
 
-Knows nothing of requests or batches. Called by the loop thread only.
+It knows nothing of requests or batches. Only the loop thread calls it.
 Reference: transformers `PromptLookupCandidateGenerator`, vLLM `NgramProposer`; both search the whole sequence at
 every step, this keeps an index.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NGRAM_SIZES = (3, 2)
-"""Longest first. Two tokens found again are followed by the same third one about half of the time, three by more.
-A single token is right in a quarter of the cases: on code and prose it saves a tenth of the iterations and costs
-half as many rows again."""
+"""Lengths of the n-grams that are looked up, longest first. Two tokens found again are followed by the same third
+one about half of the time, three by more. A single token is right in a quarter of the cases: on code and prose it
+saves a tenth of the iterations and costs half as many rows again."""
 
 
 class PromptLookup:
@@ -26,9 +26,8 @@ class PromptLookup:
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._next_position: dict[
-            tuple[int, ...], int
-        ] = {}  # of the token that followed an n-gram's last time
+        # By n-gram, the position of the token that followed its last occurrence.
+        self._next_position: dict[tuple[int, ...], int] = {}
         self.append(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""What was asked: a frozen Request, and the one value through which the outside enters an iteration."""
+"""What was asked: a frozen Request with its parts, what an engine takes, and the input of an iteration. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from inflight.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class FloatTensor:
-    """float32 values in row-major order, in the machine's byte order.
+    """A float32 tensor as the core sees it: a shape, and bytes that it hands through without looking inside.
 
     Attributes:
         shape: Lengths of the dimensions.
-        data: 4 * product of `shape` bytes.
+        data: 4 * product of `shape` bytes, row-major, in the machine's byte order.
     """
 
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class OutputConfig:
         exclude_input_from_output: Leave the prompt out of the output ids of a non-streaming request. Streamed
             responses never carry the prompt. Tensor `exclude_input_in_output`.
         return_log_probs: Log probability of each generated token, and their sum. Tensor `return_log_probs`.
-        num_top_log_probs: Beside each generated token the so many likeliest ones with their log probabilities.
-            Tensor `num_top_log_probs`.
+        num_top_log_probs: How many of the likeliest tokens come back beside each generated token, with their log
+            probabilities. Tensor `num_top_log_probs`.
         return_prompt_log_probs: Log probability of each prompt token. Tensor `return_prompt_log_probs`.
         return_context_logits: Logits after each prompt token. Tensor `return_context_logits`.
         return_generation_logits: Logits that each generated token was chosen from. Tensor
@@ -142,7 +142,7 @@ class Request:
         bad_words: Token sequences whose last token is banned where the others stand before it, prompt included.
             Tensor `bad_words_list`.
         embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
-        draft: A guess from outside at the first tokens.
+        draft: Draft tokens for the first generated ones. Tensors `draft_*`.
         prompt_lookup_num_tokens: Most tokens to guess in an iteration from what followed the last few tokens
             earlier in this sequence; 0: none. Tensor `prompt_lookup_num_tokens`.
         identity: What its KV blocks depend on besides its tokens.
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def draft_length(self) -> int:
-        """Tokens of the draft from outside."""
+        """Number of draft tokens that the request brings."""
         return len(self.draft.token_ids) if self.draft else 0
 
     @property
@@ -283,7 +283,7 @@ class Request:
             self._refuse_blocks(needed, limits)
 
     def _remedy(self, limits: ModelLimits) -> str:
-        """What to change for a prompt that is too long for one iteration, but not for the model."""
+        """The end of the message for a prompt that is too long for one iteration, but not for the model."""
         if not limits.max_context_tokens < self.prompt_length < limits.max_sequence_length:
             return ""
         return (
@@ -381,18 +381,18 @@ class IterationInput:
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """Sent once to every front end; constant while the engine lives.
+    """What a front end must know of an engine to check and build requests; constant while the engine lives.
 
     Attributes:
         limits: What requests may ask for.
         model_path: The checkpoint folder.
-        tokenizer_dir: Folder with tokenizer.json, "" if there is none: then only ids are served.
+        tokenizer_dir: Folder with tokenizer.json; "" if there is none, then only ids are served.
         eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): where requests
             that come as text end, unless they say otherwise.
         default_end_ids: End ids of requests that come as ids and have no end_id; the specification's default
             is none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
-        dtype: Of the weights: float32, bfloat16, float16 or int8.
+        dtype: Type of the weights: float32, bfloat16, float16 or int8.
         state_enabled: Whether `state` requests are answered.
     """
 

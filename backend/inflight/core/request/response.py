@@ -1,25 +1,28 @@
-"""What goes back to a front end, and how waiting responses of one sequence are joined."""
+"""What goes back to a front end, and how waiting responses of one sequence are joined into one. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 from inflight.errors import InflightError
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """What a sequence took. Times are monotonic, in nanoseconds; 0 for what has not happened yet.
+    """Times and counts of a sequence. Times are monotonic, in nanoseconds; 0 for what has not happened yet.
 
     Attributes:
-        arrival_time_ns: The request was queued. Output `arrival_time_ns`.
-        first_scheduled_time_ns: Its first iteration began. Output `first_scheduled_time_ns`.
-        first_token_time_ns: The first token was there. Output `first_token_time_ns`.
-        last_token_time_ns: The last token was there; 0 until then. Output `last_token_time_ns`.
+        arrival_time_ns: When the request was queued. Output `arrival_time_ns`.
+        first_scheduled_time_ns: When its first iteration began. Output `first_scheduled_time_ns`.
+        first_token_time_ns: When the first token was there. Output `first_token_time_ns`.
+        last_token_time_ns: When the last token was there; 0 until then. Output `last_token_time_ns`.
         num_new_blocks: KV blocks that it took for the tokens it began with; those of generated ones are not
             counted. Output `kv_cache_alloc_new_blocks`.
         num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
@@ -45,8 +48,8 @@ class TopLogProbs:
     """The likeliest tokens beside one that was chosen, likeliest first.
 
     Attributes:
-        token_ids: [num_top_log_probs].
-        log_probs: [num_top_log_probs].
+        token_ids: The tokens, num_top_log_probs of them.
+        log_probs: Their log probabilities.
     """
 
     token_ids: tuple[int, ...]
@@ -67,7 +70,8 @@ class Result:
         finish_reasons: Per beam; NOT_FINISHED until its last response. Tensor `finish_reason`.
         sequence_index: Which of num_return_sequences; 0 with beams. Tensor `sequence_index`.
         is_sequence_final: Whether this is the sequence's last response.
-        is_cumulative: Whether it repeats what earlier responses said, as streamed beams do, instead of adding.
+        is_cumulative: Whether it repeats what earlier responses carried, as streamed beams do, instead of adding
+            to it.
         log_probs: Per beam, of each generated token in this response; None if not wanted. Tensor
             `output_log_probs`.
         model_log_probs: Per beam, the model's own log probabilities of the same tokens, where `log_probs` are of
@@ -82,7 +86,7 @@ class Result:
             cut short in its prompt, these two have the rows that were computed.
         generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
             streamed beams.
-        perf_metrics: None if not wanted.
+        perf_metrics: Times and counts; None if not wanted.
     """
 
     output_token_ids: tuple[tuple[int, ...], ...]
@@ -103,7 +107,7 @@ class Result:
 
     @property
     def carries_tokens_only(self) -> bool:
-        """Whether it is a delta of nothing but tokens. Prompt outputs come in a sequence's first result only."""
+        """Whether this result is a delta with nothing but tokens."""
         return (
             self.log_probs is None
             and self.top_log_probs is None
@@ -138,12 +142,12 @@ class Response:
 
     @property
     def sequence_index(self) -> int:
-        """Which of the request's sequences it is about; 0 for an error."""
+        """The request's sequence that this response belongs to; 0 for an error."""
         return self.result.sequence_index if self.result else 0
 
 
 def merge_responses(responses: Sequence[Response]) -> Response:
-    """One response that says what consecutive responses of one sequence say together; an error says it alone."""
+    """Join consecutive responses of one sequence into one; if the last is an error, the error alone."""
     last = responses[-1]
     if len(responses) == 1 or last.result is None:
         return last
@@ -185,8 +189,8 @@ def _merge(results: list[Result]) -> Result:
     )
 
 
-def _join(parts: Sequence[tuple[tuple, ...]]) -> tuple[tuple, ...]:
-    """The one beam of every part, one after another."""
+def _join(parts: Iterable[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], ...]:
+    """The first beam of every part, one after another: results that are joined have one beam."""
     return (tuple(chain.from_iterable(part[0] for part in parts)),)
 
 
@@ -196,7 +200,7 @@ def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
 
 
 def _concatenate_rows(tensors: list[FloatTensor]) -> FloatTensor:
-    """Tensors [n, …], one after another along the first dimension; the further ones are equal where n > 0."""
+    """Concatenate tensors [n, …] along the first dimension; tensors with n = 0 may have any other dimensions."""
     filled = [tensor for tensor in tensors if tensor.data]
     if len(filled) <= 1:
         return filled[0] if filled else tensors[0]

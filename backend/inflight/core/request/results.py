@@ -1,7 +1,7 @@
-"""What a response of a sequence says now: from an LlmRequest to a Result.
+"""Makes the responses of a sequence: from an LlmRequest to a Result.
 
-Owns the selection of tokens and details and what was streamed already. Called by `outcomes.py` and
-`endings.py`, on the loop thread.
+This module selects the tokens and details that a response carries, and counts what was streamed already.
+`outcomes.py` and `endings.py` call it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from inflight.core.request.response import PerfMetrics, Response, Result
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
-"""Tells how many KV blocks a sequence needed when it started, found in the cache and missed there."""
+"""Returns how many KV blocks a sequence took new at its starts, found in the cache and missed there."""
 
 
 def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
-    """As `make_result`, to be sent; final if the request's other sequences have said their last words."""
+    """The response with the sequence's result (`make_result`); `is_final` if no other sequence has one to come."""
     return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
 
 
 def ended_before_start(request: Request, reason: FinishReason) -> list[Response]:
-    """The last responses of a request's sequences, all of which have ended before anything was computed."""
+    """The last responses of a request all of whose sequences have ended before anything was computed."""
     sequences = RequestGroup(request, 0, CacheRules(None), request.arrival_time_ns).sequences
     for llm_request in sequences:
         llm_request.finish(reason)
@@ -35,11 +35,11 @@ def ended_before_start(request: Request, reason: FinishReason) -> list[Response]
 
 
 def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
-    """What is new since the last call, or everything, as the request wants it.
+    """The result of a sequence now: what is new since the last call, or everything, as the request wants it.
 
     Args:
-        llm_request: The sequence; its count of streamed tokens moves on, and details that are carried are gone.
-        block_counts: Asked if the request wants to know.
+        llm_request: The sequence. What the result carries is counted as streamed, and its details are dropped.
+        block_counts: Called if the request wants perf metrics.
     """
     request, reason = llm_request.request, llm_request.finish_reason
     if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
@@ -57,7 +57,7 @@ _RUNS_ON = (FinishReason.NOT_FINISHED,)
 
 
 def _delta(llm_request: LlmRequest) -> Result:
-    """What nearly all responses are: made for every stream in every iteration."""
+    """A result with new tokens alone; it is made for every stream in every iteration, and so has to be cheap."""
     tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
     llm_request.num_streamed_tokens += len(tokens)
     return Result((tokens,), llm_request.prompt_length, (len(tokens),), _RUNS_ON, llm_request.sequence_index)
@@ -97,7 +97,7 @@ def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     request, output = llm_request.request, llm_request.request.output
     best, reason = beams.hypotheses(), llm_request.finish_reason
     final = reason is not FinishReason.NOT_FINISHED
-    # What ends a search from outside, or does not end it, is said of all its beams.
+    # A reason that comes from outside, or that the search has not ended, holds for all its beams.
     is_common = not final or reason in CUT_SHORT
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()
@@ -131,14 +131,14 @@ def _with_context(result: Result, llm_request: LlmRequest) -> Result:
 
 
 def _context_logits(group: RequestGroup) -> FloatTensor:
-    """One copy, however many sequences carry it; kept for the other sequences alone."""
+    """The prompt's logits as one tensor, which is kept only if other sequences are still to carry it."""
     tensor = _stacked(group.context_logits, group.num_context_rows)
     group.context_logits = [tensor.data] if len(group.sequences) > 1 else []
     return tensor
 
 
 def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int | None = None) -> FloatTensor:
-    """[rows, vocab_size] from pieces of rows; one row a piece unless `num_rows` says how many there are."""
+    """A tensor [rows, vocab_size] from pieces of rows; each piece is one row unless `num_rows` is given."""
     data = b"".join(pieces)
     rows = len(pieces) if num_rows is None else num_rows
     return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)

@@ -1,4 +1,4 @@
-"""Why generation ended, and the signals that end it from outside."""
+"""Why generation ends: finish reasons, stop signals from outside, and stop words. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StopReason(Enum):
 
 
 CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishReason.CANCELLED})
-"""Reasons from outside: the last response carries what there is so far."""
+"""Finish reasons that come from outside: the last response carries what was generated until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,15 @@ FINISH_REASON_OF_STOP: dict[StopReason, FinishReason] = {
 
 
 _WORD = -1
-"""No token id: a word ends here."""
+"""A key of the tree that is no token id; it marks the end of a word."""
 
 
 class StopWords:
-    """The stop words of one request. Specification: Inference Request, `stop_words_list`.
+    """The stop words of one request: token sequences that end an output. Immutable.
+
+    A token that ends no word costs one dictionary look-up, and any other token at most one for each token of the
+    longest word, however many words there are. Stop strings in text are found by the front ends. Specification:
+    Inference Request, `stop_words_list`.
 
     Args:
         words: Token ids of each word, at least one.
@@ -77,16 +81,15 @@ class StopWords:
         return bool(self._tree)
 
     def may_end_with(self, token_id: int) -> bool:
-        """Whether a word ends with this token, so that the ones before it matter."""
+        """Whether any word ends with this token."""
         return token_id in self._tree
 
     def matches(self, tokens: Sequence[int], num_generated: int) -> bool:
         """Whether `tokens` ends with a word.
 
         Args:
-            tokens: What is known of a sequence, at least one token; of more than the last `longest` nothing is
-                read.
-            num_generated: How many of them, at the end, are generated: a word has to lie wholly in these.
+            tokens: The known tokens of a sequence, at least one; only the last `longest` of them are read.
+            num_generated: How many of them, at the end, are generated; a word has to lie wholly within these.
         """
         node = self._tree
         for place in range(len(tokens) - 1, len(tokens) - 1 - min(num_generated, len(tokens)), -1):

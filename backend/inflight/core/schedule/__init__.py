@@ -1,1 +1,1 @@
-"""Who waits, who starts, who runs now with how many tokens, and the batch that a device gets. Pure."""
+"""Which requests wait, start and run, with how many tokens, and the batch that a device gets. Pure."""

@@ -1,7 +1,7 @@
-"""Who may start: the waiting queue, and whether slots and KV blocks suffice for the first in it.
+"""Decides who may start: owns the waiting queue, and checks that slots and KV blocks suffice for the first in it.
 
-Asks the capacity scheduler how much a sequence has to reserve, and the KV cache manager what of it is there
-already. Called by the scheduler, on the loop thread.
+It asks the capacity scheduler how much a sequence has to reserve, and the KV cache manager what of it is there
+already. The scheduler calls it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.errors import Unavailable
 
 _MOST_PASSED_OVER = 64
-"""Everybody who is passed over is looked at again in every iteration."""
+"""Most sequences that `admit` passes over: each of them is looked at again in every iteration."""
 
 
 class Admission:
-    """The way from waiting to running.
+    """Moves sequences from waiting to running.
 
     Attributes:
-        waiting: Who waits.
-        considered: Who was looked at by `admit`, whether let in or not, since somebody cleared this.
+        waiting: The waiting queue.
+        considered: The sequences that `admit` looked at, let in or not, since the scheduler cleared this.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Admission:
         self._max_queue_size = max_queue_size
 
     def check_queue(self, request: Request) -> None:
-        """Raise Unavailable if the queue is full.
+        """Raise Unavailable if the queue is full for this request.
 
-        Free slots are no queue, and lower priorities stand in nobody's way.
+        Requests that fit into free slots, and those of lower priorities, do not count.
         """
         bound = self._max_queue_size
         if not bound:
@@ -56,9 +56,10 @@ class Admission:
             )
 
     def queue_siblings(self, group: RequestGroup) -> None:
-        """The prompt is computed: the request's other sequences find its full blocks and go on from there.
+        """Queue the request's other sequences, now that its prompt is computed and its full blocks can be found.
 
-        If the one that was to compute it ended before, another does, and the others wait for its blocks.
+        If the sequence that was to compute the prompt ended before, the next one computes it, and the others wait
+        for its blocks.
         """
         if group.has_context:
             return
@@ -70,8 +71,9 @@ class Admission:
     def admit(self, claimed_blocks: int, retrying: Collection[int]) -> Iterator[tuple[LlmRequest, int]]:
         """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
 
-        Passed over, and first again the next time, is who is about to find more of its prompt in the cache,
-        because a running sequence is computing it. If requests are `retrying`, no others are let in.
+        A sequence whose prompt a running sequence is just computing is passed over, and is the first again the
+        next
+        time: it will find more in the cache. If requests are `retrying`, no others are let in.
 
         Yields:
             A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its
@@ -106,9 +108,9 @@ class Admission:
             self.waiting.put_back(llm_request, was_in_front)
 
     def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
-        """Whose turn it is, again and again; the one before has been removed from the queue.
+        """Sequences in the order of their turns, if each is removed from the queue before the next is asked for.
 
-        Those being retried ran before, so they are in front, and nobody else needs to be looked at.
+        Requests that are retried ran before, so they are in front, and nobody else needs to be looked at.
         """
         if retrying:
             ids = set(retrying)
@@ -118,16 +120,16 @@ class Admission:
             yield llm_request
 
     def blocks_needed(self, llm_request: LlmRequest) -> tuple[PrefixMatch, int, int]:
-        """What is in the cache of a sequence, how many blocks it reserves, and how many of them are free ones."""
+        """What the cache holds of a sequence, how many blocks it reserves, and how many of them must be free."""
         num_blocks = self._capacity.blocks_to_reserve(llm_request, self._kv_cache.tokens_per_block)
         if llm_request.gives_context:
             match = PrefixMatch()  # every row of its context is wanted
         else:
             match = self._kv_cache.match_prefix(llm_request.key, llm_request.tokens, llm_request.rules)
-        return match, num_blocks, self._kv_cache.blocks_to_admit(match, num_blocks)
+        return match, num_blocks, num_blocks - match.num_held
 
     def why_waiting(self, llm_request: LlmRequest, retrying: Collection[int]) -> str:
-        """What a sequence waits for, for people."""
+        """A sentence for people that says what a sequence waits for."""
         if retrying and llm_request.request_id not in retrying:
             return "an iteration failed: the requests that were in it are tried again apart"
         free_slots = self._running.slots.num_free

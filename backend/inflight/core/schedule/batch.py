@@ -9,7 +9,7 @@ The device applies a batch in this order:
 
 1. forget `released_slots`, remember `starts`;
 2. copy the blocks of `block_copies`;
-3. apply `moves`, all at once: what a beam becomes was some beam's before any of them;
+3. apply `moves`, all at once: each takes over the state of a beam as it was before any of them;
 4. put the blocks of `replaced_blocks` in their places, then append `new_blocks` to the block tables;
 5. one packed forward pass over the rows of `context`, then those of `generation_slots`.
 
@@ -21,7 +21,7 @@ A batch fails when `forward` or `decode` raises, for whatever reason and however
 - sequences without a start, blocks or a row in it are untouched, and get the tokens of a run without the failure;
 - the scheduler releases the void slots, tells the batch's `released_slots` again, but for those that are taken by
   then, and starts the sequences anew, from their known tokens, in any slots; a beam search begins again;
-- to that end releasing a slot that is free or was never started does nothing, and a start leaves nothing of what
+- therefore releasing a slot that is free or was never started does nothing, and a start leaves nothing of what
   the slot held before;
 - a batch that was made before the failure was known and carries on in a void slot fails too; or, if it had been
   forwarded by then, comes back with tokens of those slots that count for nothing.
@@ -38,7 +38,7 @@ from inflight.core.request.response import TopLogProbs
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A sequence takes a slot: at its first context chunk, and again when a paused request resumes.
+    """A sequence takes a slot, at its first context chunk or when it resumes after a pause.
 
     Attributes:
         slot: Slot index, 0 .. max_num_sequences - 1.
@@ -102,7 +102,7 @@ class BeamGroup:
 
     Attributes:
         slots: The rows' slots, in the order of the beams.
-        scores: Per row, the beam's cumulative log probability as the search adds it up.
+        scores: Per row, the beam's cumulative log probability as `BeamSearch` adds it up.
         num_candidates: How many of the best continuations, over all rows, are wanted.
     """
 
@@ -116,18 +116,18 @@ class ScheduledBatch:
     """One iteration's work.
 
     Attributes:
-        iteration: Count of iterations.
-        micro_batch_id: Which of the micro-batches in flight; 0 with one pipeline stage.
+        iteration: Number of the iteration.
+        micro_batch_id: Index among the micro-batches in flight; 0 with one pipeline stage.
         released_slots: Slots whose sequence ended or was paused since the last batch.
         starts: Sequences that take a slot.
         block_copies: (source, target): blocks whose content another beam or sequence is about to continue
             differently. All sources are read before a target is written.
-        moves: Beams that go on.
-        replaced_blocks: (slot, index, block id): a copied block in its beam's block table.
-        new_blocks: (slot, block ids) to append to the slot's block table.
+        moves: Beams that go on, for every running beam search.
+        replaced_blocks: (slot, index, block id): the block id to put at this index of the slot's block table.
+        new_blocks: (slot, block ids): the block ids to append to the slot's block table.
         context: Chunks of known tokens, at most one per slot.
         generation_slots: Slots that feed back their own last token; no slot is also in `context`.
-        beam_groups: Which of the sampled rows belong to beam searches.
+        beam_groups: The sampled rows that belong to beam searches.
         samples_on_device: Whether the device is to remember the tokens that it chooses before `decode` tells
             them: the next batch, which feeds them, is forwarded first. No row of such a batch needs the host
             (`Request.needs_host`).
@@ -148,21 +148,21 @@ class ScheduledBatch:
 
     @property
     def num_rows(self) -> int:
-        """Sequences in this batch; every beam is one."""
+        """Number of sequences in this batch; every beam counts as one."""
         return len(self.context) + len(self.generation_slots)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens over the chunks of `context`."""
+        """Tokens of all chunks of `context`."""
         return sum(len(chunk.token_ids) for chunk in self.context)
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the packed forward pass."""
+        """Number of rows of the packed forward pass."""
         return self.num_context_tokens + len(self.generation_slots)
 
     def sampled_slots(self) -> list[int]:
-        """Slots that get tokens, in the order of `ModelOutput.token_ids`: last context chunks, generation.
+        """Slots that get tokens, in the order of `ModelOutput.token_ids`: those of last chunks, then generation.
 
         The logits' rows are in the same order, 1 + num_draft_tokens of them for a chunk.
         """
@@ -174,11 +174,12 @@ class TokenDetails:
     """More about the new tokens of one row; each part is empty unless the request's OutputConfig asks for it.
 
     Attributes:
-        log_probs: One per token.
-        top_log_probs: One per token.
-        logits: One per token: the vocabulary's float32 values.
-        drawn_log_probs: One per token, of the distribution that it was drawn from: after penalties, temperature,
-            bans, top-k, top-p and min_p. Only where the engine is to normalize log probabilities.
+        log_probs: Per token, its log probability by the model.
+        top_log_probs: Per token, the likeliest tokens beside it.
+        logits: Per token, the row that it was chosen from: float32 [vocab_size] as bytes.
+        drawn_log_probs: Per token, its log probability in the distribution that it was drawn from: after
+            penalties, temperature, bans, top-k, top-p and min_p. Only from an engine that normalizes log
+            probabilities.
     """
 
     log_probs: tuple[float, ...] = ()
@@ -194,8 +195,8 @@ class ContextDetails:
     A last chunk's draft rows are left out.
 
     Attributes:
-        log_probs: For each row the model's log probability of the token that follows it in the prompt; one fewer
-            where the chunk ends the prompt.
+        log_probs: Per row, the model's log probability of the token that follows it in the prompt; one fewer where
+            the chunk ends the prompt.
         logits: float32 [rows, vocab_size]; one row for each of the chunk's positions within the prompt.
     """
 
@@ -205,28 +206,29 @@ class ContextDetails:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What the device decided.
+    """The device's answer to a batch.
 
     Attributes:
-        iteration: The batch's iteration.
+        iteration: Number of the batch's iteration.
         token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one; with d drafts 1 to d + 1, all
             but the last of which are accepted drafts; () where what the request asks for bans every token, and
             for rows of beam searches.
-        beams: Per group of `ScheduledBatch.beam_groups`.
-        details: By slot, for rows whose request asks for log probs or logits; not for beams.
-        context: By slot, for chunks that want context outputs.
+        beams: Per group of `ScheduledBatch.beam_groups`, the best continuations.
+        details: Details of new tokens, by slot, for rows whose request asks for log probs or logits; not for
+            beams.
+        context: Context outputs, by slot, for chunks that want them.
     """
 
     iteration: int
-    token_ids: list[tuple[int, ...]] = field(default_factory=list)
-    beams: list[BeamCandidates] = field(default_factory=list)
-    details: dict[int, TokenDetails] = field(default_factory=dict)
-    context: dict[int, ContextDetails] = field(default_factory=dict)
+    token_ids: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    beams: list[BeamCandidates] = field(default_factory=list[BeamCandidates])
+    details: dict[int, TokenDetails] = field(default_factory=dict[int, TokenDetails])
+    context: dict[int, ContextDetails] = field(default_factory=dict[int, ContextDetails])
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a device declares once it is loaded.
+    """What an engine declares once its model is loaded.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -234,10 +236,9 @@ class EngineLimits:
         max_num_sequences: Number of slots.
         num_blocks: KV cache blocks.
         tokens_per_block: Tokens per KV cache block.
-        num_micro_batches: How many batches may be in flight, of different sequences: its pipeline stages.
-        overlaps_iterations: Whether, of one micro-batch, the next batch may be in flight too, of the same
-            sequences: the device takes batches that sample on it. For a device that computes while the host does
-            other things.
+        num_micro_batches: How many batches of different sequences may be in flight: the number of pipeline stages.
+        overlaps_iterations: Whether the next batch of the same sequences may be forwarded before one is decoded,
+            if that one samples on the device. For a device that computes while the host does other things.
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
     """
 
@@ -251,11 +252,11 @@ class EngineLimits:
     takes_all_processors: bool = False
 
     def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
-        """How many batches, the oldest first, have to be back before another one is made.
+        """How many batches, from the oldest on, have to be decoded before another one is made.
 
         Args:
-            num_in_flight: Batches that have begun.
-            batch: The last of them; None: nothing could be made behind it before one is back.
+            num_in_flight: Number of batches that were forwarded and not decoded.
+            batch: The last of them; None if no batch could be made now, so that one has to come back first.
         """
         if batch is None:
             return min(1, num_in_flight)

@@ -10,7 +10,8 @@ different priorities, lower ones are paused first. A beam search reserves all it
 is never paused: its beams would have to be computed again one by one.
 
 Waiting requests are admitted in their order, until the first that does not fit: overtaking would let small
-requests starve a large one. Asks the KV cache manager, changes nothing; the scheduler applies decisions.
+requests starve a large one. The policies ask the KV cache manager and change nothing; the scheduler applies what
+they decide.
 Reference: TensorRT-LLM `batch_scheduler_policy`.
 """
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.llm_request import LlmRequest, RequestState
@@ -40,53 +40,43 @@ class Growth:
     is_short: bool = False
 
 
-class CapacityScheduler(Protocol):
-    """One policy."""
-
-    @property
-    def fills_batches_once(self) -> bool:
-        """Whether requests are admitted only when none runs."""
-
-    def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """Blocks that are set aside when the sequence is admitted, shared ones included."""
-
-    def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """How the running requests, oldest first, get the blocks for their next token."""
-
-
 class GuaranteedNoEvict:
-    """Reserve everything at admission, pause never.
+    """Reserves at admission all that a sequence can ever need, and never pauses one.
 
     Args:
-        fills_batches_once: V1 batching.
+        fills_batches_once: Whether requests are admitted only when none runs (V1 batching).
     """
 
     def __init__(self, fills_batches_once: bool = False) -> None:
         self.fills_batches_once = fills_batches_once
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """For the prompt and all new tokens but the last, which is never fed back."""
+        """Blocks to reserve at admission: for all tokens but the last generated one, which is never fed back."""
         return request.request.max_kv_blocks(tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Nothing to do: reservations cover all growth."""
+        """Growth needs nothing: reservations cover it."""
         return Growth()
 
 
 class MaxUtilization:
-    """Reserve the context, pause the last-started when blocks run out. A paused request resumes by itself."""
+    """Reserves a sequence's context, and pauses the last-started one when blocks run out; it resumes by itself."""
 
     fills_batches_once = False
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """For the known tokens, its draft, and one more, so that a resumed sequence gets further than it was."""
+        """Blocks to reserve at admission: for the known tokens, the draft and one more, so that a resumed sequence
+        gets further than it was.
+        """
         if request.beams is not None:
             return request.request.max_kv_blocks(tokens_per_block)
         num_tokens = min(len(request.tokens) + max(1, request.draft_length), request.request.max_kv_tokens)
         return -(-num_tokens // tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Walk from the oldest of the highest priority; who needs a block takes it from the other end.
+        """How the running sequences, oldest first, get the blocks for their next token.
+
+        From the oldest of the highest priority on, a sequence that needs a block takes it from the other end.
 
         A request with tokens in flight cannot be paused; where that leaves too few blocks, the requests that
         lack one are left out of the iteration.
@@ -118,7 +108,7 @@ class MaxUtilization:
 
     @staticmethod
     def _missing_blocks(request: LlmRequest, kv_cache: KvCacheManager) -> int:
-        """Blocks beyond its reservation for the next generated token; only at a block's start is there one."""
+        """Blocks beyond the reservation for the next token: one at the start of a block, else none."""
         position = request.next_position
         if position % kv_cache.tokens_per_block or position >= request.request.max_kv_tokens:
             return 0
@@ -127,8 +117,11 @@ class MaxUtilization:
         return kv_cache.missing_blocks(request.key, position + 1)
 
 
+CapacityScheduler = GuaranteedNoEvict | MaxUtilization
+
+
 def make_capacity_scheduler(policy: CapacitySchedulerPolicy) -> CapacityScheduler:
-    """The scheduler of a policy."""
+    """The capacity scheduler of a policy."""
     if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
         return MaxUtilization()
     return GuaranteedNoEvict(fills_batches_once=policy is CapacitySchedulerPolicy.STATIC_BATCH)

@@ -1,4 +1,4 @@
-"""Who runs in this iteration, and with how many tokens: fills `max_num_tokens` rows of one forward pass.
+"""Decides who runs in this iteration, and with how many tokens: fills `max_num_tokens` rows of one forward pass.
 
 Without chunked context, contexts go first, whole and first come, first served, then one token for every request
 in generation; if that left some of those without a row, generation goes first the next time, so that prompts
@@ -18,7 +18,8 @@ flight: the first stage needs the token that the last one chooses. Those that wa
 micro-batches evenly, beam searches counted as one each, so that every stage has work; who has not run for the
 longest time goes first. A context chunk may follow another one in flight.
 
-Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`. Loop thread.
+Only the loop thread calls this.
+Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ Chunks = list[tuple[LlmRequest, int]]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The selection.
+    """The sequences that run in an iteration.
 
     Attributes:
-        context: Sequences and how many rows of context each gets, draft tokens included.
-        generation: Sequences that generate.
+        context: Sequences in the context phase, and how many rows each gets, draft tokens included.
+        generation: Sequences in the generation phase.
         num_free_rows: Rows that nobody was given.
     """
 
@@ -49,7 +50,7 @@ class MicroBatch:
 
 
 class MicroBatchScheduler:
-    """Fills one iteration from the running requests."""
+    """Selects the rows of each iteration from the running sequences."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class MicroBatchScheduler:
         return MicroBatch(context, generation, budget)
 
     def _share(self, ready: list[LlmRequest], num_waiting: int, num_in_flight: int) -> list[LlmRequest]:
-        """This micro-batch's part of those in generation, so that something is left for those still to be made."""
+        """The sequences in generation that this micro-batch gets, so that the other micro-batches get as many."""
         num_micro_batches = self._num_micro_batches
         of_all = -(-(len(ready) + num_waiting) // num_micro_batches)
         of_ready = -(-len(ready) // max(1, num_micro_batches - num_in_flight))
@@ -113,7 +114,7 @@ class MicroBatchScheduler:
 
     @staticmethod
     def _select_generation(ready: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
-        """Oldest first, as many as there are rows for; and the rows that are left."""
+        """As many sequences as there are rows for, oldest first; and how many rows are left."""
         for index, request in enumerate(ready):
             rows = 1 if request.beams is None else request.num_slots
             if rows > budget:
@@ -122,7 +123,7 @@ class MicroBatchScheduler:
         return ready, budget
 
     def _select_context(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
-        """Who gets rows of context; and the rows that are left."""
+        """The sequences that get rows of context; and how many rows are left."""
         if self._equal_progress and len(waiting) > 1:
             return self._share_equally(waiting, budget)
         selected: Chunks = []
@@ -139,7 +140,7 @@ class MicroBatchScheduler:
         rows = dict.fromkeys(range(len(waiting)), 0)
         unfinished = list(rows)
         while unfinished:
-            still_open = []
+            still_open: list[int] = []
             for index in unfinished:
                 grant, is_end = self._next_piece(waiting[index], rows[index])
                 if grant <= budget:

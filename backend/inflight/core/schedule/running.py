@@ -1,7 +1,7 @@
-"""The sequences that have slots: in which order they started, where they are, and what they hold.
+"""The sequences that run, in the order in which they started, and the device's slots that they have.
 
-Owns the list and the slots; takes and gives back KV blocks for it. Decides nothing. Called by the scheduler, on
-the loop thread.
+This module owns the list and the slots, and opens and releases block tables with them. It decides nothing. The
+scheduler calls it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from inflight.core.request.llm_request import LlmRequest
 
 
 class Slots:
-    """A fixed number of slots.
+    """The device's slots: which are free, and whose the others are. The lowest are taken first.
 
     Attributes:
-        count: How many there are.
-        owners: Who has the slots that are taken; a beam search has several.
+        count: Number of slots.
+        owners: The sequence in each slot that is taken; a beam search has several slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -29,35 +29,35 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be taken."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self, owner: LlmRequest, count: int) -> tuple[int, ...]:
-        """The lowest `count` free slots; there must be as many."""
+        """Give the lowest `count` free slots to a sequence; there must be as many."""
         slots = tuple(heapq.heappop(self._free) for _ in range(count))
         self.owners.update(dict.fromkeys(slots, owner))
         return slots
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give slots back; the device has to be told before they are taken again."""
+        """Free these slots, of which the next batch tells the device."""
         for slot in slots:
             del self.owners[slot]
             heapq.heappush(self._free, slot)
             self._released.append(slot)
 
     def clear(self) -> None:
-        """Take all slots back; the device is to forget every one of them."""
+        """Free all slots, of which the next batch tells the device."""
         self.owners.clear()
         self._free = list(range(self.count))
         self._released = list(range(self.count))
 
     def tell_again(self, slots: Iterable[int]) -> None:
-        """Slots given back earlier, of which the device may not have heard; not those that are taken again."""
+        """Tell the device once more of slots freed earlier, but not of those that have been taken since."""
         known = {*self._released, *self.owners}
         self._released += [slot for slot in slots if slot not in known]
 
     def collect_released(self) -> tuple[int, ...]:
-        """Slots given back since the last call."""
+        """The slots freed since the last call."""
         released, self._released = tuple(self._released), []
         return released
 
@@ -68,11 +68,11 @@ class Slots:
 
 
 class Running:
-    """Running sequences.
+    """The running sequences.
 
     Attributes:
-        sequences: In order of admission.
-        slots: The device's.
+        sequences: The sequences, in order of admission.
+        slots: The device's slots.
     """
 
     def __init__(self, num_slots: int, kv_cache: KvCacheManager) -> None:
@@ -81,7 +81,7 @@ class Running:
         self._kv_cache = kv_cache
 
     def start(self, llm_request: LlmRequest, num_reused_tokens: int) -> None:
-        """Give slots to a sequence whose blocks are set aside."""
+        """Give slots to a sequence whose blocks are reserved."""
         slots = self.slots.take(llm_request, llm_request.num_slots)
         llm_request.start(slots, num_reused_tokens)
         size = self._kv_cache.tokens_per_block
@@ -89,7 +89,7 @@ class Running:
         self.sequences.append(llm_request)
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """Take back a sequence's blocks and slots, if it has any."""
+        """Release a sequence's blocks and slots, if it has any."""
         if llm_request.slots:
             self.sequences.remove(llm_request)
             counts = self.block_counts(llm_request)
@@ -100,13 +100,13 @@ class Running:
         self.slots.release(llm_request.slots)
 
     def clear(self) -> None:
-        """Take all slots and blocks back, in whatever state the books about them are."""
+        """Release all slots and blocks, even if the books about them do not agree."""
         self.sequences.clear()
         self.slots.clear()
         self._kv_cache.clear()
 
     def block_counts(self, llm_request: LlmRequest) -> BlockCounts:
-        """KV blocks of known tokens that were new, found in the cache and missed there, over all starts."""
+        """Blocks of a sequence's known tokens that were new, reused and missed, over all its starts."""
         new, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks
         missed = llm_request.num_missed_blocks
         if not llm_request.slots:

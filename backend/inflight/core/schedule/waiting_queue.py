@@ -1,9 +1,9 @@
-"""Who starts next: the requests that wait, by priority, and within a priority fairly between clients.
+"""The requests that wait, by priority, and within a priority with equal shares for all clients.
 
     priority   higher ones first, always
     in front   of its priority: what ran before (paused), and sequences whose prompt their sibling has computed
     clients    of one priority take turns by start-time fair queueing: the client that was served least, in tokens,
-               goes next; a client's own requests go in order of arrival
+               goes next; each client's own requests go in order of arrival
 
 A sequence is charged its prompt and all it may generate when it starts, and gets back what it did not generate
 when it ends. A client that had nothing waiting begins where the one served last stands, or where it stood itself
@@ -11,7 +11,7 @@ if that is further, leaving out of both what is charged for sequences that still
 nobody sheds his by sending one request at a time, and nobody waits for what others may generate and will not. When
 nobody is left all begin anew. Requests without a client id are one client's.
 
-Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996). Deterministic. Called by the loop thread.
+Deterministic; only the loop thread calls it. Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from heapq import heapify, heappop, heappush
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
 _MOST_ABSENT = 1024
+"""Clients without requests that are remembered because they had more than their share."""
 _MOST_FOLLOWED = 8
-"""Levels whose turns follow every charge: where each request has a priority of its own, levels are many."""
+"""Levels whose turns are kept up to date at every charge; there may be as many levels as requests."""
 
 
 class _Level:
-    """The sequences of one priority."""
+    """The waiting sequences of one priority."""
 
     def __init__(self) -> None:
         self.front: OrderedDict[int, LlmRequest] = OrderedDict()
@@ -45,13 +46,13 @@ class _Level:
 
 @dataclass(slots=True)
 class _Client:
-    """Somebody of whom sequences wait or run.
+    """The account of a client whose sequences wait or run.
 
     Attributes:
-        served: Tokens, all that is charged for sequences that still run included.
-        promised: What is charged for these.
-        num_present: Sequences that wait or run.
-        num_queued: Sequences that wait and never ran, siblings left out.
+        served: Tokens that were charged, for sequences that still run all that they may take.
+        promised: The part of `served` that was charged for sequences that still run.
+        num_present: Its sequences that wait or run.
+        num_queued: Its sequences that wait and never ran; of a request only the first is counted.
     """
 
     served: int
@@ -65,7 +66,7 @@ class _Client:
 
 
 class WaitingQueue:
-    """The queue. Every sequence is in it once, under its key."""
+    """The waiting queue. A sequence is in it at most once."""
 
     def __init__(self) -> None:
         self._levels: dict[float, _Level] = {}
@@ -81,7 +82,7 @@ class WaitingQueue:
         return self._size
 
     def num_new(self, priority: float) -> int:
-        """Sequences of requests that never ran and have this priority or a higher one. Looks at every level."""
+        """Sequences of requests that never ran and have this priority or a higher one; O(levels)."""
         return sum(level.num_new for at, level in self._levels.items() if at >= priority)
 
     @property
@@ -92,7 +93,7 @@ class WaitingQueue:
     # ---------------------------------------------------------------- who comes and goes
 
     def add(self, llm_request: LlmRequest) -> None:
-        """A new request's first sequence: behind those of its client."""
+        """Queue a new request's first sequence behind the others of its client."""
         account = self._enter(llm_request.request.client_id)
         if not account.num_queued:
             account.served += max(0, self._virtual_time - account.settled)
@@ -110,7 +111,7 @@ class WaitingQueue:
             self._push_turn(level, client)
 
     def add_in_front(self, llm_request: LlmRequest) -> None:
-        """A sequence that ran before, or whose prompt is computed: before everybody else of its priority."""
+        """Queue a sequence that ran before, or whose prompt is computed, before all others of its priority."""
         front = self._level(llm_request.request.priority).front
         front[llm_request.key] = llm_request
         front.move_to_end(llm_request.key, last=False)
@@ -133,15 +134,15 @@ class WaitingQueue:
             self._push_turn(level, request.client_id)
 
     def remove(self, llm_request: LlmRequest) -> bool | None:
-        """Take a sequence out, if it is here; whether it was in front, or None."""
+        """Remove a sequence; returns whether it was in front, None if it was not in the queue."""
         request = llm_request.request
         level = self._levels.get(request.priority)
         if level is None:
             return None
         was_in_front = level.front.pop(llm_request.key, None) is not None
         if not was_in_front:
-            queue = level.clients.get(request.client_id, {})
-            if queue.pop(llm_request.key, None) is None:
+            queue = level.clients.get(request.client_id)
+            if queue is None or queue.pop(llm_request.key, None) is None:
                 return None
             self._clients[request.client_id].num_queued -= 1
             self._count_new(level, -request.sampling.num_sequences)
@@ -157,7 +158,7 @@ class WaitingQueue:
         return was_in_front
 
     def first(self) -> LlmRequest | None:
-        """Whose turn it is."""
+        """The sequence whose turn it is; None if nobody waits."""
         if not self._priorities:
             return None
         priority = -self._priorities[0]
@@ -174,12 +175,12 @@ class WaitingQueue:
             heappop(level.turns)
 
     def in_front(self) -> Iterator[LlmRequest]:
-        """Those who ran before or whose prompt is computed, in order; the queue must not change meanwhile."""
+        """The sequences in front of their priorities, in order; the queue must not change meanwhile."""
         for negated in self._priorities:
             yield from self._levels[-negated].front.values()
 
     def in_order(self) -> Iterator[LlmRequest]:
-        """Everybody, for people to look at: clients in the order in which each has its first turn."""
+        """All sequences, clients in the order of their next turns; for people to look at."""
         for negated in self._priorities:
             level = self._levels[-negated]
             yield from level.front.values()
@@ -191,7 +192,7 @@ class WaitingQueue:
     # ---------------------------------------------------------------- shares
 
     def charge(self, llm_request: LlmRequest) -> None:
-        """A sequence starts for the first time."""
+        """Charge a client for a sequence that starts for the first time."""
         client = llm_request.request.client_id
         account = self._enter(client) if llm_request.sequence_index > 0 else self._clients[client]
         self._virtual_time = max(self._virtual_time, account.settled)
@@ -199,7 +200,7 @@ class WaitingQueue:
         self._serve(client, _cost(llm_request))
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """A sequence has ended; if it ever started, its client gets back what it did not generate."""
+        """Note that a sequence has ended; its client gets back what was charged and not generated."""
         if not llm_request.has_started and llm_request.sequence_index > 0:
             return  # it was never counted
         client = llm_request.request.client_id
@@ -213,12 +214,13 @@ class WaitingQueue:
             self._part_with(client)
 
     def rebuild(self, sequences: Iterable[LlmRequest], in_front: Collection[LlmRequest]) -> None:
-        """Set the queue up anew, whatever state it was in; what clients were served is kept.
+        """Set the queue up anew, whatever state it is in; what clients were served is kept.
 
         Args:
-            sequences: All that have not had their last response, of which none runs. Those that have ended and
-                siblings that are still to be queued only count for their clients.
-            in_front: Goes before all others of its priority, in this order; then what ran before, oldest first.
+            sequences: All sequences without their last response, none of which runs. Those that have ended, and
+                those that wait for their prompt, are not queued, but count for their clients.
+            in_front: The sequences that go before all others of their priority, in this order. Behind them are the
+                others that ran before, oldest first.
         """
         present = sorted(sequences, key=lambda sequence: sequence.key)
         self._levels, self._priorities, self._followed = {}, [], {}
@@ -237,7 +239,7 @@ class WaitingQueue:
             self.add_in_front(sequence)
 
     def _recount(self, present: list[LlmRequest]) -> None:
-        """Who is here, and what is charged for those that started; the rest of what was charged is given back."""
+        """Count the clients' sequences anew, and charge them only for those that have started."""
         known, self._clients = self._clients, {}
         for sequence in present:
             if sequence.sequence_index and not sequence.has_started:
@@ -251,7 +253,7 @@ class WaitingQueue:
                 account.promised += _cost(sequence)
 
     def _part_with(self, client: int) -> None:
-        """A client has nothing here any more."""
+        """Drop the account of a client without sequences; remember one that had more than its share."""
         settled = self._clients.pop(client).settled
         if not self._clients:
             self._absent.clear()
@@ -300,7 +302,7 @@ class WaitingQueue:
         return level
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless sizes and clients add up."""
+        """Raise AssertionError unless the sizes and the clients' accounts add up."""
         waiting = list(self.in_order())
         assert len(waiting) == self._size == len({r.key for r in waiting})
         assert self._priorities == sorted(-priority for priority in self._levels)
@@ -315,13 +317,13 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run is in the queue; siblings come when the prompt is computed."""
+    """Whether a sequence that does not run belongs in the queue; one that waits for its prompt does not."""
     if llm_request.state is RequestState.WAITING:
         return llm_request.leads or llm_request.group.has_context
     return llm_request.state is RequestState.PAUSED
 
 
 def _cost(llm_request: LlmRequest) -> int:
-    """Tokens: of the prompt, and all that it may generate in every slot."""
+    """What a sequence is charged: the tokens of its prompt, and all that it may generate in every slot."""
     most_new = llm_request.max_length - llm_request.prompt_length
     return llm_request.prompt_length + most_new * llm_request.num_slots
