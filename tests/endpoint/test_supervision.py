@@ -17,7 +17,7 @@ from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
-from inflight.endpoint.supervision import EngineWatch, Supervision, awaits_heir, is_served
+from inflight.endpoint.supervision import EngineWatch, Supervision, awaits_successor, is_served
 from inflight.errors import Unavailable
 from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
@@ -28,9 +28,9 @@ TIMEOUT_S = 5.0
 
 
 class Engine:
-    def __init__(self, path: str, awaits_heir: bool = False, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, path: str, awaits_successor: bool = False, timeout_s: float = TIMEOUT_S) -> None:
         self.supervision = Supervision(
-            SERVER, JOB, awaits_heir, PROCESSES, timeout_s, lambda: MemoryUsage(cpu=5)
+            SERVER, JOB, awaits_successor, PROCESSES, timeout_s, lambda: MemoryUsage(cpu=5)
         )
         client = LocalEngineClient(DESCRIPTION, lambda: None)
         self.server = EndpointServer(client, path, client.drain, self.supervision.retire, self.supervision)
@@ -125,14 +125,14 @@ def test_an_idle_engine_is_not_silent_and_a_stopped_one_is(path, threads):
 
 
 def test_it_is_taken_over_once_and_only_where_it_was_started_to_be(path, threads):
-    engine = Engine(path, awaits_heir=True)
-    assert not awaits_heir(path, SERVER, JOB, TIMEOUT_S)  # who started it comes first
+    engine = Engine(path, awaits_successor=True)
+    assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)  # who started it comes first
     starter = Watching(path, threads)
-    assert awaits_heir(path, SERVER, JOB, TIMEOUT_S)
-    assert not awaits_heir(path, SERVER, "another job", TIMEOUT_S)
-    assert not awaits_heir(path, "another server", JOB, TIMEOUT_S)
+    assert awaits_successor(path, SERVER, JOB, TIMEOUT_S)
+    assert not awaits_successor(path, SERVER, "another job", TIMEOUT_S)
+    assert not awaits_successor(path, "another server", JOB, TIMEOUT_S)
     successor = Watching(path, threads)
-    assert not awaits_heir(path, SERVER, JOB, TIMEOUT_S)
+    assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)
     starter.watch.close()
     starter.why.result(PATIENCE_S)
     engine.supervision.put(STATS, ServiceMetrics().snapshot())
@@ -152,7 +152,7 @@ def test_only_a_process_of_its_server_retires_it(path):
 
 
 def test_where_nobody_listens_there_is_nothing_to_supervise(path):
-    assert not is_served(path) and not awaits_heir(path, SERVER, JOB, TIMEOUT_S)
+    assert not is_served(path) and not awaits_successor(path, SERVER, JOB, TIMEOUT_S)
     with pytest.raises(Unavailable, match="cannot be supervised"):
         EngineWatch(path, TIMEOUT_S)
 

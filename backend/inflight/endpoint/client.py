@@ -1,7 +1,8 @@
 """A front end's side of the endpoint: an EngineClient whose engine is in another process.
 
-Owns one connection, made when it is first needed and again after it broke. When a connection ends, every
-request in flight on it gets one final Unavailable. Any thread may call; responses arrive on the reader thread.
+The client owns one connection, made when it is first needed and again after it broke. When a connection ends,
+every request in flight on it gets one final Unavailable. Any thread may call; responses arrive on the reader
+thread.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import queue
 import socket
 import struct
 import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
 
 from inflight.core.ports import Outbox, SendResponseCallback
@@ -24,7 +26,6 @@ from inflight.endpoint.frames import (
     BadFrame,
     Drain,
     Drained,
-    Hello,
     ReadState,
     Retire,
     State,
@@ -35,9 +36,8 @@ from inflight.endpoint.frames import (
     read_frame,
     read_response,
 )
-from inflight.endpoint.path import peer_has_this_parent, peer_is_this_user
+from inflight.endpoint.path import connect, peer_has_this_parent
 from inflight.errors import InvalidArgument, Unavailable, error_from_code
-from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ _HELLO_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5
 # A connection may end just when a request is to go over it.
 _CONNECTIONS_TRIED = 3
-# For the engine to say that it got no answer in time.
+# How much longer than the engine waits for the loop this side waits for the engine to say so.
 _MARGIN_S = 1.0
 
 
@@ -60,7 +60,7 @@ class SocketEngineClient:
         self._closed = False
 
     def describe(self) -> EngineDescription:
-        """What the engine says of itself; raises Unavailable while it cannot be reached."""
+        """The engine's description; raises Unavailable while it cannot be reached."""
         return self._connected().description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> int:
@@ -87,7 +87,7 @@ class SocketEngineClient:
             connection.stop(Stop(request_id, reason, sequence_index))
 
     def add_outbox(self, outbox: Outbox) -> None:
-        """Does nothing: an engine in another process waits for no outbox here."""
+        """Do nothing: an engine in another process waits for no outbox here."""
 
     def state(self, timeout_s: float) -> str:
         """What the engine is doing, as JSON; raises Unavailable if it cannot be reached or does not answer.
@@ -114,14 +114,14 @@ class SocketEngineClient:
 
 
 class _Connection:
-    """One life of the socket: from a Hello to its end."""
+    """One connection to the engine, from its Hello to its end."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._lock = threading.Lock()  # of the tables of callbacks and questions
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
-        self._questions: dict[int, queue.SimpleQueue[State]] = {}
+        self._questions: dict[int, Future[str]] = {}
         self._question_ids = itertools.count(1)
         self.ended = False
         self._socket = socket.socket(socket.AF_UNIX)
@@ -138,20 +138,14 @@ class _Connection:
 
     def _greet(self) -> EngineDescription:
         self._socket.settimeout(_HELLO_TIMEOUT_S)
-        self._socket.connect(native(self._path))
-        if not peer_is_this_user(self._socket):
-            raise BadFrame("it belongs to another user")
-        body = read_frame(self._socket)
-        frame = decode_from_engine(body) if body is not None else None
-        if not isinstance(frame, Hello):
-            raise BadFrame("the engine did not introduce itself")
+        description = connect(self._socket, self._path).description
         self._socket.settimeout(None)
         timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)  # struct timeval
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        return frame.description
+        return description
 
     def submit(self, request_id: int, frame: bytes, on_response: SendResponseCallback) -> bool:
-        """Whether the request is in flight now, and so will be answered; False if the connection has ended."""
+        """Send a request; returns whether it will be answered. If not, the connection has ended."""
         with self._lock:
             if self.ended:
                 return False
@@ -168,24 +162,21 @@ class _Connection:
 
     def state(self, timeout_s: float) -> str:
         question = next(self._question_ids)
-        answer: queue.SimpleQueue[State] = queue.SimpleQueue()
+        answer: Future[str] = Future()
         with self._lock:
             if self.ended:
                 raise self._lost()
             self._questions[question] = answer
         self._send(encode(ReadState(question, timeout_s)))
         try:
-            said = answer.get(timeout=timeout_s + _MARGIN_S)
-        except queue.Empty:
+            return answer.result(timeout_s + _MARGIN_S)
+        except NotInTime:
             raise Unavailable(
                 f"the engine at {self._path} did not tell its state in {timeout_s:g} s"
             ) from None
         finally:
             with self._lock:
-                del self._questions[question]
-        if said.error_code:
-            raise error_from_code(said.error_code, said.error_message)
-        return said.text
+                self._questions.pop(question, None)
 
     def close(self) -> None:
         self._shut()
@@ -193,7 +184,7 @@ class _Connection:
             self._reader.join()
 
     def _send(self, frame: bytes) -> bool:
-        """False if the engine has ended the connection, and so has never had all of the frame."""
+        """Send a frame; returns False if the engine has ended the connection, and so never had all of it."""
         try:
             with self._send_lock:
                 self._socket.sendall(frame)
@@ -239,18 +230,22 @@ class _Connection:
 
     def _answer(self, state: State) -> None:
         with self._lock:
-            asked = self._questions.get(state.question)
-        if asked is not None:
-            asked.put(state)
+            answer = self._questions.pop(state.question, None)
+        if answer is None:
+            return
+        if state.error_code:
+            answer.set_exception(error_from_code(state.error_code, state.error_message))
+        else:
+            answer.set_result(state.text)
 
     def _end(self) -> None:
         self._shut()
         with self._lock:
             self.ended = True
-            unanswered, questions = list(self._callbacks), list(self._questions)
-        lost = self._lost()
-        for question in questions:
-            self._answer(State(question, error_code=lost.code, error_message=str(lost)))
+            unanswered, answers = list(self._callbacks), list(self._questions.values())
+            self._questions.clear()
+        for answer in answers:
+            answer.set_exception(self._lost())
         for request_id in unanswered:
             self._deliver(Response(request_id, error=self._lost(), is_final=True))
         self._socket.close()
@@ -275,8 +270,7 @@ def drain_engine(path: str, timeout_s: float) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + 2 * _HELLO_TIMEOUT_S)
         try:
-            connection.connect(native(path))
-            read_frame(connection)  # its Hello
+            connect(connection, path)
             connection.sendall(encode(Drain(timeout_s)))
             while (body := read_frame(connection)) is not None:
                 if isinstance(decode_from_engine(body), Drained):
@@ -287,10 +281,10 @@ def drain_engine(path: str, timeout_s: float) -> bool:
 
 
 def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s: float = 30.0) -> bool:
-    """End the engine that still holds `path` for the process that started this one too, or works for `server`.
+    """End the engine at `path` if the process that started this one started it too, or if it works for `server`.
 
     A server may start a model's next process while its last one lives on. That one is told to end what is in
-    flight and to free what it has, and is waited for. Engines of anybody else are left alone.
+    flight and to free what it has; this function waits until it is gone. Engines of other servers are left alone.
 
     Args:
         path: The socket.
@@ -304,21 +298,13 @@ def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + patience_s)
         try:
-            connection.connect(native(path))
-            if not peer_is_this_user(connection):
-                return False
-            if not peer_has_this_parent(connection) and not _works_for(server, connection):
+            hello = connect(connection, path)
+            if not (peer_has_this_parent(connection) or (server and hello.server == server)):
                 return False
             _log.warning("the engine at %s is told to make room for this one", path)
             connection.sendall(encode(Retire(timeout_s)))
             while read_frame(connection) is not None:
-                pass  # its Hello
+                pass
             return True
         except (OSError, BadFrame):
             return False
-
-
-def _works_for(server: str, connection: socket.socket) -> bool:
-    body = read_frame(connection) if server else None
-    frame = decode_from_engine(body) if body is not None else None
-    return isinstance(frame, Hello) and frame.server == server

@@ -1,7 +1,8 @@
-"""What crosses the engine endpoint: msgpack messages behind a four-byte length.
+"""The messages of the engine endpoint: msgpack behind a four-byte length.
 
-Owns the message types and their encoding. The engine's side speaks first, with Hello. Requests go by an id that
-the connecting side chooses and that means nothing outside of its connection. Errors cross as code and message.
+This module owns the message types and their encoding. The engine's side speaks first, with Hello. The connecting
+side names requests by ids of its own, which mean nothing outside of its connection. Errors cross as code and
+message.
 
 Logits are no part of a message: they follow their Answer as raw bytes, whose number is known from their shapes, so
 that gigabytes are copied no more often than a socket does. Pure but for the functions that read.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,7 @@ MAX_FRAME_BYTES = 1 << 30
 _LENGTH_BYTES = 4
 
 _Shape = tuple[int, ...]
+_T = TypeVar("_T")
 
 
 class BadFrame(InflightError):
@@ -34,12 +36,12 @@ class BadFrame(InflightError):
 
 
 class EngineProcesses(msgspec.Struct, frozen=True):
-    """Those that an engine consists of, for whoever has to end them.
+    """The processes of an engine, for a supervisor that has to end them.
 
     Attributes:
         launcher: The process that ends them all, `ProcessId` as text.
-        folder: Their folder for shared memory, removed after their end.
-        pause_s: How long they were waited with, after the ones before were lost.
+        folder: Their folder for shared memory, which is removed after their end.
+        pause_s: How long their start was delayed after the ones before were lost, in seconds.
     """
 
     launcher: str
@@ -51,9 +53,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end, once, first.
 
     Attributes:
-        description: Of the engine.
-        server: Which tritonserver it works for, where that is not its parent: `ProcessId` as text.
-        job: What it was started with, where it waits for a process of that tritonserver's to take it over.
+        description: What front ends must know of the engine.
+        server: The tritonserver that it works for, if that is not its parent: `ProcessId` as text.
+        job: What it was started with, if a process of that tritonserver is to take it over, else "".
     """
 
     description: EngineDescription
@@ -76,7 +78,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadState(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: say State within `timeout_s` seconds. `question` is the connection's."""
+    """Front end → engine: answer with a State of the same `question` within `timeout_s` seconds."""
 
     question: int
     timeout_s: float
@@ -92,7 +94,7 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: refuse new requests, end within `timeout_s` seconds what is in flight, say Drained."""
+    """Supervisor → engine: refuse new requests, end those in flight in `timeout_s` seconds, say Drained."""
 
     timeout_s: float
 
@@ -108,11 +110,11 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Supervise(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: say Supervised, and from then on that you live; end when nobody supervises you."""
+    """Supervisor → engine: answer Supervised, send Beat from then on, and end when there is no supervisor."""
 
 
 class Supervised(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: what there is to end if the engine does not end by itself."""
+    """Engine → supervisor: the processes to end if the engine does not end by itself."""
 
     processes: EngineProcesses
 
@@ -122,7 +124,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Statistics(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: what has been observed, when, and what the engine's process holds."""
+    """Engine → supervisor: statistics and metrics, when they were taken, and the engine's memory."""
 
     stats: IterationStats
     metrics: MetricsSnapshot
@@ -138,8 +140,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Engine → front end: one response, without its logits.
 
     Attributes:
-        context_logits: Their shape; None if there are none.
-        generation_logits: Per beam, their shape; None if there are none.
+        context_logits: The shape of the context logits; None if there are none.
+        generation_logits: Per beam, the shape of the generation logits; None if there are none.
     """
 
     request_id: int
@@ -155,12 +157,12 @@ FromEngine = Hello | Answer | State | Drained | Supervised | Beat | Statistics |
 FromFrontEnd = Submit | Stop | ReadState | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
-_FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
-_FROM_FRONT_END = msgspec.msgpack.Decoder(FromFrontEnd)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
 
 
 def encode(frame: FromEngine | FromFrontEnd) -> bytes:
-    """Length and body; BadFrame if there is more to say than one frame may."""
+    """A frame, length and body; raises BadFrame if it is too long."""
     body = _ENCODER.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
@@ -168,7 +170,7 @@ def encode(frame: FromEngine | FromFrontEnd) -> bytes:
 
 
 def encode_response(response: Response) -> list[bytes]:
-    """An Answer's frame and the tensors that follow it; BadFrame as in `encode`."""
+    """An Answer's frame and the tensors that follow it; raises BadFrame as `encode` does."""
     result, error = response.result, response.error
     if error is not None:
         answer = Answer(response.request_id, None, error.code, str(error), response.is_final)
@@ -197,16 +199,16 @@ def _encode_with_logits(response: Response, result: Result) -> list[bytes]:
 
 
 def decode_from_engine(body: bytes) -> FromEngine:
-    """A frame for a front end; BadFrame if it is none."""
+    """The message of a frame from the engine; raises BadFrame if it is none."""
     return _decode(_FROM_ENGINE, body)
 
 
 def decode_from_front_end(body: bytes) -> FromFrontEnd:
-    """A frame for the engine; BadFrame if it is none."""
+    """The message of a frame for the engine; raises BadFrame if it is none."""
     return _decode(_FROM_FRONT_END, body)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -214,7 +216,7 @@ def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:
 
 
 def read_frame(connection: socket.socket) -> bytes | None:
-    """The body of the next frame, None when the other side has closed; BadFrame if it is too long or cut short."""
+    """The body of the next frame; None at the connection's end. Raises BadFrame if it is too long or cut short."""
     header = _read(connection, _LENGTH_BYTES)
     if not header:
         return None
@@ -225,7 +227,7 @@ def read_frame(connection: socket.socket) -> bytes | None:
 
 
 def read_response(connection: socket.socket, answer: Answer) -> Response:
-    """The response whose frame was read last; takes the tensors that follow it. BadFrame if they are cut short."""
+    """The response of an Answer, whose tensors are read next; raises BadFrame if they are cut short."""
     error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None):
@@ -251,8 +253,8 @@ def _read_all(connection: socket.socket, length: int) -> bytes:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """`count` bytes, fewer only at the end of the connection."""
-    parts = []
+    """Read `count` bytes, or fewer at the end of the connection."""
+    parts: list[bytes] = []
     try:
         while count and (part := connection.recv(count, socket.MSG_WAITALL)):
             parts.append(part)

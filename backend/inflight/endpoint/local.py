@@ -1,7 +1,8 @@
 """The engine in this process: what front ends submit to, and where the batcher's callbacks get their work.
 
-Owns the requests that wait for the batcher, the stop signals it has not polled yet, and who is to be told of each
-unanswered request. Does not know the batcher: it is handed `notify`, and the batcher is handed three callbacks.
+The client owns the requests that wait for the batcher, the stop signals that it has not polled yet, and the
+callback of each unanswered request. It does not know the batcher: it gets `notify`, and the batcher gets three
+callbacks.
 
 `describe`, `submit`, `stop` and `state` may be called on any thread. The callbacks `get_inference_requests`,
 `poll_stop_signals` and `send_response` belong to the batcher's loop thread, and every response is delivered on it;
@@ -31,13 +32,13 @@ _SHUTTING_DOWN = "the server is shutting down"
 
 
 class LocalEngineClient:
-    """An `EngineClient` on one side, the callbacks of a GptManager on the other.
+    """An `EngineClient` to front ends, and the callbacks of a GptManager.
 
     Args:
         description: What `describe` returns.
         notify: Wakes the batcher's loop if it is idle; called outside of any lock.
-        read_state: Takes seconds, returns the batcher's JSON object, by then at the latest, or raises Unavailable
-            once its loop has ended; None for a batcher that says nothing of itself.
+        read_state: Takes a number of seconds and returns the batcher's JSON object within that time; raises
+            Unavailable once its loop has ended. None for a batcher that does not tell its state.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class LocalEngineClient:
     # ---------------------------------------------------------------- for front ends, any thread
 
     def describe(self) -> EngineDescription:
-        """Limits and names of the engine; raises Unavailable once it is gone."""
+        """The engine's description; raises Unavailable once it is gone."""
         self._check_available()
         return self._description
 
@@ -99,11 +100,11 @@ class LocalEngineClient:
         self._notify()
 
     def add_outbox(self, outbox: Outbox) -> None:
-        """Name a front end's outbox; see `wait_until_sent`."""
+        """Register a front end's outbox; see `wait_until_sent`."""
         self._outboxes += (outbox,)
 
     def state(self, timeout_s: float) -> str:
-        """What is queued here and what the batcher is doing, as JSON; waits for it, at most `timeout_s`.
+        """What is queued here and what the batcher is doing, as JSON; waits at most `timeout_s` for it.
 
         Raises Unavailable once the batcher's loop has ended, Unsupported if there is nothing to ask.
         """
@@ -115,7 +116,7 @@ class LocalEngineClient:
         return json.dumps({**in_front, "batcher": batcher})
 
     def refuse(self, error: InflightError) -> None:
-        """Let later submits raise Unavailable, while the requests that are here go on: a graceful shutdown."""
+        """Let later submits raise Unavailable, while the requests that are here go on."""
         with self._lock:
             self._refusal = self._refusal or str(error)
 
@@ -123,11 +124,11 @@ class LocalEngineClient:
         """Refuse new requests and wait until every other is answered; end with Unavailable what takes longer.
 
         Returns when all have their final response, at the latest five seconds after the time was up: a loop that
-        has not ended them by then hangs, and they are answered without it. Not for the loop's thread.
+        has not ended them by then hangs, and they are answered without it. Not to be called on the loop's thread.
 
         Args:
-            timeout_s: How long requests may go on.
-            why: What those that are refused or ended are told.
+            timeout_s: How many seconds requests may go on.
+            why: The message for requests that are refused or ended.
         """
         error = Unavailable(why)
         self.refuse(error)
@@ -148,7 +149,7 @@ class LocalEngineClient:
     def fail_all(self, error: InflightError) -> None:
         """Answer every unanswered request with `error`, and let later submits raise Unavailable.
 
-        Any thread. What a loop that still runs has to say of them later is heard by nobody.
+        Any thread. Responses that a loop still makes for them later are dropped.
         """
         self.refuse(error)
         with self._delivering, self._lock:
@@ -162,7 +163,7 @@ class LocalEngineClient:
             _deliver(on_response, Response(request_id, error=error, is_final=True))
 
     def close(self) -> None:
-        """Answer what is left with Unavailable; for when the loop has ended, or hangs. Idempotent."""
+        """Answer unanswered requests with Unavailable, after the loop has ended or while it hangs. Idempotent."""
         self.fail_all(Unavailable(_SHUTTING_DOWN))
 
     def _check_available(self) -> None:
@@ -182,13 +183,13 @@ class LocalEngineClient:
         return requests
 
     def poll_stop_signals(self) -> list[StopSignal]:
-        """Stops of requests that the batcher has taken, since the last call."""
+        """Stop signals since the last call, of requests that the batcher has fetched."""
         with self._lock:
             signals, self._stop_signals = self._stop_signals, []
         return signals
 
     def send_response(self, response: Response) -> None:
-        """Hand one response to whoever submitted the request; nothing is heard of it after the final one."""
+        """Hand one response to the callback of its request, which is forgotten after the final one."""
         with self._delivering:
             self._hand_on(response)
         if response.is_final:
@@ -197,7 +198,7 @@ class LocalEngineClient:
                     self._all_answered.notify_all()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until the outboxes in this process are empty, for `timeout_s` at most; whether they are.
+        """Wait until the outboxes in this process are empty, at most `timeout_s`; returns whether they are.
 
         Front ends in other processes have outboxes of their own, which nobody here can see.
         """
@@ -219,7 +220,7 @@ class LocalEngineClient:
 
 
 def _deliver_farewell(on_response: SendResponseCallback, response: Response, farewell: InflightError) -> None:
-    """An error in the place of a request's last response; nothing in that of another sequence's."""
+    """Deliver an error in place of the request's final response, and nothing in place of another sequence's."""
     if response.is_final:
         _deliver(on_response, Response(response.request_id, error=farewell, is_final=True))
 

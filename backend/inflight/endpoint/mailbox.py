@@ -1,11 +1,12 @@
 """Responses on their way to a consumer that may be slower than the engine.
 
-Owns the waiting responses of one consumer (a sender thread, a connection's writer). The consumer gets one joined
-response per sequence however many have come meanwhile, so that what it has to do is bounded by the number of
-sequences and not by the tokens they produce. A request's final response comes out after everything else of the
+The mailbox owns the waiting responses of one consumer (a sender thread, a connection's writer). The consumer
+gets one joined response per sequence however many have come meanwhile, so that what it has to do is bounded by
+the number of sequences and not by the tokens they produce. A request's final response comes out after everything
+else of the
 request: its sequences are joined apart, and end in any order.
 
-Does not know who the consumer is or what it does with a response. Any thread may call `put` and `close`; one or
+It does not know who the consumer is or what it does with a response. Any thread may call `put` and `close`; one or
 more consumer threads sit in `get`. Nobody polls: an idle consumer sleeps in a condition variable.
 """
 
@@ -24,7 +25,7 @@ _Key = tuple[int, int]  # request id, sequence index
 
 
 class Mailbox:
-    """Queue of responses that joins those of one sequence, served in the order in which sequences began to wait.
+    """A queue of responses that joins those of one sequence, served in the order in which sequences began to wait.
 
     An id must not be used again while its final response still waits here.
     """
@@ -40,7 +41,7 @@ class Mailbox:
         self._closed = False
 
     def __len__(self) -> int:
-        """Sequences with a response waiting."""
+        """Number of sequences with a response waiting."""
         return len(self._waiting)
 
     def put(self, response: Response) -> None:
@@ -110,7 +111,7 @@ class Mailbox:
         return self._waiting.pop(key, [])
 
     def _drop_all(self, request_id: int) -> None:
-        """An error says all there is to say of a request. The first sequence's place is the error's."""
+        """Drop a request's responses, because an error follows, which takes the first sequence's place."""
         for index in tuple(self._further.get(request_id, ())):
             self._remove((request_id, index))
         if (request_id, 0) in self._waiting:
@@ -143,7 +144,7 @@ class Mailbox:
 
 
 def _num_joined(backlog: list[Response]) -> int:
-    """How many responses, from the first on, to join: all, unless there are too many logits."""
+    """How many responses, from the first on, to join: all, unless their logits are too large."""
     last = backlog[-1].result
     if last is None or last.generation_logits is None or last.is_cumulative:
         return len(backlog)

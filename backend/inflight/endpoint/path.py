@@ -1,7 +1,7 @@
-"""Where the engine endpoint's socket is, and how a server takes the place.
+"""Where the engine endpoint's socket is, how a server listens there, and how anybody else connects to it.
 
-Owns the naming rule and the file's life: stale sockets are replaced, live ones and other files respected. Does not
-know what is said over the socket. Plain functions, any thread.
+The functions here own the naming rule and the socket's file: stale sockets are replaced, live ones and other
+files are not touched. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import struct
 import tempfile
 from hashlib import blake2b
 
+from inflight.endpoint.frames import BadFrame, Hello, decode_from_engine, read_frame
 from inflight.errors import ConfigError
+from inflight.file_names import native
 
 _LONGEST = 107  # sun_path holds 108 bytes with its final zero
 _LONGEST_NAME = 40
@@ -63,10 +65,21 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def peer_is_this_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket runs as this user, or as root."""
-    _pid, uid, _gid = _peer(connected)
-    return uid in (0, os.geteuid())
+def connect(connection: socket.socket, path: str) -> Hello:
+    """Connect a Unix socket to the engine at `path`, and return its Hello.
+
+    Raises OSError if it cannot be reached, BadFrame if it says something else, or belongs to another user than
+    this one or root.
+    """
+    connection.connect(native(path))
+    _pid, uid, _gid = _peer(connection)
+    if uid not in (0, os.geteuid()):
+        raise BadFrame("it belongs to another user")
+    body = read_frame(connection)
+    frame = decode_from_engine(body) if body is not None else None
+    if not isinstance(frame, Hello):
+        raise BadFrame("the engine did not introduce itself")
+    return frame
 
 
 def peer_has_this_parent(connected: socket.socket) -> bool:
@@ -81,7 +94,7 @@ def _peer(connected: socket.socket) -> tuple[int, int, int]:
 
 
 def _parent(pid: int) -> int | None:
-    """None where there is no such process, or none that can be seen."""
+    """The parent of a process; None if there is no such process, or it cannot be seen."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat_file:
             after_name = stat_file.read().rpartition(")")[2]

@@ -1,8 +1,9 @@
 """The engine's side of the endpoint: front ends in other processes reach the engine's client through it.
 
-Owns the listening socket and, per connection, a reader thread, a writer thread and the requests in flight on it; a
-question about the batcher's state has a thread of its own while it is being answered. A connection that ends, for
-whatever reason, has its requests stopped. Knows neither the batcher nor who connects.
+The server owns the listening socket and, per connection, a reader thread, a writer thread and the requests in
+flight on it; a question about the batcher's state has a thread of its own while it is answered. When a
+connection ends, for whatever reason, its requests are stopped. The server knows neither the batcher nor who
+connects.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -41,7 +42,7 @@ from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
 
-# Responses one write takes along. While it is under way, those of the other streams go on being joined.
+# Most responses in one write; those of other streams go on being joined meanwhile.
 _RESPONSES_PER_WRITE = 64
 _LARGE_BYTES = 64 * 1024
 _FAREWELL_S = 2.0
@@ -53,13 +54,12 @@ class EndpointServer:
     """Serves `client` at `path` from construction to `close`; raises ConfigError if the path cannot be used.
 
     Args:
-        client: The engine.
+        client: Reaches the engine.
         path: Where to listen.
-        drain: Called with a number of seconds when a supervisor says that the server ends; returns when everything
-            in flight is answered.
+        drain: Called with a number of seconds when the server ends; returns when everything in flight is answered.
         retire: Called with a number of seconds, on a thread of its own, when another process is to take this
-            engine's place; has to end everything, this server too.
-        supervision: Who decides about the life of this engine, if that is another process.
+            engine's place; it has to end everything, this server too.
+        supervision: The supervisors of this engine, if other processes decide about its life.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class EndpointServer:
         retire: Callable[[float], object] | None = None,
         supervision: Supervision | None = None,
     ) -> None:
-        self._client = client
-        self._supervision = supervision
-        self._drain = drain
-        self._retire = retire
+        self.client = client
+        self.supervision = supervision
+        self.drain = drain
+        self.retire = retire
         self._path = native(path)
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
@@ -97,9 +97,8 @@ class EndpointServer:
         remove(self._path)
         with self._lock:
             connections = list(self._connections)
-        for connection in sorted(
-            connections, key=lambda one: one.asked_to_retire
-        ):  # it hears last of the end
+        # The side that asked this engine to retire waits for its connection's end: that comes last.
+        for connection in sorted(connections, key=lambda one: one.asked_to_retire):
             connection.close()
 
     def _accept(self) -> None:
@@ -111,41 +110,29 @@ class EndpointServer:
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
-            connection = _Connection(
-                self._client, accepted, self._forget, self._drain, self._retire, self._supervision
-            )
+            connection = _Connection(self, accepted)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
 
-    def _forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _Connection) -> None:
+        """Remove a connection that has ended."""
         with self._lock:
             self._connections.discard(connection)
 
 
 class _Connection:
-    """One front end, or a supervisor or successor.
+    """A connection to a front end, a supervisor or a successor.
 
     Attributes:
         asked_to_retire: Whether the other side waits for the connection's end.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        connected: socket.socket,
-        on_end: Callable[[_Connection], None],
-        drain: Callable[[float], object] | None,
-        retire: Callable[[float], object] | None,
-        supervision: Supervision | None,
-    ) -> None:
-        self._client = client
-        self._drain = drain
-        self._retire = retire
-        self._supervision = supervision
+    def __init__(self, server: EndpointServer, connected: socket.socket) -> None:
+        self._server = server
+        self._client = server.client
         self._supervisor: Supervisor | None = None
         self._socket = connected
-        self._on_end = on_end
         self.asked_to_retire = False
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
@@ -182,21 +169,17 @@ class _Connection:
                     self._stop(frame)
                 elif isinstance(frame, ReadState):
                     # May take as long as an iteration, and a stop may come behind it.
-                    threading.Thread(
-                        target=self._say_state, args=(frame,), name="endpoint-state", daemon=True
-                    ).start()
+                    _start_thread("endpoint-state", self._say_state, frame)
                 elif isinstance(frame, Retire):
                     self.asked_to_retire = True
-                    if self._retire is not None:
+                    if self._server.retire is not None:
                         # It closes this connection, and so waits for this thread.
-                        threading.Thread(
-                            target=self._retire, args=(frame.timeout_s,), name="endpoint-retire", daemon=True
-                        ).start()
+                        _start_thread("endpoint-retire", self._server.retire, frame.timeout_s)
                 elif isinstance(frame, Supervise):
-                    if self._supervision is not None and self._supervisor is None:
-                        self._supervisor = self._supervision.attach(self._send)
-                elif self._drain is not None:
-                    self._drain(frame.timeout_s)  # a supervisor sends nothing else: nobody waits behind this
+                    if self._server.supervision is not None and self._supervisor is None:
+                        self._supervisor = self._server.supervision.attach(self._send)
+                elif self._server.drain is not None:
+                    self._server.drain(frame.timeout_s)  # nothing comes behind a Drain, so nobody waits here
                     self._send([encode(Drained())])
         except (OSError, BadFrame) as error:
             _log.info("a front end's connection ended: %s", error)
@@ -234,7 +217,7 @@ class _Connection:
             self._client.stop(engine_id, frame.reason, frame.sequence_index)
 
     def _say_state(self, frame: ReadState) -> None:
-        """On a thread of its own, which ends in time although nobody waits for it."""
+        """Answer a question for the state; on a thread of its own, which ends in time although nobody joins it."""
         try:
             state = State(frame.question, self._client.state(frame.timeout_s))
         except Exception as caught:
@@ -248,15 +231,15 @@ class _Connection:
             left = list(self._engine_ids.values())
         for engine_id in left:
             self._client.stop(engine_id, StopReason.CANCELLED)
-        if self._supervision is not None and self._supervisor is not None:
-            self._supervision.detach(self._supervisor)
+        if self._server.supervision is not None and self._supervisor is not None:
+            self._server.supervision.detach(self._supervisor)
         self._mailbox.close()
         self._disconnect()
         self._writer.join()
         if self._supervisor is not None:
             self._supervisor.thread.join()
         self._socket.close()
-        self._on_end(self)
+        self._server.forget(self)
 
     # ---------------------------------------------------------------- writer thread
 
@@ -271,10 +254,10 @@ class _Connection:
             self._disconnect()  # the reader ends the connection
 
     def _hello(self) -> Hello:
-        description = self._client.describe()
-        if self._supervision is None:
+        description, supervision = self._client.describe(), self._server.supervision
+        if supervision is None:
             return Hello(description)
-        return Hello(description, self._supervision.server, self._supervision.awaited_job)
+        return Hello(description, supervision.server, supervision.awaited_job)
 
     def _parts(self, response: Response) -> list[bytes]:
         try:
@@ -287,12 +270,16 @@ class _Connection:
             self._client.stop(engine_id, StopReason.CANCELLED)
         return encode_response(Response(response.request_id, error=failed, is_final=True))
 
-    def _send(self, parts: list[bytes]) -> None:
-        """In few calls; what is large goes as it is, not copied into one piece with the others."""
+    def _send(self, parts: Sequence[bytes]) -> None:
+        """Send in few calls; large parts are sent as they are, and not copied into one piece with the others."""
         with self._send_lock:
             for is_large, run in groupby(parts, key=lambda part: len(part) > _LARGE_BYTES):
                 for piece in run if is_large else (b"".join(run),):
                     self._socket.sendall(piece)
+
+
+def _start_thread(name: str, target: Callable[..., object], argument: object) -> None:
+    threading.Thread(target=target, args=(argument,), name=name, daemon=True).start()
 
 
 def _as_inflight_error(error: Exception, what: str) -> InflightError:

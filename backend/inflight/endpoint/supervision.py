@@ -1,8 +1,9 @@
-"""An engine in a process of its own, as its supervisors see it: alive or not, and what it has observed.
+"""An engine in processes of its own and its supervisors: whether it lives, and the statistics that it sends.
 
-Owns, on the engine's side, one thread for each supervisor, which sends a sign of life or the newest statistics. An
-engine without supervisors is of no use to anybody: it ends. What is sent waits for a supervisor that does not take
-it, in that thread; the loop, which brings statistics, waits for nobody.
+`Supervision` is the engine's side. It has one thread for each supervisor, which sends a sign of life or the newest
+statistics; a supervisor that is slow to take them delays its own thread and nothing else. An engine without
+supervisors
+is of no use to anybody: it ends. `EngineWatch` is a supervisor's side, with a connection that carries no requests.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats, MemoryUsage
@@ -20,7 +22,6 @@ from inflight.endpoint.frames import (
     Beat,
     EngineProcesses,
     FromEngine,
-    Hello,
     Leaving,
     Retire,
     Statistics,
@@ -30,7 +31,7 @@ from inflight.endpoint.frames import (
     encode,
     read_frame,
 )
-from inflight.endpoint.path import peer_is_this_user
+from inflight.endpoint.path import connect
 from inflight.errors import Unavailable
 from inflight.file_names import native
 
@@ -40,25 +41,25 @@ _BEATS_PER_TIMEOUT = 5
 
 
 class Supervision:
-    """Of one engine.
+    """The supervisors of the engine in this process.
 
     Args:
-        server: The tritonserver that it works for, `ProcessId` as text.
-        job: What it was started with.
-        awaits_heir: Whether it was started for a process to come, which will take it over.
-        processes: For supervisors.
-        timeout_s: Silence after which a supervisor takes it for lost.
-        measure_memory: What this process holds.
+        server: The tritonserver that the engine works for, `ProcessId` as text.
+        job: What the engine was started with.
+        awaits_successor: Whether another process, which does not exist yet, will take the engine over.
+        processes: The engine's processes, for supervisors.
+        timeout_s: Seconds of silence after which a supervisor takes the engine for lost.
+        measure_memory: Returns what this process holds.
 
     Attributes:
-        server: As above.
+        server: The argument of this name.
     """
 
     def __init__(
         self,
         server: str,
         job: str,
-        awaits_heir: bool,
+        awaits_successor: bool,
         processes: EngineProcesses,
         timeout_s: float,
         measure_memory: Callable[[], MemoryUsage],
@@ -70,28 +71,28 @@ class Supervision:
         self._measure_memory = measure_memory
         self._changed = threading.Condition()
         # This and all below: under the condition's lock.
-        self._num_supervisors_awaited = 2 if awaits_heir else 1
+        self._num_supervisors_awaited = 2 if awaits_successor else 1
         self._supervisors: set[Supervisor] = set()
         self._notice_s: float | None = None
         self._is_abandoned = False
 
     @property
     def awaited_job(self) -> str:
-        """What it was started with, "" if nobody is to take it over."""
+        """What the engine was started with, if a process is to take it over now, else ""."""
         with self._changed:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""
 
     def put(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
-        """Tell supervisors, instead of what they have not been told yet. Never waits."""
-        news = _News(stats, metrics, time.time())
+        """Send these statistics to all supervisors, instead of those not sent yet. Never waits."""
+        news = partial(Statistics, stats, metrics, time.time())
         with self._changed:
             for supervisor in self._supervisors:
                 supervisor.news = news
             self._changed.notify_all()
 
     def attach(self, send: Send) -> Supervisor:
-        """Somebody supervises the engine from now on; `send` raises OSError once it is gone."""
+        """Add a supervisor, to which `send` sends frames; it raises OSError once the supervisor is gone."""
         with self._changed:
             self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
             supervisor = Supervisor(self, send)
@@ -100,14 +101,14 @@ class Supervision:
         return supervisor
 
     def retire(self, notice_s: float) -> None:
-        """The engine is to end within `notice_s` seconds; its supervisors are told that this is in order."""
+        """Have the engine end within `notice_s` seconds, and tell its supervisors that this is in order."""
         with self._changed:
             if self._notice_s is None:
                 self._notice_s = notice_s
             self._changed.notify_all()
 
     def wait_for_end(self) -> float | None:
-        """Until the engine is retired: how long requests may still go on; None once its supervisors are lost."""
+        """Wait until the engine is to end; returns how long requests may go on, None without supervisors."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_abandoned or self._notice_s is not None)
             return self._notice_s
@@ -115,14 +116,14 @@ class Supervision:
     # ---------------------------------------------------------------- for a supervisor's thread and its reader
 
     def detach(self, supervisor: Supervisor) -> None:
-        """It is gone."""
+        """Remove a supervisor that is gone."""
         with self._changed:
             self._supervisors.discard(supervisor)
             self._is_abandoned = not self._supervisors
             self._changed.notify_all()
 
     def run(self, supervisor: Supervisor) -> None:
-        """What its thread does."""
+        """Send to one supervisor until the engine or the supervisor ends; on the supervisor's thread."""
         with contextlib.suppress(OSError):
             supervisor.send([encode(Supervised(self._processes))])
             while True:
@@ -133,7 +134,7 @@ class Supervision:
                     news, supervisor.news = supervisor.news, None
                     is_over = self._is_over(supervisor)
                 if news is not None:
-                    supervisor.send([encode(news.frame(self._measure_memory()))])
+                    supervisor.send([encode(news(self._measure_memory()))])
                 elif is_over:
                     break
                 else:
@@ -145,76 +146,62 @@ class Supervision:
 
 
 class Supervisor:
-    """One of them.
+    """One supervisor, on the engine's side.
 
     Attributes:
-        send: The way to it.
-        thread: Sends.
-        news: What it is to be told next. Under the supervision's lock.
+        send: Sends frames to it.
+        thread: The thread that sends.
+        news: Makes the statistics that are to be sent next. Under the supervision's lock.
     """
 
     def __init__(self, supervision: Supervision, send: Send) -> None:
         self.send = send
-        self.news: _News | None = None
+        self.news: Callable[[MemoryUsage], Statistics] | None = None
         self.thread = threading.Thread(
             target=supervision.run, args=(self,), name="endpoint-supervision", daemon=True
         )
 
 
-class _News:
-    def __init__(self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float) -> None:
-        self._stats, self._metrics, self._wall_clock_s = stats, metrics, wall_clock_s
-
-    def frame(self, memory: MemoryUsage) -> Statistics:
-        return Statistics(self._stats, self._metrics, self._wall_clock_s, memory)
-
-
-_STOPPED = 1.5  # a wait that takes so many times as long
+_STOPPED = 1.5
+"""A wait that takes so many times as long as its timeout means that this process was stopped meanwhile."""
 
 
 class EngineWatch:
     """Supervises the engine at `path` from construction to the end of `run`.
 
     Args:
-        path: Its socket.
-        timeout_s: Silence after which it is lost.
+        path: The engine's socket.
+        timeout_s: Seconds of silence after which the engine is lost.
 
     Attributes:
-        processes: What it consists of.
+        processes: The engine's processes.
 
     Raises:
         Unavailable: There is no engine to be reached, or none that can be supervised.
     """
 
-    processes: EngineProcesses
-
     def __init__(self, path: str, timeout_s: float) -> None:
-        self._path = path
         self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self.processes = self._introduce()
+            self.processes = self._introduce(path)
         except (OSError, BadFrame) as error:
             self._socket.close()
             raise Unavailable(f"the engine at {path} cannot be supervised: {error}") from error
 
-    def _introduce(self) -> EngineProcesses:
+    def _introduce(self, path: str) -> EngineProcesses:
         self._socket.settimeout(self._timeout_s)
-        self._socket.connect(native(self._path))
-        if not peer_is_this_user(self._socket):
-            raise BadFrame("it belongs to another user")
+        connect(self._socket, path)
         self._socket.sendall(encode(Supervise()))
         frame = self._next()
-        while isinstance(frame, Hello):
-            frame = self._next()
         if not isinstance(frame, Supervised):
             raise BadFrame("it is nobody's to supervise")
         return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:
-        """Until the engine ends: why it did, "" if that is in order. Statistics are handed on as they come.
+        """Hand on statistics until the engine ends; returns why it ended, "" if that is in order.
 
-        One thread; `close`, on another, ends it in order.
+        To be called on one thread; `close`, on another, makes it return.
         """
         try:
             while (frame := self._next()) is not None:
@@ -231,7 +218,7 @@ class EngineWatch:
         return "the process of rank 0 has ended"
 
     def has_left(self) -> bool:
-        """Whether the engine has been told to end, by somebody else, or is gone; for when `run` does not run."""
+        """Whether the engine is to end, or is gone; only to be called while `run` does not run."""
         self._socket.settimeout(0.0)
         try:
             while (frame := self._next()) is not None:
@@ -244,12 +231,12 @@ class EngineWatch:
         return True
 
     def retire(self, notice_s: float) -> None:
-        """Have it end in order, its requests within `notice_s` seconds. Any thread."""
+        """Have the engine end in order, its requests within `notice_s` seconds. Any thread."""
         with contextlib.suppress(OSError):
             self._socket.sendall(encode(Retire(notice_s)))
 
     def close(self) -> None:
-        """Supervise it no longer: `run` returns. Idempotent."""
+        """Supervise the engine no longer: `run` returns. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -264,23 +251,19 @@ class EngineWatch:
         return None if body is None else decode_from_engine(body)
 
 
-def awaits_heir(path: str, server: str, job: str, timeout_s: float) -> bool:
-    """Whether the engine at `path` was started with `job` for a process of `server`'s to come."""
+def awaits_successor(path: str, server: str, job: str, timeout_s: float) -> bool:
+    """Whether the engine at `path` was started with `job` and waits for a process of `server` to take it over."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
-            connection.connect(native(path))
-            if not peer_is_this_user(connection):
-                return False
-            body = read_frame(connection)
-            frame = decode_from_engine(body) if body is not None else None
+            hello = connect(connection, path)
         except (OSError, BadFrame):
             return False
-    return isinstance(frame, Hello) and (frame.server, frame.job) == (server, job)
+    return (hello.server, hello.job) == (server, job)
 
 
 def is_served(path: str) -> bool:
-    """Whether somebody listens there."""
+    """Whether a process listens at `path`."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(native(path))

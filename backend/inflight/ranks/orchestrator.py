@@ -20,7 +20,7 @@ from typing import Protocol
 
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
 from inflight.endpoint.frames import Statistics
-from inflight.endpoint.supervision import EngineWatch, awaits_heir, is_served
+from inflight.endpoint.supervision import EngineWatch, awaits_successor, is_served
 from inflight.errors import InflightError, Unavailable
 from inflight.processes import ProcessId
 from inflight.ranks.job import Job
@@ -124,7 +124,7 @@ class Orchestrator:
     def _take_over(self) -> tuple[RanksProcess, EngineWatch] | None:
         """The engine that the model's last process has started for this one; any other of its is ended."""
         path, server = self._job.endpoint_path, str(self._around.server)
-        if awaits_heir(path, server, self._job.digest(), self._timeout_s):
+        if awaits_successor(path, server, self._job.digest(), self._timeout_s):
             with contextlib.suppress(Unavailable):  # it has just been lost
                 watch = EngineWatch(path, self._timeout_s)
                 ranks = RanksProcess(watch.processes)
