@@ -13,6 +13,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.core.schedule.config import SchedulerConfig
 from inflight.testing.fake_engine import expected_tokens
+from tests.core.integrity import check_integrity
 
 from .recorded import outcome, read
 from .test_gpt_manager import LIMITS
@@ -58,7 +59,7 @@ def test_who_ends_unforeseen_has_a_row_in_vain_and_is_answered_when_that_is_back
     assert list(final.result.output_token_ids[0][3:]) == kept
     assert names(loop).count("f") == last + 2
     assert loop.scheduler.kv_cache.pool.num_held == 0
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
 
 
 def test_one_that_needs_the_host_lets_all_come_back_and_loses_no_turn():

@@ -19,6 +19,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 from inflight.testing.ranks_in_memory import make_ranks
+from tests.core.integrity import check_integrity
 from tests.simulation.scenario import Scenario, draw, draw_with_a_bad_device
 
 from .several_ranks import Rank, run_in_step
@@ -53,7 +54,7 @@ def test_every_rank_makes_the_same_batches_statistics_and_responses(drawn, kind,
             assert _stamped_at_will(follower) == _stamped_at_will(leader)
             assert _counts(follower) == metrics
             assert not follower.sent
-            follower.scheduler.check_integrity()
+            check_integrity(follower.scheduler)
         num_batches += len(leader.scheduler.batches)
         assert leader.sent == leader.scheduler.responses
         finals = Counter(response.request_id for response in leader.sent if response.is_final)

@@ -10,6 +10,7 @@ from inflight.core.request.stop import StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
+from tests.core.integrity import check_integrity
 
 
 def make_request(request_id: int = 1, prompt: int | tuple[int, ...] = 4, new: int = 4, **fields) -> Request:
@@ -91,5 +92,5 @@ class Driver:
         tokens = [(500 + self.iteration if token is None else token,) for _ in batch.sampled_slots()]
         self.iteration += 1
         responses = self.scheduler.update(batch, ModelOutput(batch.iteration, tokens), now_ns)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         return batch, responses

@@ -11,6 +11,7 @@ from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBat
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed
 from inflight.testing.fake_engine import FakeEngine
+from tests.core.integrity import check_integrity
 
 
 def at_token(request: Request, number: int) -> int:
@@ -124,7 +125,7 @@ def run(
             earlier = outcome.responses.setdefault(response.request_id, [])
             assert not (earlier and earlier[-1].is_final), "a response after the final one"
             earlier.append(response)
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         outcome.num_iterations += 1
     assert all(responses[-1].is_final for responses in outcome.responses.values())
     assert scheduler.kv_cache.pool.num_held == scheduler.kv_cache.num_reserved == 0

@@ -9,6 +9,7 @@ import pytest
 
 from inflight.core.kv.block_pool import BlockHeap, BlockPool
 from inflight.core.kv.retention import Retention
+from tests.core.integrity import check_integrity
 
 MS = 1_000_000
 
@@ -32,7 +33,7 @@ def evicted(pool: BlockPool, blocks: dict[str, int], count: int) -> str:
     taken = []
     for _ in range(count):
         taken += pool.take(1)
-        pool.check_integrity()
+        check_integrity(pool)
     return "".join(names[block_id] for block_id in taken)
 
 
@@ -43,7 +44,7 @@ def test_blocks_are_taken_in_order_and_counted():
     pool = BlockPool(4)
     assert pool.take(2) == (0, 1)
     assert (pool.num_free, pool.num_held) == (2, 2)
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_a_shared_block_is_free_after_its_last_release():
@@ -64,7 +65,7 @@ def test_sharing_a_cached_block_takes_it_out_of_the_free_ones():
     pool.share((block_id,))
     assert pool.take(1) != (block_id,)
     assert pool.num_free == 0
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_the_first_block_of_a_digest_stays_the_one_found():
@@ -76,7 +77,7 @@ def test_the_first_block_of_a_digest_stays_the_one_found():
     pool.release((second,))
     assert pool.find(b"a") == first
     assert (pool.num_cached, pool.num_empty) == (0, 1)
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_blocks_are_counted_by_where_they_are():
@@ -173,7 +174,7 @@ def make_duplicate_producer() -> tuple[BlockPool, dict[str, int]]:
     pool.publish(blocks["A"], b"a", b"p")
     pool.publish(blocks["b"], b"b", b"a")
     release(pool, blocks, "pa")
-    pool.check_integrity()
+    check_integrity(pool)
     return pool, blocks
 
 
@@ -206,7 +207,7 @@ def test_children_count_for_whichever_block_has_their_parents_content():
     release(pool, {"a": blocks["a2"], "q": blocks["q"], "b": blocks["b"]}, "aqb")
     blocks.pop("a")
     assert [pool.take(1)[0] for _ in range(3)] == [blocks["q"], blocks["b"], blocks["a2"]]
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_a_cached_leaf_that_gets_a_child_waits_for_it():
@@ -214,7 +215,7 @@ def test_a_cached_leaf_that_gets_a_child_waits_for_it():
     release(pool, blocks, "ax")
     (blocks["b"],) = pool.take(1)
     pool.publish(blocks["b"], b"b", b"a")
-    pool.check_integrity()
+    check_integrity(pool)
     release(pool, blocks, "b")
     assert evicted(pool, blocks, 3) == "xba"
 
@@ -253,7 +254,7 @@ def test_a_duration_starts_again_with_the_next_release():
     pool.expire(30 * MS)
     release(pool, blocks, "a")
     pool.expire(39 * MS)
-    pool.check_integrity()
+    check_integrity(pool)
     assert evicted(pool, blocks, 2) == "ba"
 
 
@@ -297,7 +298,7 @@ def test_a_second_producers_retention_applies_to_the_block_that_is_found():
     release(pool, blocks, "abc")
     pool.expire(5 * MS)
     pool.publish(again, b"a", b"", Retention(90, duration_ms=10))
-    pool.check_integrity()
+    check_integrity(pool)
     pool.expire(15 * MS - 1)
     assert evicted(pool, blocks, 1) == "b"
     pool.publish(again, b"c", b"")  # nothing said: nothing changes
@@ -322,8 +323,8 @@ def test_the_heap_agrees_with_sorting_and_never_grows_beyond_twice_its_blocks():
             smallest = min(keys.values())
             assert heap.first_key() == smallest
             assert keys.pop(heap.pop()) == smallest
-        assert len(heap) == len(keys) and heap.num_entries <= 40
-        heap.check_integrity()
+        assert len(heap) == len(keys) and len(heap._entries) <= 40
+        check_integrity(heap)
 
 
 def test_blocks_that_are_shared_again_and_again_leave_no_trail():
@@ -334,8 +335,8 @@ def test_blocks_that_are_shared_again_and_again_leave_no_trail():
     for _ in range(1000):
         pool.share(blocks.values())
         release(pool, blocks, "cba")
-    pool.check_integrity()
-    assert pool._cached.num_entries <= 16 and pool._expiries.num_entries <= 16
+    check_integrity(pool)
+    assert len(pool._cached._entries) <= 16 and len(pool._expiries._entries) <= 16
 
 
 # ---------------------------------------------------------------------- what is checked
@@ -405,7 +406,7 @@ def test_a_planted_fault_is_noticed(plant: Callable[[BlockPool], None]):
     pool, blocks = make_tree(6, a="", b="a", c="b")
     pool.retain(blocks["c"], Retention(50, duration_ms=5))
     release(pool, blocks, "c")
-    pool.check_integrity()
+    check_integrity(pool)
     plant(pool)
     with pytest.raises(AssertionError):
-        pool.check_integrity()
+        check_integrity(pool)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inflight.core.kv.block_pool import BlockPool
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention
+from tests.core.integrity import check_integrity
 
 MS = 1_000_000
 
@@ -164,7 +165,7 @@ class PoolAgainstSlowPool(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         pool, slow = self.pool, self.slow
-        pool.check_integrity()
+        check_integrity(pool)
         assert [pool.find(digest) for digest in DIGESTS] == [slow.find(digest) for digest in DIGESTS]
         assert [pool.is_held(b) for b in range(NUM_BLOCKS)] == [count > 0 for count in slow.references]
         assert [pool.is_held_once(b) for b in range(NUM_BLOCKS)] == [count == 1 for count in slow.references]

@@ -12,6 +12,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput
 from inflight.core.schedule.config import CapacitySchedulerPolicy
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -87,7 +88,7 @@ def assert_timed_out(response: Response, *tokens: int, is_final: bool = True) ->
 def assert_nothing_is_held(driver: Driver) -> None:
     scheduler = driver.scheduler
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == scheduler.kv_cache.num_reserved == 0
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert driver.step() == (None, [])
 
 

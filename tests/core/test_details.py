@@ -13,13 +13,14 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
 
 def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...], **output) -> list[Response]:
     responses = scheduler.update(batch, ModelOutput(batch.iteration, list(tokens), **output))
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return responses
 
 

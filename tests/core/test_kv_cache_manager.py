@@ -8,6 +8,7 @@ import pytest
 
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, block_digest, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
+from tests.core.integrity import check_integrity
 
 SHARED, UNSHARED = CacheRules(ROOT_SCOPE), CacheRules(None)
 
@@ -142,12 +143,12 @@ def test_a_running_child_is_found_again_when_its_parents_content_is():
     assert (cache.pool.num_cached, cache.pool.num_empty) == (2, 2)
     admit(cache, 3, 3)
     assert cache.extend(3, 12) == (2, 6, 1)  # worthless ones, then, without a leaf, what was released first
-    cache.check_integrity()
+    check_integrity(cache)
     assert found(cache, 4, [*tokens, 99]).block_ids == (0,)
     cache.release(3)
     assert run_to_end(cache, 5, tokens[:8]) == (0, 2)  # what was in block 1: it has a child already
     assert found(cache, 6, [*tokens, 99]).block_ids == (0, 2, 5)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # ---------------------------------------------------------------------- counts
@@ -217,7 +218,7 @@ def test_of_a_block_that_begins_alike_the_beginning_is_found_and_copied():
     cache.publish(2, tokens, 8)
     assert found(cache, 3, [*tokens, 0]).block_ids == (0, target)
     assert found(cache, 4, list(range(9))).block_ids == (0, 1), "the source is as it was"
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize(("tokens", "num_copied"), [([0], 0), ([0, 1], 1), ([0, 1, 2, 3], 3), ([1, 2, 3], 0)])
@@ -251,7 +252,7 @@ def test_the_block_for_the_copy_may_be_the_source():
     admit(cache, 2, 2, tokens)
     assert cache.block_copy(2) == (1, 1) and cache.block_table(2) == (0, 1)
     assert cache.pool.num_free == 0
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # ---------------------------------------------------------------------- promises
@@ -267,7 +268,7 @@ def test_what_a_running_sequence_is_computing_is_promised_until_it_is_there():
     assert found(cache, 2, tokens) == PrefixMatch((0,), 1, is_promised=True)
     cache.publish(1, tokens, 12)
     assert found(cache, 2, tokens) == PrefixMatch((0, 1, 2), 3, is_promised=False)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_only_the_first_block_that_is_not_found_counts():
@@ -289,7 +290,7 @@ def test_the_last_full_block_of_a_prompt_is_promised_though_it_is_never_looked_f
     assert found(cache, 2, list(range(9))).is_promised
     cache.publish(1, list(range(8)), 8)
     assert found(cache, 2, list(range(9))) == PrefixMatch((0, 1), 2)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_promise_ends_with_its_sequence():
@@ -297,7 +298,7 @@ def test_a_promise_ends_with_its_sequence():
     admit(cache, 1, 3, list(range(9)))
     cache.release(1)
     assert not found(cache, 2, list(range(9))).is_promised
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_promise_of_two_lasts_until_both_have_ended():
@@ -306,7 +307,7 @@ def test_a_promise_of_two_lasts_until_both_have_ended():
         admit(cache, key, 3, list(range(9)))
     cache.release(1)
     assert found(cache, 3, list(range(9))).is_promised
-    cache.check_integrity()
+    check_integrity(cache)
     cache.release(2)
     assert not found(cache, 3, list(range(9))).is_promised
 
@@ -321,7 +322,7 @@ def test_blocks_that_are_shared_are_not_promised():
     assert len(found(cache, 3, list(range(13))).block_ids) == 3
     run_to_end(cache, 4, list(range(50, 66)))
     assert found(cache, 3, list(range(13))) == PrefixMatch()
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_generated_tokens_known_at_admission_are_promised_too():
@@ -335,7 +336,7 @@ def test_generated_tokens_known_at_admission_are_promised_too():
     cache.extend(1, 10)
     cache.publish(1, tokens, 4)
     assert found(cache, 2, [*tokens[:8], 99]).is_promised
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_other_scopes_promise_nothing():
@@ -354,7 +355,7 @@ def test_what_was_not_looked_for_may_be_published_all_the_same():
     cache.publish(1, tokens, 9)
     assert found(cache, 2, tokens).block_ids == (0, 1)
     assert cache.block_counts(1) == (3, 0, 0)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # ---------------------------------------------------------------------- what is checked
@@ -395,10 +396,10 @@ def test_a_planted_fault_is_noticed(plant: Callable[[KvCacheManager], None]):
     admit(cache, 1, 4, list(range(9)))
     cache.extend(1, 5)
     cache.publish(1, list(range(9)), 4)
-    cache.check_integrity()
+    check_integrity(cache)
     plant(cache)
     with pytest.raises(AssertionError):
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 # ---------------------------------------------------------------------- beams
@@ -421,7 +422,7 @@ def test_beams_share_all_blocks_until_they_write():
     assert growth.copies == [(1, 2), (1, 3)]
     assert growth.replaced == [(0, 1, 2), (1, 1, 3)]  # the last of them keeps the original
     assert growth.appended == []
-    cache.check_integrity()
+    check_integrity(cache)
     assert cache.grow_beams(1, 8).copies == []
 
 
@@ -439,7 +440,7 @@ def test_a_beam_that_nobody_goes_on_from_gives_its_block_back_to_the_reservation
     assert (cache.num_unreserved, cache.num_reserved) == (free, reserved - 2)
     cache.reorder_beams(1, [1, 1, 1])
     assert (cache.num_unreserved, cache.num_reserved) == (free, reserved)
-    cache.check_integrity()
+    check_integrity(cache)
     assert len(cache.grow_beams(1, 8).copies) == 2
     cache.release(1)
     assert (cache.pool.num_held, cache.num_reserved) == (0, 0)
@@ -451,7 +452,7 @@ def test_what_beams_have_in_common_is_held_once_when_they_go_on_from_one_of_them
     cache.grow_beams(1, 9)
     cache.reorder_beams(1, [2, 2, 2])
     assert len(cache.block_table(1)) == 2 and cache.pool.num_held == 3
-    cache.check_integrity()
+    check_integrity(cache)
     growth = cache.grow_beams(1, 10)
     assert [index for _, index, _ in growth.replaced] == [2, 2]
-    cache.check_integrity()
+    check_integrity(cache)

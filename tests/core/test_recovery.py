@@ -14,6 +14,7 @@ from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import expected_beam_steps, expected_tokens
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_limits, make_request, make_scheduler
 from .faulty import FaultyDevice, Outcome, at_token, run
@@ -167,7 +168,7 @@ def test_a_device_that_is_no_use_ends_all_of_the_batch_and_nobody_who_waits():
         (2, "UNAVAILABLE"),
     ]
     assert scheduler.state().suspects == ()
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     _, (final,) = driver.step()
     assert final.request_id == 3 and final.error is None
 
@@ -183,7 +184,7 @@ def fail_first_of_two(scheduler: Scheduler) -> list[int]:
     assert scheduler.schedule() is None, "those that are tried apart wait for what is in flight"
     nonsense = ModelOutput(second.iteration, [(999,) for _ in second.sampled_slots()])
     assert scheduler.update(second, nonsense) == []
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return [one.request_id for one in scheduler.state().waiting]
 
 
@@ -245,7 +246,7 @@ def test_what_a_failed_batch_started_without_a_row_is_started_again_although_the
     nonsense = ModelOutput(second.iteration, [(999,) for _ in second.sampled_slots()])
     (failed,) = scheduler.update(second, nonsense)
     assert (failed.request_id, str(failed.error)) == (1, "boom")
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     batch = scheduler.schedule()
     assert [start.request.request_id for start in batch.starts] == [2]
     assert [chunk.token_ids for chunk in batch.context] == [(20, 21, 22, 23, 24)]
@@ -277,7 +278,7 @@ def test_blocks_that_others_hold_too_are_still_found():
     assert cache.match_prefix(3, tokens, rules).block_ids == cache.block_table(2)[:2]
     cache.unpublish(1, 2)
     assert cache.match_prefix(3, tokens, rules).block_ids == ()
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 # ---------------------------------------------------------------- searches, sequences, drafts

@@ -8,6 +8,7 @@ from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.errors import InvalidArgument
+from tests.core.integrity import check_integrity
 
 MS = 1_000_000
 SIZE = 4
@@ -34,7 +35,7 @@ def run_to_end(cache: KvCacheManager, key: int, tokens: list[int], say: CacheRul
     cache.extend(key, len(tokens))
     cache.publish(key, tokens, len(tokens))
     cache.release(key)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def num_kept(cache: KvCacheManager, tokens: list[int]) -> int:
@@ -139,7 +140,7 @@ def test_blocks_are_evicted_by_what_their_producer_said():
         cache.admit(key, cache.match_prefix(key, prompt(key), PLAIN), 2, PLAIN)
         cache.extend(key, 8)
         kept.append([num_kept(cache, prompt(first)) for first in (1, 2, 3)])
-        cache.check_integrity()
+        check_integrity(cache)
     assert kept == [[2, 2, 0], [2, 0, 0], [0, 0, 0]]
 
 
@@ -231,7 +232,7 @@ def test_a_duration_runs_from_the_moment_when_nobody_holds_the_block():
     cache.admit(4, cache.match_prefix(4, prompt(4), PLAIN), 1, PLAIN)
     cache.extend(4, 4)
     assert (num_kept(cache, prompt(1)), num_kept(cache, prompt(2))) == (1, 1)
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_block_that_two_hold_expires_after_the_second():
@@ -249,4 +250,4 @@ def test_a_block_that_two_hold_expires_after_the_second():
     cache.admit(4, cache.match_prefix(4, prompt(4, 12), PLAIN), 3, PLAIN)
     cache.extend(4, 12)  # two worthless ones, and then the plain one
     assert (num_kept(cache, prompt(1, 4)), num_kept(cache, prompt(3, 4))) == (1, 0)
-    cache.check_integrity()
+    check_integrity(cache)

@@ -13,6 +13,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_limits, make_request, make_scheduler
 
@@ -88,7 +89,7 @@ def overlap_iterations(
     while ahead is not None:
         batch, ahead = ahead, scheduler.schedule()
         ran.append((batch, scheduler.update(batch, answer(batch, tokens.pop(0)))))
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         ahead = ahead or scheduler.schedule()
     return ran
 
@@ -136,4 +137,4 @@ def test_where_blocks_are_short_the_next_batch_waits_and_the_last_started_is_pau
     assert third.generation_slots == (0,)
     assert [one.request_id for one in scheduler.state().waiting] == [2]
     assert scheduler.stats(third).num_paused_requests == 1
-    scheduler.check_integrity()
+    check_integrity(scheduler)

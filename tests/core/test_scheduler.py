@@ -9,6 +9,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, SlotStart
 from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.errors import AlreadyExists, ConfigError, InvalidArgument, StepFailed
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -191,7 +192,7 @@ def test_what_a_failed_batch_started_without_a_row_is_started_again():
     assert [start.request.request_id for start in batch.starts] == [1, 2] and len(batch.context) == 1
     (failed,) = scheduler.fail(batch, StepFailed("boom"))
     assert failed.request_id == 1
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     batch, (final,) = driver.step()
     assert [start.request.request_id for start in batch.starts] == [2]
     assert final.request_id == 2 and final.error is None
@@ -219,7 +220,7 @@ def test_fail_all_answers_everyone_once():
     scheduler.schedule()
     assert sorted(response.request_id for response in scheduler.fail_all(StepFailed("gone"))) == [1, 2]
     assert scheduler.num_active == 0
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_room_is_what_is_left_of_max_num_requests():

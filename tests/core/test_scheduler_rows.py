@@ -17,6 +17,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, TokenDetails
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -91,7 +92,7 @@ def test_a_context_output_that_cannot_be_taken(poison):
     batch = scheduler.schedule()
     responses = scheduler.update(batch, ModelOutput(0, [(7,), (7,)], context={0: None}))
     assert errors(responses) == {1: MESSAGE} and [response.request_id for response in responses] == [1, 2]
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_a_search_whose_candidates_make_no_sense():
@@ -108,7 +109,7 @@ def test_a_search_whose_candidates_make_no_sense():
     responses = scheduler.update(batch, ModelOutput(0, [(), (7,), ()], beams=[wrong, right]))
     assert sorted(response.request_id for response in responses) == [1, 2, 3]
     assert list(errors(responses)) == [1]
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
 
 
@@ -133,7 +134,7 @@ def test_a_row_with_another_batch_in_flight_is_answered_when_that_is_back(poison
     assert scheduler.update(first, ModelOutput(0, [(7,), (7,)])) == []
     (failed,) = scheduler.update(second, ModelOutput(1, [(7,), (7,)]))
     assert failed.is_final and errors([failed]) == {1: MESSAGE}
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.num_active == 1
 
 
@@ -216,7 +217,7 @@ def test_a_row_that_has_every_token_banned(steps):
         1: "min_length and bad_words_list and no_repeat_ngram_size must leave a token that may come next, "
         f"got every token banned after {steps} generated"
     }
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     (final,) = run_to_the_end(driver)
     assert (final.request_id, final.result.num_output_tokens) == (2, (5,))
 
@@ -230,7 +231,7 @@ def test_drafts_that_come_to_where_every_token_is_banned(accepted):
     driver.accept(make_request(1, new=6, streaming=True, draft=draft, **BANNING), make_request(2))
     batch = scheduler.schedule()
     responses = scheduler.update(batch, ModelOutput(batch.iteration, [(20, 21, 22)[:accepted], (7,)]))
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     if accepted:
         assert not errors(responses) and responses[0].result.output_token_ids == ((20, 21),)
         batch = scheduler.schedule()
@@ -265,5 +266,5 @@ def test_a_search_that_bans_leave_no_beam_is_an_error_unless_it_has_found_one(ha
     assert final.is_final and (final.error is None) == has_ended_beam
     if not has_ended_beam:
         assert errors([final])[1].startswith("bad_words_list must leave a token")
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0

@@ -13,6 +13,7 @@ from inflight.core.schedule.batch import BeamGroup, BeamMove, ModelOutput, Sched
 from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -27,7 +28,7 @@ def make_candidates(*candidates: tuple[int, int, float], **fields) -> BeamCandid
 
 def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...], **output) -> list[Response]:
     responses = scheduler.update(batch, ModelOutput(batch.iteration, list(tokens), **output))
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return responses
 
 
@@ -228,7 +229,7 @@ def test_a_stop_ends_all_sequences_started_or_not():
         responses = driver.accept(stop=(1,))
         assert [response.is_final for response in responses] == [False, False, True]
         assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
-        scheduler.check_integrity()
+        check_integrity(scheduler)
 
 
 def test_one_sequence_can_be_stopped_and_the_others_go_on():
@@ -255,7 +256,7 @@ def test_a_failure_of_one_sequence_is_the_one_final_error_of_the_request():
     (failed,) = scheduler.fail(scheduler.schedule(), StepFailed("boom"))
     assert failed.is_final and str(failed.error) == "boom"
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 # ---------------------------------------------------------------- drafts

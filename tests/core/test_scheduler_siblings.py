@@ -10,6 +10,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import ContextDetails, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
+from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -22,7 +23,7 @@ def make_sequences(count: int, **fields):
 
 def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...], **output) -> list[Response]:
     responses = scheduler.update(batch, ModelOutput(batch.iteration, list(tokens), **output))
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return responses
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.core.schedule.running import Slots
+from tests.core.integrity import check_integrity
 
 from .factories import make_sequence
 
@@ -16,7 +17,7 @@ def test_the_lowest_free_slots_are_taken_and_have_an_owner():
     assert slots.owners == {0: first, 1: first, 2: second} and slots.num_free == 1
     slots.release((0, 1))
     assert slots.take(second, 2) == (0, 1)
-    slots.check_integrity()
+    check_integrity(slots)
 
 
 def test_slots_given_back_are_told_once():
@@ -42,4 +43,4 @@ def test_more_owners_than_slots_are_noticed():
     slots.take(make_sequence(), 1)
     slots.owners[1] = make_sequence()
     with pytest.raises(AssertionError):
-        slots.check_integrity()
+        check_integrity(slots)

@@ -13,6 +13,7 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule import waiting_queue
 from inflight.core.schedule.waiting_queue import WaitingQueue
+from tests.core.integrity import check_integrity
 
 from .factories import make_sequence
 
@@ -39,7 +40,7 @@ class Turns:
         assert self.queue.remove(first) is False
         self.queue.charge(first)
         first.start((0,), 0)
-        self.queue.check_integrity()
+        check_integrity(self.queue)
         return first
 
     def starts(self, count: int) -> str:
@@ -49,7 +50,7 @@ class Turns:
         count = sequence.request.max_new_tokens if num_generated is None else num_generated
         sequence.tokens += [1] * count
         self.queue.leave(sequence)
-        self.queue.check_integrity()
+        check_integrity(self.queue)
 
 
 def drain(queue: WaitingQueue) -> list[LlmRequest]:
@@ -57,7 +58,7 @@ def drain(queue: WaitingQueue) -> list[LlmRequest]:
     while (first := queue.first()) is not None:
         queue.remove(first)
         order.append(first)
-        queue.check_integrity()
+        check_integrity(queue)
     return order
 
 
@@ -107,7 +108,7 @@ def test_those_who_are_passed_over_come_back_where_they_were():
     assert [sequence for sequence, _ in passed] == named(waiting, "dab")
     for sequence, was_in_front in reversed(passed):
         turns.queue.put_back(sequence, was_in_front)
-        turns.queue.check_integrity()
+        check_integrity(turns.queue)
     assert drain(turns.queue) == named(waiting, "dabc")
 
 
@@ -181,7 +182,7 @@ def test_a_sibling_that_never_started_was_never_counted():
     turns.start()
     turns.queue.leave(third)
     turns.queue.leave(second)
-    turns.queue.check_integrity()
+    check_integrity(turns.queue)
     turns.end(first)
 
 
@@ -293,7 +294,7 @@ def test_a_start_costs_the_same_with_a_priority_for_every_request():
         first = queue.first()
         queue.remove(first)
         queue.charge(first)
-    queue.check_integrity()
+    check_integrity(queue)
     assert num_pushed <= 100 * waiting_queue._MOST_FOLLOWED
 
 
@@ -393,7 +394,7 @@ def check_calls(calls: list[tuple[str, int, int, float]]) -> None:
             sequence = running.pop(number % len(running))
             sequence.tokens += [1] * (new % (sequence.max_length - len(sequence.tokens) + 1))
             end(queue, model, sequence)
-        queue.check_integrity()
+        check_integrity(queue)
         assert [s.key for s in queue.in_order()] == [s.key for s in model.in_order()]
         assert queue.first() is next(iter(model.in_order()), None)
         assert queue.num_new(0.5) == sum(s.request.priority >= 0.5 for s in model.others)
@@ -446,7 +447,7 @@ def test_a_queue_that_is_made_anew_has_the_same_shares_and_order():
     turns.queue.charge(waiting[0])
     turns.queue._levels.clear()
     turns.queue.rebuild([*ran[1:], *waiting], in_front=[waiting[0]])
-    turns.queue.check_integrity()
+    check_integrity(turns.queue)
     first_client = waiting[0].request.client_id
     accounts[first_client].num_queued -= 1  # who is in front is not queued as new
     assert turns.queue._clients == accounts

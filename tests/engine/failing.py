@@ -18,6 +18,7 @@ from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
 from inflight.errors import StepFailed
+from tests.core.integrity import check_integrity
 
 
 class Fault(Exception):
@@ -164,7 +165,7 @@ class _FaultyServer:
             self._in_flight.append((batch, self._launch(batch)))
         for _ in range(self._engine.limits.num_due(len(self._in_flight), batch)):
             new += self._finish(*self._in_flight.popleft())
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         return new
 
     def _arm(self, batch: ScheduledBatch) -> None:

@@ -20,6 +20,7 @@ from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from tests.core.integrity import check_integrity
 
 CHUNK_TOKENS = 32
 WAYS = {
@@ -120,7 +121,7 @@ def serve(
         for _ in range(num_due):
             oldest, logits = in_flight.popleft()
             responses += scheduler.update(oldest, engine.decode(oldest, logits))
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         for response in responses:
             if response.error is not None and response.request_id in may_fail:
                 served.errors[response.request_id] = response.error

@@ -18,6 +18,7 @@ from inflight.core.request.request import IterationInput
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed
+from tests.core.integrity import check_integrity
 
 from .accounts import Accounts
 from .blame import Blame, Flight
@@ -85,7 +86,7 @@ class SimulatedServer:
 
     def _check_iteration(self, flight: Flight | None) -> None:
         if self._rng.random() < 0.3:  # what is out of order stays so
-            self.scheduler.check_integrity()
+            check_integrity(self.scheduler)
         batch, rows = (flight.batch, flight.rows) if flight else (None, ())
         self.accounts.check_iteration(batch, rows)
         if self._rng.random() < 0.1:

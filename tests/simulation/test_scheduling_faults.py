@@ -27,6 +27,7 @@ from inflight.core.schedule.running import Running
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed
 from inflight.testing.fake_engine import FakeEngine
+from tests.core.integrity import check_integrity
 
 from .endings import check_endings
 from .outcome import Outcome
@@ -129,14 +130,14 @@ class Run:
             responses += recovered
             self._note_convicted(recovered, running)
             batch = None
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         if batch is not None:
             self._in_flight.append((batch, self._engine.forward(batch)))
         for _ in range(self.scenario.limits.num_due(len(self._in_flight), batch)):
             batch, logits = self._in_flight.popleft()
             output = self._engine.decode(batch, logits)
             responses += scheduler.update(batch, output, now_ns=time_of_answer(iteration))
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         self.outcome.record(iteration, responses)
 
     def _note_convicted(self, responses: list[Any], running: set[int]) -> None:

@@ -8,6 +8,7 @@ response is made. With the last sequence of a request the request itself is forg
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from inflight.core.report.metrics import Observations
@@ -20,38 +21,32 @@ from inflight.core.schedule.running import Running
 from inflight.errors import InflightError, RequestError, StepFailed
 
 
+@dataclass(frozen=True, slots=True)
 class Endings:
     """Ends sequences and requests.
 
-    Args:
+    Attributes:
         groups: Requests without a final response, by request id; this object removes those that have had it.
         admission: Has the waiting queue.
         running: The sequences that have slots.
         observed: Counts what ends.
     """
 
-    def __init__(
-        self,
-        groups: dict[int, RequestGroup],
-        admission: Admission,
-        running: Running,
-        observed: Observations,
-    ) -> None:
-        self._groups = groups
-        self._admission = admission
-        self._running = running
-        self._observed = observed
+    groups: dict[int, RequestGroup]
+    admission: Admission
+    running: Running
+    observed: Observations
 
     def finish(self, llm_request: LlmRequest, reason: FinishReason, now_ns: int) -> list[Response]:
         """End a sequence that has not ended. If its request's others wait for its prompt, another computes it."""
-        self._admission.waiting.remove(llm_request)
+        self.admission.waiting.remove(llm_request)
         llm_request.finish(reason)
         if llm_request.leads:
             successor = llm_request.group.pass_context_on()
             if successor is not None:
-                self._admission.waiting.add_in_front(successor)
+                self.admission.waiting.add_in_front(successor)
             else:
-                self._admission.queue_siblings(llm_request.group)
+                self.admission.queue_siblings(llm_request.group)
         return self.drain(llm_request, now_ns)
 
     def finish_each(
@@ -79,25 +74,25 @@ class Endings:
         """Release what an ended sequence holds once nothing of it is in flight, and make its last response."""
         if llm_request.num_scheduled_tokens > 0:
             return []
-        self._running.leave(llm_request)
-        self._admission.waiting.leave(llm_request)
+        self.running.leave(llm_request)
+        self.admission.waiting.leave(llm_request)
         llm_request.slots = ()
         group = llm_request.group
         group.num_unfinished -= 1
         is_final = group.num_unfinished == 0
         responses = self._respond_last(llm_request, is_final)
         if group.error is None:
-            self._observed.sequence_ended(llm_request)
+            self.observed.sequence_ended(llm_request)
         if is_final:
-            del self._groups[llm_request.request_id]
-            self._observed.request_ended(group, now_ns)
+            del self.groups[llm_request.request_id]
+            self.observed.request_ended(group, now_ns)
         return responses
 
     def _respond_last(self, llm_request: LlmRequest, is_final: bool) -> list[Response]:
         group = llm_request.group
         if group.error is None:
             try:
-                return [make_response(llm_request, self._running.block_counts, is_final)]
+                return [make_response(llm_request, self.running.block_counts, is_final)]
             except Exception as error:  # other requests must not end, and this one not without a response
                 group.error = as_request_error(error)
         return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []

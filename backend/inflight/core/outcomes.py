@@ -7,6 +7,7 @@ scheduler's `update` calls this, on the loop thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from inflight.core.endings import Endings, as_request_error
 from inflight.core.kv.kv_cache_manager import KvCacheManager
@@ -30,34 +31,27 @@ from inflight.core.schedule.running import Running
 from inflight.errors import InvalidArgument
 
 
+@dataclass(slots=True)
 class Outcomes:
     """Applies what the device answered, row by row.
 
-    Args:
+    Attributes:
         kv_cache: Publishes blocks that have become full.
         running: The sequences that have slots.
         admission: Queues sequences that waited for a prompt.
         recovery: Counts the rows that came back after a failed iteration.
         endings: Ends sequences.
         observed: Counts tokens.
+        now_ns: When the answer was there that is applied now.
     """
 
-    def __init__(
-        self,
-        kv_cache: KvCacheManager,
-        running: Running,
-        admission: Admission,
-        recovery: Recovery,
-        endings: Endings,
-        observed: Observations,
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._running = running
-        self._admission = admission
-        self._recovery = recovery
-        self._endings = endings
-        self._observed = observed
-        self._now_ns = 0
+    kv_cache: KvCacheManager
+    running: Running
+    admission: Admission
+    recovery: Recovery
+    endings: Endings
+    observed: Observations
+    now_ns: int = 0
 
     def apply(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
         """Apply the device's answer to a batch, and make the responses that follow.
@@ -69,7 +63,7 @@ class Outcomes:
             output: The device's answer.
             now_ns: When the answer was there.
         """
-        self._now_ns = now_ns
+        self.now_ns = now_ns
         responses: list[Response] = []
         new_tokens = iter(output.token_ids)
         self._apply_context(batch, output, new_tokens, responses)
@@ -86,20 +80,20 @@ class Outcomes:
         new_tokens: Iterator[tuple[int, ...]],
         responses: list[Response],
     ) -> None:
-        owners = self._running.slots.owners
+        owners = self.running.slots.owners
         details = output.details
         for chunk in batch.context:
             llm_request = owners[chunk.slot]
             tokens = next(new_tokens) if chunk.is_last else ()
             if llm_request.is_void:
-                self._recovery.rows_came_back(llm_request, len(chunk.token_ids))
+                self.recovery.rows_came_back(llm_request, len(chunk.token_ids))
                 continue
             try:
                 confirm_chunk(llm_request, chunk, len(tokens))
                 if chunk.wants_context:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
-                    self._admission.queue_siblings(llm_request.group)
+                    self.admission.queue_siblings(llm_request.group)
                 self._check_tokens(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
             except Exception as error:
@@ -112,7 +106,7 @@ class Outcomes:
         new_tokens: Iterator[tuple[int, ...]],
         responses: list[Response],
     ) -> None:
-        owners = self._running.slots.owners
+        owners = self.running.slots.owners
         details = output.details
         for slot in batch.generation_slots:
             llm_request = owners[slot]
@@ -120,7 +114,7 @@ class Outcomes:
             if llm_request.beams is not None:
                 continue
             if llm_request.is_void:
-                self._recovery.rows_came_back(llm_request, 1)
+                self.recovery.rows_came_back(llm_request, 1)
                 continue
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
@@ -133,12 +127,12 @@ class Outcomes:
     def _apply_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
         for group, candidates in zip(batch.beam_groups, output.beams, strict=True):
             # A search that had ended before its context came back has no slots any more.
-            search = self._running.slots.owners.get(group.slots[0])
+            search = self.running.slots.owners.get(group.slots[0])
             if search is None:
                 continue
             if search.is_void:
                 if len(group.slots) > 1:  # else the row was its context, which is counted already
-                    self._recovery.rows_came_back(search, 1)
+                    self.recovery.rows_came_back(search, 1)
                 continue
             try:
                 self._advance_beams(search, len(group.slots), candidates, responses)
@@ -146,7 +140,7 @@ class Outcomes:
                 responses += self._fail(search, error)
 
     def _fail(self, llm_request: LlmRequest, error: Exception) -> list[Response]:
-        return self._endings.fail(llm_request.group, as_request_error(error), self._now_ns)
+        return self.endings.fail(llm_request.group, as_request_error(error), self.now_ns)
 
     # ---------------------------------------------------------------- one sequence
 
@@ -166,17 +160,17 @@ class Outcomes:
         num_drafts: int = 0,
     ) -> None:
         if llm_request.state is RequestState.FINISHED:  # its batch was in flight when it ended
-            responses += self._endings.drain(llm_request, self._now_ns)
+            responses += self.endings.drain(llm_request, self.now_ns)
             return
         if new_tokens:
             self._observe_tokens(llm_request, len(new_tokens), num_drafts)
-        reason = append_tokens(llm_request, new_tokens, details, self._now_ns)
+        reason = append_tokens(llm_request, new_tokens, details, self.now_ns)
         if llm_request.num_computed_tokens >= llm_request.next_block_end:
             self._publish(llm_request)
         if reason is not FinishReason.NOT_FINISHED:
-            responses += self._endings.finish(llm_request, reason, self._now_ns)
+            responses += self.endings.finish(llm_request, reason, self.now_ns)
         elif new_tokens and llm_request.request.streaming:
-            responses.append(make_response(llm_request, self._running.block_counts))
+            responses.append(make_response(llm_request, self.running.block_counts))
 
     def _advance_beams(
         self, llm_request: LlmRequest, num_rows: int, candidates: BeamCandidates, responses: list[Response]
@@ -185,30 +179,30 @@ class Outcomes:
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
         if llm_request.state is RequestState.FINISHED:
-            responses += self._endings.drain(llm_request, self._now_ns)
+            responses += self.endings.drain(llm_request, self.now_ns)
             return
         self._observe_tokens(llm_request, num_rows)
-        reason = advance_beams(llm_request, candidates, self._now_ns)
+        reason = advance_beams(llm_request, candidates, self.now_ns)
         if reason is not FinishReason.NOT_FINISHED:
-            responses += self._endings.finish(llm_request, reason, self._now_ns)
+            responses += self.endings.finish(llm_request, reason, self.now_ns)
             return
         if llm_request.beams is not None:
-            self._kv_cache.reorder_beams(llm_request.key, llm_request.beams.parents)
+            self.kv_cache.reorder_beams(llm_request.key, llm_request.beams.parents)
         # A search that began again after a failed iteration has streamed this much before.
         if llm_request.request.streaming and llm_request.num_generated > llm_request.num_streamed_tokens:
-            responses.append(make_response(llm_request, self._running.block_counts))
+            responses.append(make_response(llm_request, self.running.block_counts))
 
     def _observe_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
-        self._observed.gets_tokens(llm_request, count, num_drafts)
+        self.observed.gets_tokens(llm_request, count, num_drafts)
         if not llm_request.first_token_ns:
-            self._observed.gave_first_token(llm_request, self._now_ns)
+            self.observed.gave_first_token(llm_request, self.now_ns)
 
     def _publish(self, llm_request: LlmRequest) -> None:
         """Let other sequences find the blocks that have become full."""
         num_tokens = min(llm_request.num_computed_tokens, len(llm_request.tokens))
         if llm_request.rules.scope is not None:
-            self._kv_cache.publish(llm_request.key, llm_request.tokens, num_tokens)
-        size = self._kv_cache.tokens_per_block
+            self.kv_cache.publish(llm_request.key, llm_request.tokens, num_tokens)
+        size = self.kv_cache.tokens_per_block
         llm_request.next_block_end = (num_tokens // size + 1) * size
 
 

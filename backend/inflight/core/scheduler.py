@@ -331,13 +331,3 @@ class Scheduler:
             kv_cache=self.kv_cache,
             isolation=self._recovery.isolation,
         )
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless slots, queues and blocks agree with the requests' states."""
-        self.kv_cache.check_integrity()
-        self._waiting.check_integrity()
-        sequences = [sequence for group in self._groups.values() for sequence in group.sequences]
-        assert all(sequence.state is not RequestState.WAITING or not sequence.slots for sequence in sequences)
-        running = {sequence.key for sequence in sequences if sequence.slots}
-        assert running == {sequence.key for sequence in self._running.sequences}
-        self._running.check_integrity()

@@ -51,11 +51,6 @@ class BlockHeap:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._key_of
 
-    @property
-    def num_entries(self) -> int:
-        """The number of entries, outdated ones included: never more than twice the blocks there can be."""
-        return len(self._entries)
-
     def key(self, block_id: int) -> Key | None:
         """The block's key; None if the block is not in the heap."""
         return self._key_of.get(block_id)
@@ -91,15 +86,6 @@ class BlockHeap:
         _, block_id = heappop(self._entries)
         del self._key_of[block_id]
         return block_id
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block can come up, in order."""
-        entries = self._entries
-        assert len(entries) <= self._most_entries, f"{len(entries)} entries, at most {self._most_entries}"
-        missing = {(key, block_id) for block_id, key in self._key_of.items()}.difference(entries)
-        assert not missing, f"blocks that can never come up: {sorted(missing)}"
-        in_order = all(entries[(place - 1) // 2] <= entries[place] for place in range(1, len(entries)))
-        assert in_order, "the heap is out of order"
 
 
 _NS_PER_MS = 1_000_000
@@ -330,52 +316,6 @@ class BlockPool:
         if not self._children[content.parent]:
             del self._children[content.parent]
             self._requeue(content.parent)
-
-    # ---------------------------------------------------------------- checks
-
-    def check_references(self, block_ids: Iterable[int]) -> None:
-        """Raise AssertionError unless `block_ids`, the entries of all block tables, are the references counted."""
-        counts = [0] * self.num_blocks
-        for block_id in block_ids:
-            counts[block_id] += 1
-        assert counts == self._references, "the block tables and the reference counts disagree"
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in one state, the index agrees with the published blocks, and
-        every cached block can be evicted in the right order."""
-        held = {block_id for block_id, count in enumerate(self._references) if count > 0}
-        cached = {block_id for block_id in self._contents if block_id not in held}
-        empty = set(self._empty)
-        assert len(empty) == len(self._empty), "a block is in the list of empty ones twice"
-        assert len(held) + len(cached) + len(empty) == self.num_blocks, (
-            f"{len(held)} held + {len(cached)} cached + {len(empty)} empty != {self.num_blocks} blocks"
-        )
-        assert not empty & (held | cached), "a held or cached block counts as empty"
-        index = {content.digest: block_id for block_id, content in self._contents.items()}
-        assert self._block_of == index, "the reuse index and the published blocks disagree"
-        children: dict[bytes, set[bytes]] = {}
-        for content in self._contents.values():
-            children.setdefault(content.parent, set()).add(content.digest)
-        known = {parent: set(digests) for parent, digests in self._children.items()}
-        assert known == children, "the children and the published blocks disagree"
-        self._check_queues(cached)
-
-    def _check_queues(self, cached: set[int]) -> None:
-        assert len(self._cached) == len(cached), (
-            f"{len(self._cached)} of {len(cached)} cached blocks are queued"
-        )
-        for block_id in cached:
-            content = self._contents[block_id]
-            key, is_leaf = self._cached.key(block_id), content.digest not in self._children
-            wanted = (0, content.retention.priority, content.age) if is_leaf else (1, 0, content.age)
-            assert key == wanted, f"cached block {block_id} is queued at {key}, its place is {wanted}"
-        expiring = {b for b in cached if self._contents[b].retention.duration_ms is not None}
-        assert all(block_id in self._expiries for block_id in expiring), (
-            "a priority for a time only never ends"
-        )
-        assert len(self._expiries) == len(expiring), "a block expires that is not cached, or is to stay"
-        self._cached.check_integrity()
-        self._expiries.check_integrity()
 
 
 def _num_alike(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:

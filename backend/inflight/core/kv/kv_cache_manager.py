@@ -390,14 +390,3 @@ class KvCacheManager:
         self._tables.clear()
         self._prompts.clear()
         self._promises.clear()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every reference and promise is some table's and reservations add up."""
-        self.pool.check_integrity()
-        tables = [part for table in self._tables.values() for part in (table.block_ids, *table.tails)]
-        self.pool.check_references(chain.from_iterable(tables))
-        reserved = sum(table.reserved for table in self._tables.values())
-        assert reserved == self.num_reserved, f"reservations add up to {reserved}, not {self.num_reserved}"
-        assert self.num_unreserved >= 0, f"{-self.num_unreserved} blocks are reserved twice"
-        promises = Counter(chain.from_iterable(table.promised for table in self._tables.values()))
-        assert promises == self._promises, "the promises and what the sequences are computing disagree"

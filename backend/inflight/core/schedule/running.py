@@ -61,11 +61,6 @@ class Slots:
         released, self._released = tuple(self._released), []
         return released
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is free or taken, and not both."""
-        assert len(self.owners) + len(self._free) == self.count
-        assert not set(self._free) & set(self.owners)
-
 
 class Running:
     """The running sequences.
@@ -113,8 +108,3 @@ class Running:
             return BlockCounts(new, reused, missed)
         now = self._kv_cache.block_counts(llm_request.key)
         return BlockCounts(new + now.new, reused + now.reused, missed + now.missed)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the sequences and the slots agree."""
-        self.slots.check_integrity()
-        assert {slot for r in self.sequences for slot in r.slots} == set(self.slots.owners)

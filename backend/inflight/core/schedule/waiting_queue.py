@@ -17,7 +17,7 @@ Deterministic; only the loop thread calls it. Reference: Goyal, Vin, Cheng, "Sta
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -300,20 +300,6 @@ class WaitingQueue:
             level = self._levels[priority] = _Level()
             self._priorities.insert(bisect_left(self._priorities, -priority), -priority)
         return level
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the sizes and the clients' accounts add up."""
-        waiting = list(self.in_order())
-        assert len(waiting) == self._size == len({r.key for r in waiting})
-        assert self._priorities == sorted(-priority for priority in self._levels)
-        assert all(self._levels.values()), "an empty level was kept"
-        assert self._num_new == sum(level.num_new for level in self._levels.values())
-        assert len(self._followed) <= _MOST_FOLLOWED
-        assert all(level is self._levels.get(priority) for priority, level in self._followed.items())
-        queued = Counter(c for level in self._levels.values() for c, q in level.clients.items() for _ in q)
-        assert all(account.num_present > 0 for account in self._clients.values())
-        assert queued == Counter({client: account.num_queued for client, account in self._clients.items()})
-        assert not self._absent.keys() & self._clients.keys() and len(self._absent) <= _MOST_ABSENT
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:

@@ -1,0 +1,136 @@
+"""What is always true of the core's books: checks for tests, which look inside.
+
+`check_integrity` raises AssertionError unless the books of a scheduler, or of one of its parts, agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import singledispatch
+from itertools import chain
+from typing import Any
+
+from inflight.core.kv.block_pool import BlockHeap, BlockPool
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.request.llm_request import RequestState
+from inflight.core.schedule import waiting_queue
+from inflight.core.schedule.running import Running, Slots
+from inflight.core.schedule.waiting_queue import WaitingQueue
+from inflight.core.scheduler import Scheduler
+
+
+@singledispatch
+def check_integrity(part: Any) -> None:
+    """Raise AssertionError unless the books of this part of the core agree."""
+    raise TypeError(f"there is nothing to check about a {type(part).__name__}")
+
+
+@check_integrity.register
+def _(heap: BlockHeap) -> None:
+    """Every block can come up, in order."""
+    entries = heap._entries
+    assert len(entries) <= heap._most_entries, f"{len(entries)} entries, at most {heap._most_entries}"
+    missing = {(key, block_id) for block_id, key in heap._key_of.items()}.difference(entries)
+    assert not missing, f"blocks that can never come up: {sorted(missing)}"
+    in_order = all(entries[(place - 1) // 2] <= entries[place] for place in range(1, len(entries)))
+    assert in_order, "the heap is out of order"
+
+
+@check_integrity.register
+def _(pool: BlockPool) -> None:
+    """Every block is in one state, the index agrees with the blocks, and all cached ones can be evicted."""
+    held = {block_id for block_id, count in enumerate(pool._references) if count > 0}
+    cached = {block_id for block_id in pool._contents if block_id not in held}
+    empty = set(pool._empty)
+    assert len(empty) == len(pool._empty), "a block is in the list of empty ones twice"
+    assert len(held) + len(cached) + len(empty) == pool.num_blocks, (
+        f"{len(held)} held + {len(cached)} cached + {len(empty)} empty != {pool.num_blocks} blocks"
+    )
+    assert not empty & (held | cached), "a held or cached block counts as empty"
+    index = {content.digest: block_id for block_id, content in pool._contents.items()}
+    assert pool._block_of == index, "the reuse index and the published blocks disagree"
+    children: dict[bytes, set[bytes]] = {}
+    for content in pool._contents.values():
+        children.setdefault(content.parent, set()).add(content.digest)
+    known = {parent: set(digests) for parent, digests in pool._children.items()}
+    assert known == children, "the children and the published blocks disagree"
+    _check_queues(pool, cached)
+
+
+def _check_queues(pool: BlockPool, cached: set[int]) -> None:
+    assert len(pool._cached) == len(cached), f"{len(pool._cached)} of {len(cached)} cached blocks are queued"
+    for block_id in cached:
+        content = pool._contents[block_id]
+        key, is_leaf = pool._cached.key(block_id), content.digest not in pool._children
+        wanted = (0, content.retention.priority, content.age) if is_leaf else (1, 0, content.age)
+        assert key == wanted, f"cached block {block_id} is queued at {key}, its place is {wanted}"
+    expiring = {b for b in cached if pool._contents[b].retention.duration_ms is not None}
+    assert all(block_id in pool._expiries for block_id in expiring), "a priority for a time only never ends"
+    assert len(pool._expiries) == len(expiring), "a block expires that is not cached, or is to stay"
+    check_integrity(pool._cached)
+    check_integrity(pool._expiries)
+
+
+def check_references(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """`block_ids`, the entries of all block tables, are the references counted."""
+    counts = [0] * pool.num_blocks
+    for block_id in block_ids:
+        counts[block_id] += 1
+    assert counts == pool._references, "the block tables and the reference counts disagree"
+
+
+@check_integrity.register
+def _(cache: KvCacheManager) -> None:
+    """Every reference and promise is some table's, and reservations add up."""
+    check_integrity(cache.pool)
+    tables = [part for table in cache._tables.values() for part in (table.block_ids, *table.tails)]
+    check_references(cache.pool, chain.from_iterable(tables))
+    reserved = sum(table.reserved for table in cache._tables.values())
+    assert reserved == cache.num_reserved, f"reservations add up to {reserved}, not {cache.num_reserved}"
+    assert cache.num_unreserved >= 0, f"{-cache.num_unreserved} blocks are reserved twice"
+    promises = Counter(chain.from_iterable(table.promised for table in cache._tables.values()))
+    assert promises == cache._promises, "the promises and what the sequences are computing disagree"
+
+
+@check_integrity.register
+def _(queue: WaitingQueue) -> None:
+    """Sizes and the clients' accounts add up."""
+    waiting = list(queue.in_order())
+    assert len(waiting) == queue._size == len({r.key for r in waiting})
+    assert queue._priorities == sorted(-priority for priority in queue._levels)
+    assert all(queue._levels.values()), "an empty level was kept"
+    assert queue._num_new == sum(level.num_new for level in queue._levels.values())
+    assert len(queue._followed) <= waiting_queue._MOST_FOLLOWED
+    assert all(level is queue._levels.get(priority) for priority, level in queue._followed.items())
+    queued = Counter(c for level in queue._levels.values() for c, q in level.clients.items() for _ in q)
+    assert all(account.num_present > 0 for account in queue._clients.values())
+    assert queued == Counter({client: account.num_queued for client, account in queue._clients.items()})
+    assert not queue._absent.keys() & queue._clients.keys()
+    assert len(queue._absent) <= waiting_queue._MOST_ABSENT
+
+
+@check_integrity.register
+def _(slots: Slots) -> None:
+    """Every slot is free or taken, and not both."""
+    assert len(slots.owners) + len(slots._free) == slots.count
+    assert not set(slots._free) & set(slots.owners)
+
+
+@check_integrity.register
+def _(running: Running) -> None:
+    """The sequences and the slots agree."""
+    check_integrity(running.slots)
+    assert {slot for r in running.sequences for slot in r.slots} == set(running.slots.owners)
+
+
+@check_integrity.register
+def _(scheduler: Scheduler) -> None:
+    """Slots, queues and blocks agree with the requests' states."""
+    check_integrity(scheduler.kv_cache)
+    check_integrity(scheduler._waiting)
+    sequences = [sequence for group in scheduler._groups.values() for sequence in group.sequences]
+    assert all(sequence.state is not RequestState.WAITING or not sequence.slots for sequence in sequences)
+    running = {sequence.key for sequence in sequences if sequence.slots}
+    assert running == {sequence.key for sequence in scheduler._running.sequences}
+    check_integrity(scheduler._running)
