@@ -14,7 +14,7 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.generation_graphs import Capture
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.windows import layer_windows
+from inflight.engine.windows import layer_windows
 from inflight.models import load_weights, read_model_description
 from inflight.models.sharding import Part
 from tests.engine.varlen import ReferenceVarlen

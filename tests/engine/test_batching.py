@@ -7,7 +7,7 @@ import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention_plan import plan_attention
+from inflight.engine.torch.attention import plan_attention
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo

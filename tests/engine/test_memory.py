@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.memory import KvCacheDemand, available_cpu_memory, free_memory, plan_kv_cache
 from inflight.engine.torch import TorchEngine, TorchEngineConfig
 from inflight.engine.torch import engine as engine_module
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
-from inflight.engine.torch.memory_probe import available_cpu_memory, free_memory
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.ranks.mapping import Mapping

@@ -16,7 +16,7 @@ from inflight.engine.torch.attention import GATHERING
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.paging import load_paged

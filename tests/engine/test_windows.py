@@ -10,8 +10,8 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import attention_plan
-from inflight.engine.torch.windows import AttentionWindow, layer_windows
+from inflight.engine.torch import attention
+from inflight.engine.windows import AttentionWindow, layer_windows
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
@@ -142,7 +142,7 @@ def test_pieces_of_a_chunk(
     zoo: Zoo, case: str, chunk: int, piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In which torch's operators take a chunk."""
-    monkeypatch.setattr(attention_plan, "_PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(attention, "_PIECE_ROWS", piece_rows)
     assert_chunks_are_whole(zoo[case], chunk, "torch")
 
 
@@ -176,7 +176,7 @@ def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
 def test_blocks_outside_a_window_are_not_read(
     zoo: Zoo, num_sinks: int, most_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_plan, "_PIECE_ROWS", 1)
+    monkeypatch.setattr(attention, "_PIECE_ROWS", 1)
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, attention_windows=(12,), sink_token_length=num_sinks, kernels="torch")
     read = []

@@ -1,32 +1,45 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
 Every tensor is copied once, from the mapped file straight into its place on the device, so that a load needs no
-more memory than the model, and the file may be replaced afterwards.
+more memory than the model, and the file may be replaced afterwards. A long load says how far it is: by a bar on
+stderr for people, by one log line for everybody else.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from types import TracebackType
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
-from inflight.models.progress import LoadProgress
+from inflight.models.families.family import WeightNames
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range, Shard
-from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
 _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
+_PATIENCE_S = 1.0  # a shorter load says nothing of itself
 _logger = logging.getLogger(__name__)
 
 
@@ -330,3 +343,53 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
             start = end
         checkpoint.forget(stored)
     return tensor
+
+
+class LoadProgress:
+    """Context manager around a load of `total_bytes`.
+
+    The bar appears once the load has taken a second, and only on a terminal. Without one, a load that took that
+    long is logged when it is done.
+    """
+
+    def __init__(self, title: str, total_bytes: int) -> None:
+        """Prepare; nothing is shown yet."""
+        self._title = title
+        self._total = total_bytes
+        self._done = 0
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> LoadProgress:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        elapsed = time.monotonic() - self._start
+        if self._bar is not None:
+            self._bar.stop()
+        elif error is None and elapsed > _PATIENCE_S:
+            _logger.info("%s: %.2f GB in %.1f s", self._title, self._done / 1e9, elapsed)
+
+    def advance(self, num_bytes: int) -> None:
+        """Count `num_bytes` more as loaded."""
+        self._done += num_bytes
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+        elif sys.stderr.isatty() and time.monotonic() - self._start > _PATIENCE_S:
+            self._bar = self._show()
+
+    def _show(self) -> Progress:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        bar.add_task(self._title, total=self._total, completed=self._done)
+        bar.start()
+        return bar

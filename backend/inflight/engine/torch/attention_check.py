@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.attention import BY_PRODUCTS, Attention
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch, PackedChunk
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
 _SEQUENCES = 3

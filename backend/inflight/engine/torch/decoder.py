@@ -17,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.row_kernels import RowKernels
+from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.vocabulary import embed, join_logits
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm
 from inflight.models.rope import rope_tables
-from inflight.models.sharding import Part
+from inflight.models.sharding import Part, Range
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -188,3 +187,33 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
+
+
+def embed(
+    token_ids: Tensor, here: Range, look_up: Callable[[Tensor], Tensor], collectives: Collectives
+) -> Tensor:
+    """The embeddings of `token_ids` [rows].
+
+    Args:
+        token_ids: Of the whole vocabulary.
+        here: Which ids this rank has, maybe none.
+        look_up: From ids, counted from the first of `here`, to [rows, hidden_size].
+        collectives: The ranks that have the others.
+    """
+    if collectives.size == 1:
+        return look_up(token_ids)
+    begin, end = here
+    is_here = (token_ids >= begin) & (token_ids < end)
+    found = look_up(token_ids[is_here] - begin)
+    x = found.new_zeros((len(token_ids), found.shape[1]))
+    x[is_here] = found
+    return collectives.all_reduce(x)
+
+
+def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
+    """[rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
+    if collectives.size == 1:
+        return logits
+    widest = -(-vocab_size // collectives.size)
+    padded = F.pad(logits, (0, widest - logits.shape[-1]))
+    return collectives.all_gather(padded)[..., :vocab_size].contiguous()

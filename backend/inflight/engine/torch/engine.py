@@ -25,21 +25,19 @@ from torch import Tensor
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Choice, Decoding
 from inflight.decoding.transfer import upload
+from inflight.engine.context_outputs import ContextOutputs
+from inflight.engine.memory import KvCacheDemand, free_memory, plan_kv_cache
+from inflight.engine.packing import generation_rows, pack
+from inflight.engine.slots import SlotTable, VoidSlots
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
-from inflight.engine.torch.context_outputs import ContextOutputs
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.load_decoder import load_decoder
-from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
-from inflight.engine.torch.memory_probe import free_memory
 from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.packing import generation_rows, pack
-from inflight.engine.torch.slot_table import SlotTable
-from inflight.engine.torch.void_slots import VoidSlots
-from inflight.engine.torch.windows import layer_windows
+from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import DynamicScaling

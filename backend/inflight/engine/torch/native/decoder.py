@@ -14,16 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.nan_check import Peaks
+from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.collectives import ALONE, Collectives
+from inflight.engine.torch.decoder import embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.native.handle import Handle
 from inflight.engine.torch.native.packing import PackedLayer, Packer
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
-from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, ShapeStruct
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.vocabulary import embed, join_logits
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.torch.native.structs import BatchStruct, Handle, LayerStruct, ShapeStruct
+from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
 from inflight.models.rope import rope_tables

@@ -18,8 +18,7 @@ from inflight.decoding.rng import Purpose
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
 from inflight.decoding.top_k_top_p import effective_top_p
-from inflight.engine.torch.native.handle import Handle
-from inflight.engine.torch.native.structs import CHANCE, PENALTIES, PenalizedRowsStruct
+from inflight.engine.torch.native.structs import CHANCE, PENALTIES, Handle, PenalizedRowsStruct
 
 _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 

@@ -1,13 +1,19 @@
-"""What the engine remembers of each slot between iterations.
+"""What an engine remembers of each slot between iterations, and which slots a failed batch has made useless.
 
 Block tables and last tokens live on the device, where the forward pass reads them. Numbers of tokens follow from
-the batches and their outputs alone, so they are kept on the host, where positions and group sizes are made without
-waiting for it.
+the batches and their outputs alone, so they are kept on the host, where positions and group sizes are computed
+without waiting for the device. Knows no model. Called by the loop thread.
+
+A batch may have been made before an earlier one was known to have failed, and then carry on sequences of that one.
+If the earlier one failed before its forward pass, their block tables may still be those of the slots' previous
+owners, so that running such a batch would write into blocks that belong to others by now. `VoidSlots` refuses it
+before anything is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -152,3 +158,55 @@ class SlotTable:
     def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
         # By way of numpy: torch reads nested lists several times slower.
         return upload(np.array(values, dtype=np.int64), self.block_tables.device)
+
+
+class VoidSlots:
+    """Which slots are void; none, as long as nothing fails."""
+
+    def __init__(self) -> None:
+        self._slots: set[int] = set()
+        self._last: ScheduledBatch | None = None  # that has begun
+
+    @contextmanager
+    def watch(self, batch: ScheduledBatch) -> Iterator[None]:
+        """Around what may fail of a batch: if it does, all slots that the batch names are void.
+
+        But for those that the batch behind it, if that has begun, has started anew.
+        """
+        try:
+            yield
+        except BaseException:
+            self.add(batch, [self._last] if self._last is not None and self._last is not batch else [])
+            raise
+
+    def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
+        """A batch turns out to have failed when others, `since`, have begun: void is what they did not start anew.
+
+        A sequence may take a slot, get no row and end before its batch is back; the next has the slot by then.
+        """
+        self._slots |= _named(batch) - {start.slot for later in since for start in later.starts}
+
+    def refuse(self, batch: ScheduledBatch) -> None:
+        """Raise ValueError if the batch carries on in a void slot. Starts and moves from sound ones mend slots."""
+        self._last = batch
+        if not self._slots:
+            return
+        void = self._slots - {start.slot for start in batch.starts}
+        parents = {move.parent_slot for move in batch.moves}
+        if not void & parents:
+            void -= {move.slot for move in batch.moves}
+        if carried_on := void & (_named(batch) | parents):
+            raise ValueError(
+                f"the batch carries on in slot {min(carried_on)}, whose last batch failed; expected a start first"
+            )
+        self._slots = void
+
+
+def _named(batch: ScheduledBatch) -> set[int]:
+    """Slots of which a batch changes what is remembered; a moved beam's slot has a row."""
+    return {
+        *(start.slot for start in batch.starts),
+        *(slot for slot, _ in batch.new_blocks),
+        *(chunk.slot for chunk in batch.context),
+        *batch.generation_slots,
+    }

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ContextDetails, ScheduledBatch
+from inflight.engine.packing import PackedChunk
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.packing import PackedChunk
 
 _SLICE_BYTES = 1 << 25
 """Of logits made at a time: little beside what is left of a device's memory, enough for its kernels."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.decoding.transfer import upload
-from inflight.engine.torch.slot_table import SlotTable
+from inflight.engine.slots import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
