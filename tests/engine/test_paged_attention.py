@@ -172,5 +172,5 @@ def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
 
 def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     engine: TorchEngine = load_engine(zoo["llama"].folder, kernels="torch")
-    assert not engine._decoder.has_fixed_shapes
+    assert not engine.runner.decoder.has_fixed_shapes
     assert not caplog.records

@@ -180,13 +180,13 @@ def test_blocks_outside_a_window_are_not_read(
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, attention_windows=(12,), sink_token_length=num_sinks, kernels="torch")
     read = []
-    gather = engine._cache.gather
+    gather = engine.runner.cache.gather
 
     def spy(layer: int, block_ids: torch.Tensor) -> Any:
         read.append(len(block_ids))
         return gather(layer, block_ids)
 
-    monkeypatch.setattr(engine._cache, "gather", spy)
+    monkeypatch.setattr(engine.runner.cache, "gather", spy)
     driver = Driver(engine)
     row = driver.start(model.prompt(150))
     driver.generate(row, 20)
@@ -277,9 +277,9 @@ def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture
 def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
     folder, kernels = zoo["llama"].folder, "torch"
     engine = load_engine(folder, attention_windows=(MAX_POSITIONS, 100_000), kernels=kernels)
-    assert engine._decoder._windows == (None,)
+    assert engine.runner.decoder._windows == (None,)
     engine = load_engine(folder, attention_windows=(9, 300), max_sequence_length=64, kernels=kernels)
-    assert engine._decoder._windows == (AttentionWindow(9), None)
+    assert engine.runner.decoder._windows == (AttentionWindow(9), None)
 
 
 @pytest.mark.parametrize(

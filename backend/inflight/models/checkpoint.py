@@ -98,7 +98,8 @@ class Checkpoint:
         for file, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 - a file handle, not a dict
                 view = handle.get_slice(name)
-                dtype = _FLOAT_DTYPES.get(view.get_dtype(), view.get_dtype())
+                stored: str = view.get_dtype()
+                dtype = _FLOAT_DTYPES.get(stored, stored)
                 infos.append((name, TensorInfo(file, tuple(view.get_shape()), dtype)))
         return infos
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import TracebackType
-from typing import Any
+from typing import Generic
 
 import torch
 from rich.console import Console
@@ -32,7 +33,15 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
+from inflight.models.decoder_weights import (
+    DecoderWeights,
+    HeadT,
+    LayerT,
+    LayerWeights,
+    Linear,
+    Norm,
+    PlainWeights,
+)
 from inflight.models.families.family import WeightNames
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range, Shard
@@ -43,8 +52,8 @@ _PATIENCE_S = 1.0  # a shorter load says nothing of itself
 _logger = logging.getLogger(__name__)
 
 
-class Finisher:
-    """What becomes of the parts of a model once they are read; this one leaves them as they are.
+class Finisher(ABC, Generic[LayerT, HeadT]):
+    """What becomes of the parts of a model once they are read.
 
     Attributes:
         keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
@@ -56,16 +65,24 @@ class Finisher:
         """Room for a tensor of a layer, whatever is in it."""
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def layer(self, layer: LayerWeights) -> Any:
+    @abstractmethod
+    def layer(self, layer: LayerWeights) -> LayerT:
         """What is kept instead of a layer."""
+
+    @abstractmethod
+    def head(self, head: Linear) -> HeadT:
+        """What is kept instead of the output projection."""
+
+
+class _AsRead(Finisher[LayerWeights, Linear]):
+    def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
-    def head(self, head: Linear) -> Any:
-        """What is kept instead of the output projection."""
+    def head(self, head: Linear) -> Linear:
         return head
 
 
-_AS_READ = Finisher()
+_AS_READ = _AsRead()
 _Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
@@ -127,18 +144,29 @@ def load_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     part: Part | None = None,
-    finisher: Finisher = _AS_READ,
-) -> DecoderWeights:
+) -> PlainWeights:
     """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
 
     Of a part only what it holds is read, but the whole checkpoint is checked: all ranks say what does not fit.
-    `finisher` is given each layer, and the output projection, once it is read; what it returns is kept instead.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
     """
+    return load_finished_weights(model, dtype, device, part or Part.whole(model.decoder), _AS_READ)
+
+
+def load_finished_weights(
+    model: ModelDescription,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    part: Part,
+    finisher: Finisher[LayerT, HeadT],
+) -> DecoderWeights[LayerT, HeadT]:
+    """As `load_weights`, but each layer, and the output projection, is given to `finisher` once it is read.
+
+    What that returns is kept instead, so that no more than one layer is there twice.
+    """
     whole = Part.whole(model.decoder)
-    part = part or whole
     with Checkpoint(model.folder) as checkpoint:
         base = _base(model, checkpoint)
         is_tied = model.decoder.tied_embeddings
@@ -201,7 +229,7 @@ def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) ->
         specs.append(spec)
         return torch.empty(0)
 
-    _build(decoder, names, base, part, note, note)
+    _build(decoder, names, base, part, note, note, _AS_READ)
     return specs
 
 
@@ -212,8 +240,8 @@ def _build(
     part: Part,
     make: Callable[[_TensorSpec], Tensor],
     make_in_layer: Callable[[_TensorSpec], Tensor],
-    finisher: Finisher = _AS_READ,
-) -> DecoderWeights:
+    finisher: Finisher[LayerT, HeadT],
+) -> DecoderWeights[LayerT, HeadT]:
     """Walk over the model, asking `make` for each of the part's tensors, `make_in_layer` for those of layers."""
     hidden = decoder.hidden_size
 
@@ -259,12 +287,13 @@ def _build_layer(
         """`rows`: of each of the fused projections all there are, and this shard's."""
 
         def parts(kind: str) -> tuple[_Rows, ...]:
-            if len(modules) > 1:
+            fused, *others = modules
+            if others:
                 pairs = zip(modules, rows, strict=True)
                 return tuple(_Rows(f"{prefix}{m}.{kind}", count, (own,)) for m, (count, own) in pairs)
             starts = accumulate((count for count, _ in rows), initial=0)
             own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
-            return (_Rows(f"{prefix}{modules[0]}.{kind}", sum(count for count, _ in rows), own),)
+            return (_Rows(f"{prefix}{fused}.{kind}", sum(count for count, _ in rows), own),)
 
         weight = make(_TensorSpec(parts("weight"), hidden, (0, hidden), names.transposed))
         return Linear(weight, make(_TensorSpec(parts("bias"), None)) if bias else None)
@@ -333,7 +362,7 @@ def _stored_dtype(decoder: DecoderConfig, checkpoint: Checkpoint, first: _Tensor
 
 
 def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
-    """Filled."""
+    """Fill `tensor` with what `spec` wants of the checkpoint, and return it."""
     start = 0
     for part in spec.parts:
         stored = checkpoint.read(part.name)

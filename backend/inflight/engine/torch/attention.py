@@ -52,6 +52,7 @@ class Attention(Protocol):
         dtype: torch.dtype,
     ) -> Mapping[AttentionWindow | None, Any]:
         """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
+        ...
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: Any, cache: KvCache
@@ -69,6 +70,7 @@ class Attention(Protocol):
         Returns:
             [rows, heads * head_dim].
         """
+        ...
 
 
 class Kernel(Protocol):
@@ -92,6 +94,7 @@ class Kernel(Protocol):
             attn_mask: Added to the scores, [entries, heads, rows, keys] or what broadcasts to that.
             is_causal: True if and only if there is no mask: row i reads the keys up to i.
         """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
-from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm
+from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 
@@ -48,6 +48,7 @@ class Decoder:
 
     Attributes:
         config: Of the whole model.
+        dtype: Of weights, activations and KV cache.
         has_fixed_shapes: As of its attention.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
         row_kernels: How tokens are chosen from its logits.
@@ -59,7 +60,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: DecoderWeights,
+        weights: PlainWeights,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
         part: Part | None = None,
@@ -77,15 +78,12 @@ class Decoder:
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
-        self._cos, self._sin = None, None
+        any_weight = weights.layers[0].attention_norm.weight
+        self.dtype = any_weight.dtype
+        self._rope = None
         if config.rope is not None:
             cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
-            self._cos, self._sin = cos.to(weights.device), sin.to(weights.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache."""
-        return self._weights.dtype
+            self._rope = cos.to(any_weight.device), sin.to(any_weight.device)
 
     def forward(
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
@@ -98,7 +96,7 @@ class Decoder:
         plans = self._attention.plan(packed, block_tables, cache.tokens_per_block, self._windows, self.dtype)
         places = _places(packed, block_tables, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
-        rotation = None if self._cos is None else self._rotation(packed.positions)
+        rotation = None if self._rope is None else _rotation(*self._rope, packed.positions)
         for index, layer in enumerate(weights.layers):
             plan = plans[self._layer_windows[index]]
             x = x + self._attend(
@@ -115,7 +113,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
-        logits = self._weights.lm_head(self._norm(hidden[rows], self._weights.final_norm)).float()
+        norm, head = self._weights.final_norm, self._weights.lm_head
+        assert norm is not None and head is not None, "the last stage makes the logits"
+        logits = head(self._norm(hidden[rows], norm)).float()
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def _embed(self, packed: PackedBatch) -> Tensor:
@@ -124,6 +124,7 @@ class Decoder:
         return x if positions is None else x + F.embedding(packed.positions, positions)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
+        assert self._weights.embedding is not None, "the first stage embeds the tokens"
         return F.embedding(token_ids, self._weights.embedding)
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
@@ -170,10 +171,11 @@ class Decoder:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.config.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.config.norm_eps)
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
-        cos, sin = self._cos[positions], self._sin[positions]
-        return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
+    cos, sin = all_cos[positions], all_sin[positions]
+    return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
 
 
 def _places(packed: PackedBatch, block_tables: Tensor, tokens_per_block: int) -> Tensor:

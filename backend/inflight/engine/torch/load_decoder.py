@@ -24,12 +24,11 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
-from inflight.engine.torch.native.packing import PackedLayer, Packer, quantize
-from inflight.engine.torch.native.structs import LinearStruct
+from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer, quantize
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, load_weights
-from inflight.models.loader import Finisher, stored_dtype
+from inflight.models import DecoderConfig, LayerWeights, Linear, PlainWeights, load_weights
+from inflight.models.loader import Finisher, load_finished_weights, stored_dtype
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 
@@ -38,7 +37,7 @@ _MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of native/source/at
 _ROWS_AT_ONCE = 4096  # of a matrix that is rounded, in float32 meanwhile
 
 
-class _Packing(Finisher):
+class _Packing(Finisher[PackedLayer, PackedHead]):
     """Everything is packed as it is read, into memory of its own; what is read shares some."""
 
     def __init__(self, packer: Packer) -> None:
@@ -55,7 +54,7 @@ class _Packing(Finisher):
     def layer(self, layer: LayerWeights) -> PackedLayer:
         return self._packer.layer(layer)
 
-    def head(self, head: Linear) -> tuple[LinearStruct, tuple[Tensor, ...]]:
+    def head(self, head: Linear) -> PackedHead:
         return self._packer.linear(head)
 
 
@@ -80,7 +79,7 @@ def load_decoder(
         attention = _find_attention(config, part.of_model(model.decoder), windows, dtype, device)
         return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
     packer = Packer(library, dtype, model.decoder.gated_mlp, is_int8, torch.get_num_threads())
-    weights = load_weights(model, dtype, device, part, _Packing(packer))
+    weights = load_finished_weights(model, dtype, device, part, _Packing(packer))
     return NativeDecoder(
         model.decoder,
         weights,
@@ -176,7 +175,7 @@ def _settle_for_torch(config: TorchEngineConfig, device: torch.device, reason: C
         _log.info("the layers run on torch's operators: %s", reason)
 
 
-def round_to_int8(weights: DecoderWeights) -> DecoderWeights:
+def round_to_int8(weights: PlainWeights) -> PlainWeights:
     """Every linear layer's matrix rounded to int8 with a scale for each row, the layers' in place.
 
     Embeddings and norms stay as they are, an embedding that is the output projection's matrix too.

@@ -56,6 +56,7 @@ class VarlenAttention(Protocol):
             block_table: [sequences, blocks of the longest] int32.
             num_splits: Into how many parts the keys of a sequence are divided, to be added up later.
         """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ added up over the ranks between. Keys and values lie in the cache's blocks in an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.decoder import embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.native.packing import PackedLayer, Packer
+from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
 from inflight.engine.torch.native.structs import BatchStruct, Handle, LayerStruct, ShapeStruct
 from inflight.engine.windows import AttentionWindow
@@ -64,7 +62,7 @@ class NativeDecoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: DecoderWeights,
+        weights: DecoderWeights[PackedLayer, PackedHead],
         packer: Packer,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
@@ -78,14 +76,14 @@ class NativeDecoder:
         self._num_threads = packer.num_threads
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
-        self._packed: Sequence[PackedLayer] = weights.layers  # type: ignore[assignment]
+        self._packed = weights.layers
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
         self._position_embedding = weights.position_embedding
         self._embedding = weights.embedding  # None also where its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
-            self._lm_head, self._lm_head_tensors = weights.lm_head  # type: ignore[misc]
+            self._lm_head, self._lm_head_tensors = weights.lm_head
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
         self._cos, self._sin = None, None
         if config.rope is not None:

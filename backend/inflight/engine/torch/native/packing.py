@@ -16,6 +16,9 @@ from inflight.engine.torch.host_memory import Arena
 from inflight.engine.torch.native.structs import LayerStruct, LinearStruct, NormStruct
 from inflight.models import LayerWeights, Linear, Norm
 
+PackedHead = tuple[LinearStruct, tuple[Tensor, ...]]
+"""The output projection's struct, and what it points into."""
+
 PANEL = 32
 _HALF = PANEL // 2
 _INT8_LEVELS = 127
@@ -67,7 +70,7 @@ class Packer:
             struct.key_norm = self._norm(layer.key_norm).weight
         return PackedLayer(struct, tuple(self._tensors), layer.output.bias, layer.down.bias)
 
-    def linear(self, linear: Linear) -> tuple[LinearStruct, tuple[Tensor, ...]]:
+    def linear(self, linear: Linear) -> PackedHead:
         """A matrix by itself."""
         self._tensors = []
         return self._linear(linear), tuple(self._tensors)
