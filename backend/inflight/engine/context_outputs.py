@@ -1,8 +1,8 @@
-"""What comes back of a prompt's own positions: their logits, and how likely each next prompt token was.
+"""What a request gets back about its prompt: the logits of every position, or each prompt token's log probability.
 
-The vocabulary's values of a whole prompt would be large, so they are made in slices of rows and kept on the
-host, or, where log probabilities alone are wanted, not at all. Rows that nobody asks for cost nothing. Called by
-the loop thread.
+The logits of a whole prompt would be large, so they are computed for a slice of its rows at a time and kept on
+the host, or, where only log probabilities are wanted, not at all. Rows that nobody asks for cost nothing. Called
+by the loop thread.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MakeLogits = Callable[[Tensor, Tensor], Tensor]
 """Logits [n, vocab_size] float32 from hidden states [rows, hidden_size], of the rows [n] int64."""
 
 _SLICE_BYTES = 1 << 25
-"""Of logits made at a time: little beside what is left of a device's memory, enough for its kernels."""
+"""Size of the logits of a slice: little beside what is left of a device's memory, enough for its kernels."""
 
 
 class ContextOutputs:
-    """The requests, by slot, that want something of their prompts' positions.
+    """The requests that want context outputs, by slot.
 
     Args:
         vocab_size: Length of a row of logits.
-        is_kept: Whether anything comes back. All ranks of a pipeline stage have to ask for the logits if one does.
+        is_kept: Whether outputs are kept; other ranks of the last stage only take part in computing logits.
     """
 
     def __init__(self, vocab_size: int, is_kept: bool) -> None:
@@ -38,7 +38,7 @@ class ContextOutputs:
         self._requests: dict[int, Request] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Take over a batch's slots."""
+        """Note which of the sequences that the batch starts want context outputs, and forget those that ended."""
         for slot in batch.released_slots:
             self._requests.pop(slot, None)
         for start in batch.starts:
@@ -50,7 +50,7 @@ class ContextOutputs:
     def compute(
         self, batch: ScheduledBatch, chunks: tuple[PackedChunk, ...], hidden: Tensor, make_logits: MakeLogits
     ) -> dict[int, ContextDetails]:
-        """Details by slot for the chunks that want them; waits for the device if there are any.
+        """The outputs by slot, for the chunks that want them; waits for the device if there are any.
 
         Args:
             batch: Whose slots `apply` has taken over.

@@ -92,7 +92,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def available_cpu_memory(root: Path = Path("/")) -> int:
-    """Bytes of main memory: what is available on the machine, or less if a control group of ours has less left."""
+    """Bytes of main memory available on this machine, or fewer if a control group of this process has fewer."""
     return min([_machine(root), *_control_groups(root)])
 
 
@@ -105,7 +105,7 @@ def _machine(root: Path) -> int:
 
 
 def _control_groups(root: Path) -> list[int]:
-    """What is left in our memory control groups and the groups around them, of either version."""
+    """Bytes left in this process's memory control groups, of either version, and in the groups around them."""
     try:
         entries = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:

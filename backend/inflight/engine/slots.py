@@ -25,7 +25,7 @@ from inflight.decoding.transfer import upload
 
 
 class SlotTable:
-    """State by slot. Called by the loop thread.
+    """What the device and the host know of every slot.
 
     Attributes:
         block_tables: [slots + 1, max_blocks] int64 on the device; the null block after a slot's last.
@@ -88,7 +88,7 @@ class SlotTable:
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
         """Take over what was chosen: accepted drafts are certain, the last new token is the next to be fed.
 
-        Rows of beam searches chose nothing yet: their moves will tell.
+        Beam searches have no token yet: the moves of their next batch carry it.
         """
         slots: list[int] = []
         last: list[int] = []
@@ -105,15 +105,15 @@ class SlotTable:
             self.last_tokens.index_copy_(0, rows, tokens)
 
     def last_on_host(self, slots: list[int]) -> list[int]:
-        """What generation rows of these slots are fed; nothing where the device alone knows."""
+        """The token ids that generation rows of these slots are fed; empty where only the device knows them."""
         return self.last_tokens.numpy()[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
-        """What `remember` does for a batch that feeds itself: [sampled slots] int64 on the device."""
+        """Feed `tokens` next, [sampled slots] int64 on the device, of a batch that samples on the device."""
         self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
 
     def _move(self, batch: ScheduledBatch) -> None:
-        """Gathered before anything is stored, so that beams can change places."""
+        """Let beams go on from their parents. All parents are read first, so that beams can change places."""
         if not batch.moves:
             return
         moves = [(move.slot, move.parent_slot, move.token_id) for move in batch.moves]
@@ -136,7 +136,7 @@ class SlotTable:
             slots += [slot] * len(appended)
             columns += range(first, first + len(appended))
             block_ids += appended
-            if slot in writing:  # else all that it has so far is shared
+            if slot in writing:  # else all of its blocks so far are shared with another sequence
                 fresh += appended[max(0, self._blocks_in_use(slot) - first) :]
         if slots:
             if max(columns) >= self.block_tables.shape[1]:
@@ -152,7 +152,7 @@ class SlotTable:
             self.block_tables[row, column] = block
 
     def _blocks_in_use(self, slot: int) -> int:
-        """Blocks with tokens that are in the cache before this batch runs."""
+        """How many of the slot's blocks hold tokens before this batch runs."""
         return -(-int(self.num_tokens[slot]) // self._tokens_per_block)
 
     def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
@@ -161,17 +161,17 @@ class SlotTable:
 
 
 class VoidSlots:
-    """Which slots are void; none, as long as nothing fails."""
+    """The slots of failed batches, of which nothing is known until a sequence starts in them again."""
 
     def __init__(self) -> None:
         self._slots: set[int] = set()
-        self._last: ScheduledBatch | None = None  # that has begun
+        self._last: ScheduledBatch | None = None  # the batch that has begun last
 
     @contextmanager
     def watch(self, batch: ScheduledBatch) -> Iterator[None]:
-        """Around what may fail of a batch: if it does, all slots that the batch names are void.
+        """Make all slots that the batch names void if the body raises.
 
-        But for those that the batch behind it, if that has begun, has started anew.
+        Those that the batch behind it has started anew, if that one has begun, are not.
         """
         try:
             yield
@@ -180,14 +180,17 @@ class VoidSlots:
             raise
 
     def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
-        """A batch turns out to have failed when others, `since`, have begun: void is what they did not start anew.
+        """Make the slots of a failed batch void, but for those that batches begun `since` have started anew.
 
-        A sequence may take a slot, get no row and end before its batch is back; the next has the slot by then.
+        A sequence may get a slot but no row, and end before its batch is back: by then the slot may be another's.
         """
         self._slots |= _named(batch) - {start.slot for later in since for start in later.starts}
 
     def refuse(self, batch: ScheduledBatch) -> None:
-        """Raise ValueError if the batch carries on in a void slot. Starts and moves from sound ones mend slots."""
+        """Raise ValueError if the batch carries on in a void slot, before anything is done for it.
+
+        A slot is no longer void once a sequence starts in it or a beam moves there from a slot that is not void.
+        """
         self._last = batch
         if not self._slots:
             return
@@ -203,7 +206,7 @@ class VoidSlots:
 
 
 def _named(batch: ScheduledBatch) -> set[int]:
-    """Slots of which a batch changes what is remembered; a moved beam's slot has a row."""
+    """The slots whose state a batch changes; a beam that moves has a row, and so is among them."""
     return {
         *(start.slot for start in batch.starts),
         *(slot for slot, _ in batch.new_blocks),

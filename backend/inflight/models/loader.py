@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Finisher(ABC, Generic[LayerT, HeadT]):
-    """What becomes of the parts of a model once they are read.
+    """Says what is kept of a model's layers and of its output projection once they are read.
 
     Attributes:
         keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
@@ -62,7 +62,7 @@ class Finisher(ABC, Generic[LayerT, HeadT]):
     keeps_tied_embedding = True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for a tensor of a layer, whatever is in it."""
+        """Memory for a tensor of a layer, not initialized."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     @abstractmethod
@@ -88,7 +88,7 @@ _Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A checkpoint tensor of so many rows, and the ranges of them that are wanted."""
+    """A tensor of the checkpoint that has so many `rows`, and the `ranges` of them that are wanted."""
 
     name: str
     rows: int
@@ -190,7 +190,7 @@ def load_finished_weights(
 
 
 def _base(model: ModelDescription, checkpoint: Checkpoint) -> str:
-    """What the names begin with: a checkpoint of the model without its output projection has it left out."""
+    """The prefix of tensor names; a checkpoint of a model without its output projection leaves it out."""
     return model.names.base if any(name.startswith(model.names.base) for name in checkpoint.tensors) else ""
 
 
@@ -219,7 +219,7 @@ def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
         return torch.equal(*tensors)
     finally:
         for tensor in tensors:
-            checkpoint.forget(tensor)
+            checkpoint.release_pages(tensor)
 
 
 def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) -> list[_TensorSpec]:
@@ -370,7 +370,7 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
             end = start + rows[1] - rows[0]
             tensor[start:end].copy_(spec.wanted(stored, rows))
             start = end
-        checkpoint.forget(stored)
+        checkpoint.release_pages(stored)
     return tensor
 
 
@@ -382,7 +382,7 @@ class LoadProgress:
     """
 
     def __init__(self, title: str, total_bytes: int) -> None:
-        """Prepare; nothing is shown yet."""
+        """Show nothing yet."""
         self._title = title
         self._total = total_bytes
         self._done = 0

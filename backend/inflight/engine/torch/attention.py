@@ -57,7 +57,7 @@ class Attention(Protocol):
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: Any, cache: KvCache
     ) -> Tensor:
-        """What every row has read.
+        """The attention output of every row.
 
         Args:
             queries: [rows, heads, head_dim].
@@ -85,7 +85,7 @@ class Kernel(Protocol):
         *,
         is_causal: bool = False,
     ) -> Tensor:
-        """What every query has read, [entries, heads, rows, head_dim].
+        """The attention output of every query, [entries, heads, rows, head_dim].
 
         Args:
             query: [entries, heads, rows, head_dim].
@@ -142,10 +142,10 @@ class AttentionPlan:
 
 
 class GatheringAttention:
-    """Puts the blocks that are read one after another, and reads those.
+    """Copies the blocks that are read one after another, and attends to the copy.
 
     Args:
-        kernel: What computes it.
+        kernel: Computes attention over keys and values in one piece.
     """
 
     has_fixed_shapes = False
@@ -191,7 +191,7 @@ class GatheringAttention:
 def by_products(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False
 ) -> Tensor:
-    """As `Kernel`, in float32 by nothing but matrix products: what other kernels are compared with.
+    """A `Kernel` of matrix products alone, in float32: other kernels are compared with it.
 
     Entries are taken a few at a time, since the scores of all of them may be more than there is memory for.
     """
@@ -223,7 +223,7 @@ def _attend_chunk(
     chunk: ChunkPlan,
     cache: KvCache,
 ) -> None:
-    """Rows of one sequence, all together; of some numbers the last one as generation rows are.
+    """Compute the rows of a chunk together; of some numbers of rows, the last one apart, as generation rows are.
 
     Under a mask, and with a key head that is broadcast by a stride of 0, torch's memory-efficient kernel for CUDA
     computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their masks
@@ -288,7 +288,7 @@ def plan_attention(
 
 
 def _pieces(chunk: PackedChunk, window: AttentionWindow | None) -> Iterator[PackedChunk]:
-    """All but the first read the keys of those before them from the cache, where they are by then."""
+    """The chunk, or the pieces of it; a piece reads the keys of those before it from the cache."""
     num_rows = chunk.end - chunk.begin
     size = num_rows if window is None else max(window.size, _PIECE_ROWS)
     for first in range(0, num_rows, size):

@@ -26,7 +26,7 @@ _TOLERANCE = 0.05  # values are around 1, and half precision is off by some thou
 
 
 class CannotAttend(Exception):
-    """Why an attention is of no use."""
+    """Why an attention cannot be used."""
 
 
 def check_attention(

@@ -1,6 +1,7 @@
-"""The forward pass: packed token ids in, what the model makes of them out. One class for all families.
+"""The forward pass in torch's operators, one class for all families.
 
-A pipeline stage has some of the layers: what goes in then is what the stage before made.
+A pipeline stage has some of the layers, and starts from the hidden states of the stage before. The two ends of a
+model, embedding and logits, are here for compiled layers too: several ranks may hold parts of their vocabulary.
 
 Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
 DecoderConfig names.
@@ -35,7 +36,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """A model's weights and the tables its positions need.
+    """A model, or a part of one: its weights, and the tables of its rotary positions.
 
     Args:
         config: What the checkpoint says.
@@ -49,9 +50,9 @@ class Decoder:
     Attributes:
         config: Of the whole model.
         dtype: Of weights, activations and KV cache.
-        has_fixed_shapes: As of its attention.
+        has_fixed_shapes: As `attention` says.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
-        row_kernels: How tokens are chosen from its logits.
+        row_kernels: Computes over its rows of logits when tokens are chosen.
     """
 
     needs_cleared_blocks = True
@@ -71,7 +72,7 @@ class Decoder:
         self.config = config
         self.has_fixed_shapes = attention.has_fixed_shapes
         self._attention = attention
-        self._part = part.of_model(config)
+        self._part = part.held_config(config)
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._layer_windows = layer_windows[slice(*part.layers)]

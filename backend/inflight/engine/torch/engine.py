@@ -128,7 +128,7 @@ class TorchRunner(Runner):
         return self.decoder.logits(hidden, packed.sampled_rows), context
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
-        """Copies first: nothing that is copied may be cleared or written before."""
+        """Copy blocks, then clear new ones: a block that is copied may not be cleared or written before."""
         device = self.cache.device
         if batch.block_copies:
             self.cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
@@ -215,9 +215,9 @@ def _load_runner(
         config.sink_token_length,
         max_sequence_length,
     )
-    part = Part.of(mapping, model.decoder)
+    part = Part.from_mapping(mapping, model.decoder)
     decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
-    held = part.of_model(model.decoder)
+    held = part.held_config(model.decoder)
     capture = _find_capture(config, decoder, mapping, device)
     reserved = 0 if capture is None else graph_bytes(config.max_num_sequences)
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
@@ -252,7 +252,7 @@ def _device(name: str | None) -> torch.device:
 def _find_capture(
     config: TorchEngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
 ) -> Capture | None:
-    """Who records generation batches; None: nobody, and the log says why."""
+    """Records generation batches; None if they are not to be recorded, and the log says why."""
     if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
     if config.cuda_graphs and mapping.world_size == 1:
@@ -305,7 +305,7 @@ def _num_blocks(
     reserved: int,
     agree: Callable[[int], int],
 ) -> int:
-    """What the cache may have, besides `reserved` bytes that the device will be asked for after it."""
+    """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
     on_gpu = device.type == "cuda"
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     size = block_bytes(decoder, config.tokens_per_block, dtype)

@@ -38,7 +38,7 @@ _ROWS_AT_ONCE = 4096  # of a matrix that is rounded, in float32 meanwhile
 
 
 class _Packing(Finisher[PackedLayer, PackedHead]):
-    """Everything is packed as it is read, into memory of its own; what is read shares some."""
+    """Packs everything as it is read: what is read shares memory, what is packed has its own."""
 
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
@@ -76,7 +76,7 @@ def load_decoder(
         weights = load_weights(model, dtype, device, part)
         if is_int8:
             weights = round_to_int8(weights)
-        attention = _find_attention(config, part.of_model(model.decoder), windows, dtype, device)
+        attention = _find_attention(config, part.held_config(model.decoder), windows, dtype, device)
         return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
     packer = Packer(library, dtype, model.decoder.gated_mlp, is_int8, torch.get_num_threads())
     weights = load_finished_weights(model, dtype, device, part, _Packing(packer))
@@ -99,7 +99,10 @@ def _find_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """For a GPU, what computes this model rightly there: tried in place, then gathered, then by plain products."""
+    """The first attention that computes this model correctly there: in place, gathered, or by plain products.
+
+    On a CPU nothing is tried: gathered.
+    """
     if device.type != "cuda":
         return GATHERING
     tried = held, config.tokens_per_block, windows, dtype, device
@@ -129,7 +132,7 @@ def _find_attention(
 
 
 def _computed_dtype(config: TorchEngineConfig, model: ModelDescription) -> torch.dtype:
-    """Of activations and KV cache, and of weights unless they are int8."""
+    """The dtype of activations and KV cache, and of weights unless they are int8."""
     if config.dtype is None:
         return stored_dtype(model)
     return torch.bfloat16 if config.dtype == INT8 else getattr(torch, config.dtype)

@@ -38,7 +38,7 @@ class VarlenAttention(Protocol):
         block_table: Tensor,
         num_splits: int,
     ) -> Tensor:
-        """What every query has read, [rows, heads, head_dim].
+        """The attention output of every query, [rows, heads, head_dim].
 
         Args:
             query: [rows, heads, head_dim].

@@ -1,4 +1,4 @@
-"""NativeDecoder: what `Decoder` is, with the layers compiled (source/decoder.h).
+"""NativeDecoder computes what `Decoder` computes, with compiled layers (source/decoder.h).
 
 One call runs all layers over all rows; where ranks share the layers, a call runs half a layer, and the halves are
 added up over the ranks between. Keys and values lie in the cache's blocks in an order of their own. Loop thread.
@@ -90,7 +90,7 @@ class NativeDecoder:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
-        self._shape = self._describe(part.of_model(config), tokens_per_block)
+        self._shape = self._describe(part.held_config(config), tokens_per_block)
         self._handle = Handle(self._library, self._shape, self._layers)
         if not self._handle.exists:
             raise ConfigError(
@@ -143,7 +143,7 @@ class NativeDecoder:
             peaks.tokens.data_ptr(),
         )
         _check(is_done)
-        self.row_kernels.found(logits, peaks)
+        self.row_kernels.note_peaks(logits, peaks)
         return logits
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -71,12 +71,12 @@ def load_library(dtype: str, int8: bool = False) -> ctypes.CDLL:
 
 
 def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
-    """What the code for models of this dtype asks of a processor; names as in /proc/cpuinfo."""
+    """The instruction sets that code for models of this dtype needs; names as in /proc/cpuinfo."""
     return _NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())
 
 
 def begin_loading(dtype: str, int8: bool = False) -> None:
-    """Have what `load_library` would wait for done meanwhile, on a thread; what is wrong, it will say."""
+    """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
 
     def load() -> None:
         with contextlib.suppress(CannotBuild):
@@ -118,7 +118,7 @@ def _load(flags: frozenset[str], dtype: str, int8: bool) -> ctypes.CDLL:
 
 
 def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
-    """What is kept at `path`, built again if that cannot be used; OSError if not even that can be loaded."""
+    """Load the library at `path`, built anew if it cannot be used; OSError if even a new one cannot be loaded."""
     unusable = None
     _mark_used(path)
     if _is_whole(path):
@@ -143,7 +143,7 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
 
 
 def _load_file(path: Path) -> ctypes.CDLL:
-    """From where it lies, or from memory where that folder's file system lets nothing be run."""
+    """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

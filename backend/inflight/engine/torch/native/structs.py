@@ -146,7 +146,7 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 class Handle:
-    """A decoder of the compiled code. It ends with the last who holds this.
+    """A decoder in the compiled code, destroyed when nothing refers to this object any more.
 
     Attributes:
         exists: Whether its threads could be started.
