@@ -21,7 +21,7 @@ from inflight.core.request.request import IterationInput, Request
 from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.rank_engine import RankEngine
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngineConfig, load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.hosts import gather_hosts
 from inflight.ranks.lockstep import InStep
@@ -52,7 +52,7 @@ class _Rank:
         mapping = self.world.mapping(work.tp, work.pp)
         collectives, link = MpiCollectives(mapping), MpiStageLink(mapping)
         self._volume = _Volume(collectives, link)
-        stage = TorchEngine.load(_config(work, self.world.size), mapping, collectives, self._least)
+        stage = load_stage(_config(work, self.world.size), mapping, collectives, self._least)
         outcomes, mates = MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
         self._engine = stage if self._is_alone else RankEngine(stage, mapping, link, outcomes, mates)
         peers = meet(self.world, gather_hosts(self.world))

@@ -78,7 +78,8 @@ def parts_of(engine: RunningEngine) -> list[weakref.ref]:
     manager = engine._manager
     scheduler, device = manager._scheduler, manager._engine
     parts = [manager, scheduler, scheduler.kv_cache, device, engine.client]
-    parts += [value for name in ("_cache", "_decoder") if (value := getattr(device, name, None)) is not None]
+    runner = getattr(device, "runner", None)
+    parts += [value for name in ("cache", "decoder") if (value := getattr(runner, name, None)) is not None]
     return [weakref.ref(part) for part in parts if not isinstance(part, list)]
 
 

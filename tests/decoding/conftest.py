@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from inflight.decoding.row_kernels import RowKernels
-from inflight.engine.torch.native.handle import Handle
 from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
-from inflight.engine.torch.native.structs import LayerStruct, ShapeStruct
+from inflight.engine.torch.native.structs import Handle, LayerStruct, ShapeStruct
 from tests.decoding import factories
 from tests.engine.kernels import needs_native
 

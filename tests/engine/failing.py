@@ -84,19 +84,19 @@ class Saboteur:
 
 def spoil(engine: TorchEngine, faulty_id: int, num_tokens: int) -> None:
     """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
-    original, slots = engine._forward, engine._decoding._slots
+    original, slots = engine.runner.run, engine.sampler._slots
 
     def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         logits, context = original(batch, hidden)
         for row, slot in enumerate(batch.sampled_slots()):
             found = slots.requests[slot]
             is_faulty = found is not None and found.request.request_id == faulty_id
-            if is_faulty and engine._slots.num_tokens[slot] > num_tokens:
+            if is_faulty and engine.runner.slots.num_tokens[slot] > num_tokens:
                 logits = logits.clone()  # those that the engine made are its own
                 logits[row] = torch.nan
         return logits, context
 
-    engine._forward = forward
+    engine.runner.run = forward
 
 
 def serve_through_faults(

@@ -11,10 +11,11 @@ from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.engine import TorchRunner
 from inflight.engine.torch.generation_graphs import Capture
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.windows import layer_windows
+from inflight.engine.windows import layer_windows
 from inflight.models import load_weights, read_model_description
 from inflight.models.sharding import Part
 from tests.engine.varlen import ReferenceVarlen
@@ -48,4 +49,4 @@ def load_paged(
     limits = EngineLimits(
         model.decoder.vocab_size, MAX_SEQUENCE_LENGTH, max_num_sequences, num_blocks, TOKENS_PER_BLOCK
     )
-    return TorchEngine(decoder, cache, limits, max_num_tokens=512, capture=capture)
+    return TorchEngine(TorchRunner(decoder, cache, limits, max_num_tokens=512, capture=capture))

@@ -41,37 +41,37 @@ DETAILS = OutputConfig(
 Part = Callable[[TorchEngine], Any]
 # name: whose function, which, whether it has done its work by then, how many calls go well before
 STAGES: dict[str, tuple[Part, str, bool, int]] = {
-    "before anything": (lambda engine: engine, "_forward", False, 0),
-    "amid moves": (lambda engine: engine._slots, "_move", True, 0),
-    "amid block tables": (lambda engine: engine._slots, "_append", False, 0),
-    "after block tables": (lambda engine: engine._slots, "apply", True, 0),
-    "amid starts": (lambda engine: engine._decoding._slots, "start", True, 0),
-    "after the second start": (lambda engine: engine._decoding._slots, "start", True, 1),
-    "amid beams' parameters": (lambda engine: engine._decoding._slots, "move", True, 0),
-    "amid histories": (lambda engine: engine._decoding._history, "start", True, 0),
-    "amid beams' histories": (lambda engine: engine._decoding._history, "move", True, 0),
-    "after starts": (lambda engine: engine._decoding, "apply", True, 0),
-    "before context outputs": (lambda engine: engine._context_outputs, "apply", False, 0),
-    "before copies": (lambda engine: engine._cache, "copy", False, 0),
-    "after copies": (lambda engine: engine._cache, "copy", True, 0),
-    "before blocks are cleared": (lambda engine: engine._cache, "clear", False, 0),
-    "after blocks are cleared": (lambda engine: engine._cache, "clear", True, 0),
+    "before anything": (lambda engine: engine.runner, "run", False, 0),
+    "amid moves": (lambda engine: engine.runner.slots, "_move", True, 0),
+    "amid block tables": (lambda engine: engine.runner.slots, "_append", False, 0),
+    "after block tables": (lambda engine: engine.runner.slots, "apply", True, 0),
+    "amid starts": (lambda engine: engine.sampler._slots, "start", True, 0),
+    "after the second start": (lambda engine: engine.sampler._slots, "start", True, 1),
+    "amid beams' parameters": (lambda engine: engine.sampler._slots, "move", True, 0),
+    "amid histories": (lambda engine: engine.sampler._history, "start", True, 0),
+    "amid beams' histories": (lambda engine: engine.sampler._history, "move", True, 0),
+    "after starts": (lambda engine: engine.sampler, "apply", True, 0),
+    "before context outputs": (lambda engine: engine.runner.context_outputs, "apply", False, 0),
+    "before copies": (lambda engine: engine.runner.cache, "copy", False, 0),
+    "after copies": (lambda engine: engine.runner.cache, "copy", True, 0),
+    "before blocks are cleared": (lambda engine: engine.runner.cache, "clear", False, 0),
+    "after blocks are cleared": (lambda engine: engine.runner.cache, "clear", True, 0),
     "packing": (lambda engine: engine_module, "pack", True, 0),
-    "before the cache's second layer": (lambda engine: engine._cache, "write", False, 1),
-    "in the second layer": (lambda engine: engine._decoder._attention, "attend", False, 1),
-    "after the last layer": (lambda engine: engine._decoder, "forward", True, 0),
-    "amid context outputs": (lambda engine: engine._context_outputs, "_details", True, 0),
-    "before logits": (lambda engine: engine._decoder, "logits", False, 0),
-    "after logits": (lambda engine: engine._decoder, "logits", True, 0),
-    "after the forward pass": (lambda engine: engine, "_forward", True, 0),
-    "before decoding": (lambda engine: engine._decoding, "decode", False, 0),
+    "before the cache's second layer": (lambda engine: engine.runner.cache, "write", False, 1),
+    "in the second layer": (lambda engine: engine.runner.decoder._attention, "attend", False, 1),
+    "after the last layer": (lambda engine: engine.runner.decoder, "forward", True, 0),
+    "amid context outputs": (lambda engine: engine.runner.context_outputs, "_details", True, 0),
+    "before logits": (lambda engine: engine.runner.decoder, "logits", False, 0),
+    "after logits": (lambda engine: engine.runner.decoder, "logits", True, 0),
+    "after the forward pass": (lambda engine: engine.runner, "run", True, 0),
+    "before decoding": (lambda engine: engine.sampler, "decode", False, 0),
     "after penalties": (lambda engine: decoding_module, "process", True, 0),
     "in the sampler": (lambda engine: decoding_module, "choose", True, 0),
-    "amid drafts": (lambda engine: engine._decoding, "_accept", True, 0),
-    "amid candidates": (lambda engine: engine._decoding, "_candidates", True, 0),
-    "after histories": (lambda engine: engine._decoding, "_remember", True, 0),
-    "after decoding": (lambda engine: engine._decoding, "decode", True, 0),
-    "after everything": (lambda engine: engine._slots, "remember", True, 0),
+    "amid drafts": (lambda engine: engine.sampler, "_accept", True, 0),
+    "amid candidates": (lambda engine: engine.sampler, "_candidates", True, 0),
+    "after histories": (lambda engine: engine.sampler, "_remember", True, 0),
+    "after decoding": (lambda engine: engine.sampler, "decode", True, 0),
+    "after everything": (lambda engine: engine.runner.slots, "remember", True, 0),
 }
 
 IN_ANY_KERNELS = [
@@ -249,7 +249,7 @@ def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
     """Its slot's block table may be that of an earlier sequence, and the blocks in it another's by now."""
     model = zoo[CASE]
     engine = load_engine(model.folder)
-    saboteur = Saboteur(monkeypatch, engine, "_forward", after=False)
+    saboteur = Saboteur(monkeypatch, engine.runner, "run", after=False)
     driver = Driver(engine)
     driver.free_slots = [3]
     earlier = driver.start(model.prompt(20, 1))
@@ -263,7 +263,7 @@ def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
     saboteur.arm()
     with pytest.raises(Fault):
         driver.step({victim: 20})
-    cache = engine._cache._blocks.clone()
+    cache = engine.runner.cache._blocks.clone()
     for batch in (
         ScheduledBatch(50, generation_slots=(3,)),
         ScheduledBatch(51, context=(ContextChunk(3, 20, (5,), True),)),
@@ -272,7 +272,7 @@ def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
     ):
         with pytest.raises(ValueError, match="the batch carries on in slot 3, whose last batch failed"):
             engine.forward(batch)
-    assert torch.equal(cache, engine._cache._blocks)
+    assert torch.equal(cache, engine.runner.cache._blocks)
     driver.generate(owner, 12)
     assert (
         owner.generated

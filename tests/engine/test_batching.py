@@ -7,7 +7,7 @@ import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention_plan import plan_attention
+from inflight.engine.torch.attention import plan_attention
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
@@ -134,7 +134,7 @@ def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: TorchEngine) ->
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
     clean = alone(engine, prompt, 12)
-    cache = engine._cache._blocks
+    cache = engine.runner.cache._blocks
     with torch.inference_mode():
         cache[:, :, :-1] = torch.nan  # all but the null block
     _assert_same(alone(engine, prompt, 12), clean)
@@ -153,7 +153,7 @@ def test_a_failed_batch_takes_no_other_sequence_with_it(
 
     victim = driver.start(_prompt(20, seed=9))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._decoder, "forward_to_logits", fail)
+        patch.setattr(engine.runner.decoder, "forward_to_logits", fail)
         with pytest.raises(RuntimeError):
             driver.step({victim: 20})
     driver.release(victim)

@@ -179,7 +179,7 @@ def test_a_failed_batch_takes_no_other_search_with_it(zoo: Zoo, monkeypatch: pyt
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._decoder, "forward_to_logits", fail)
+        patch.setattr(engine.runner.decoder, "forward_to_logits", fail)
         with pytest.raises(RuntimeError):
             driver.step(searches=[victim])
     run(driver, survivor, NUM_TOKENS - 1)

@@ -20,7 +20,7 @@ BOTH = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
 
 
 def small_slices(engine: TorchEngine) -> TorchEngine:
-    engine._context_outputs._slice_rows = 7
+    engine.runner.context_outputs._slice_rows = 7
     return engine
 
 
@@ -95,7 +95,7 @@ def test_others_pay_nothing(model: ZooModel, engine: TorchEngine, monkeypatch: p
     plain, generating = (driver.start(model.prompt(length)) for length in (21, 22))
     driver.step({generating: 22})
     sizes = []
-    make_logits, forward_to_logits = engine._decoder.logits, engine._decoder.forward_to_logits
+    make_logits, forward_to_logits = engine.runner.decoder.logits, engine.runner.decoder.forward_to_logits
 
     def spy(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         sizes.append(len(rows))
@@ -108,8 +108,8 @@ def test_others_pay_nothing(model: ZooModel, engine: TorchEngine, monkeypatch: p
             sizes.append(len(logits))
         return logits
 
-    monkeypatch.setattr(engine._decoder, "logits", spy)
-    monkeypatch.setattr(engine._decoder, "forward_to_logits", spy_on_all)
+    monkeypatch.setattr(engine.runner.decoder, "logits", spy)
+    monkeypatch.setattr(engine.runner.decoder, "forward_to_logits", spy_on_all)
     driver.step({plain: 21}, [generating])
     assert sizes == [2]
     driver.step({asking: 20}, [generating, plain])
@@ -124,7 +124,7 @@ def test_a_failed_batch_leaves_no_context_behind(
     batch = driver.batch({victim: 20})
     pending = engine.forward(batch)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._decoding, "decode", lambda *_: 1 / 0)
+        patch.setattr(engine.sampler, "decode", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.decode(batch, pending)
     driver.release(victim)

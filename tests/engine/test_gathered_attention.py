@@ -17,7 +17,7 @@ from inflight.engine.torch import TorchEngineConfig
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention, GatheringAttention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver
 from tests.engine.paging import load_paged

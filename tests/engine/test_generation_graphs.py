@@ -89,12 +89,12 @@ def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
 def test_rows_that_fill_a_batch_up_write_into_no_block_of_a_sequence(zoo: Zoo) -> None:
     engine = load_paged(zoo["llama-gqa"].folder, 20, 6, Tape())
     with torch.inference_mode():
-        engine._slots.last_tokens[engine._slots.null_slot] = 7  # 0 is padding, whose keys are 0
+        engine.runner.slots.last_tokens[engine.runner.slots.null_slot] = 7  # 0 is padding, whose keys are 0
     driver = Driver(engine)
     rows = [driver.start(zoo["llama-gqa"].prompt(8, seed)) for seed in range(5)]
     driver.step(dict.fromkeys(rows, 8))
     driver.step(generation=rows)
-    cache = engine._cache
+    cache = engine.runner.cache
     held = {block for row in rows for block in row.blocks}
     keys = torch.stack([cache.pages(layer)[0] for layer in range(3)]).flatten(2)
     assert not keys[:, [block for block in range(20) if block not in held]].any()
@@ -135,5 +135,5 @@ def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
 
     engine = load_paged(zoo["llama"].folder)
     with torch.inference_mode():
-        Spy(engine._decoder, engine._slots, engine._cache, Tape())
+        Spy(engine.runner.decoder, engine.runner.slots, engine.runner.cache, Tape())
     assert sizes == [6, 6, 4, 4, 2, 2, 1, 1]

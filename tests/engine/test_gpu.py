@@ -15,7 +15,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import check_attention
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch

@@ -40,7 +40,7 @@ def _rounded(linear: Linear) -> torch.Tensor:
 def test_torch_has_every_matrix_rounded_and_nothing_else(zoo: Zoo, case: str) -> None:
     description = read_model_description(zoo[case].folder)
     before = load_weights(description, torch.bfloat16, torch.device("cpu"))
-    after = load_engine(zoo[case].folder, dtype="int8", kernels="torch")._decoder._weights
+    after = load_engine(zoo[case].folder, dtype="int8", kernels="torch").runner.decoder._weights
     for old, new in zip(before.layers, after.layers, strict=True):
         for name in ("qkv", "output", "up", "down"):
             was, is_ = getattr(old, name), getattr(new, name)
@@ -96,9 +96,9 @@ def _load(zoo: Zoo, **parameters: Any) -> tuple[TorchEngine, str]:
 @needs_native
 def test_parameters_choose_what_computes_the_layers(zoo: Zoo) -> None:
     engine, dtype = _load(zoo)
-    assert isinstance(engine._decoder, NativeDecoder)
+    assert isinstance(engine.runner.decoder, NativeDecoder)
     assert dtype == "float32", "the checkpoint's"
     for kernels, decoder in (("native", NativeDecoder), ("torch", Decoder)):
         engine, dtype = _load(zoo, kernels=kernels, dtype="int8")
-        assert isinstance(engine._decoder, decoder)
+        assert isinstance(engine.runner.decoder, decoder)
         assert (dtype, engine.dtype) == ("int8", "bfloat16")

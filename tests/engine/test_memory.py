@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.memory import KvCacheDemand, available_cpu_memory, free_memory, plan_kv_cache
+from inflight.engine.torch import TorchEngineConfig, load_stage
 from inflight.engine.torch import engine as engine_module
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
-from inflight.engine.torch.memory_probe import available_cpu_memory, free_memory
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.ranks.mapping import Mapping
@@ -134,10 +133,12 @@ def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
         max_num_sequences=2,
         max_tokens_in_paged_kv_cache=100,
     )
-    engine = TorchEngine.load(config, Mapping(1, 2, 1), agree=agree)
+    stage = load_stage(config, Mapping(1, 2, 1), agree=agree)
     assert asked == [12]
-    assert (engine.limits.num_blocks, engine.limits.num_micro_batches) == (7, 2)
-    assert engine._cache._blocks.shape[:3] == (1, 2, 8), "one layer of three; seven blocks and the null block"
+    assert (stage.limits.num_blocks, stage.limits.num_micro_batches) == (7, 2)
+    assert stage.runner.cache._blocks.shape[:3] == (1, 2, 8), (
+        "one layer of three; seven blocks and the null block"
+    )
 
 
 def test_ranks_on_a_host_share_its_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

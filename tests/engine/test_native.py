@@ -166,7 +166,7 @@ def test_peaks_are_as_with_torch(zoo: Zoo) -> None:
     logits[5, 11] = torch.nan
     logits[6] = -torch.inf
     logits[7, :1002] = -torch.inf
-    found, expected = engine._decoder.row_kernels.find_peaks(logits), find_peaks(logits)
+    found, expected = engine.runner.decoder.row_kernels.find_peaks(logits), find_peaks(logits)
     torch.testing.assert_close(found.highest, expected.highest, rtol=0, atol=0, equal_nan=True)
     usable = torch.arange(40) != 5
     assert found.tokens[3] == 77, "of equal ones, the first"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engine.torch.native import library, pruning
+from inflight.engine.torch.native import library
 from inflight.engine.torch.native.library import CannotBuild, begin_loading, load_library
 from tests.engine.kernels import needs_native
 
@@ -168,7 +168,7 @@ def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Mac
 
 NOEXEC_PROGRAM = """
 import ctypes
-from inflight.engine.torch.native import library, pruning
+from inflight.engine.torch.native import library
 for load in range(2):
     found = library._load.__wrapped__(library._processor_flags(), "float32", False)
     assert found.create.restype is ctypes.c_void_p
@@ -388,7 +388,7 @@ def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 
     old = aged(tmp_path / "decoder-a.so", 40)
     monkeypatch.setattr(Path, "unlink", refuse)
-    pruning.prune(tmp_path, but=tmp_path / "decoder-b.so")
+    library._prune(tmp_path, but=tmp_path / "decoder-b.so")
     assert old.exists()
 
 

@@ -90,7 +90,7 @@ def test_requests_beside_it_are_answered_as_without_it(
 def leave_behind(engine: TorchEngine, value: float) -> None:
     """Fill every block that can be handed out."""
     with torch.inference_mode():
-        engine._cache._blocks[:, :, : engine.limits.num_blocks] = value
+        engine.runner.cache._blocks[:, :, : engine.limits.num_blocks] = value
 
 
 @every_way

@@ -16,7 +16,8 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.decoding import transfer
-from inflight.engine.torch import Pending, TorchEngine
+from inflight.engine.engine import Pending
+from inflight.engine.torch import TorchEngine
 from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.failing import Saboteur, serve_through_faults, spoil
 from tests.engine.fake_device import DEVICE, FakeDevice
@@ -275,14 +276,14 @@ def test_what_is_sent_is_not_there_before_its_mark(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------- when something fails
 
 STAGES = {
-    "before anything": (lambda engine: engine, "_forward", False),
-    "after the forward pass": (lambda engine: engine, "_forward", True),
-    "before slots": (lambda engine: engine._slots, "apply", False),
-    "before the choice": (lambda engine: engine._decoding, "begin", False),
-    "after the choice": (lambda engine: engine._decoding, "begin", True),
-    "having fed": (lambda engine: engine._slots, "feed", True),
-    "when the tokens come": (lambda engine: engine._decoding, "finish", False),
-    "when the tokens are there": (lambda engine: engine._decoding, "finish", True),
+    "before anything": (lambda engine: engine.runner, "run", False),
+    "after the forward pass": (lambda engine: engine.runner, "run", True),
+    "before slots": (lambda engine: engine.runner.slots, "apply", False),
+    "before the choice": (lambda engine: engine.sampler, "begin", False),
+    "after the choice": (lambda engine: engine.sampler, "begin", True),
+    "having fed": (lambda engine: engine.runner.slots, "feed", True),
+    "when the tokens come": (lambda engine: engine.sampler, "finish", False),
+    "when the tokens are there": (lambda engine: engine.sampler, "finish", True),
 }
 
 
@@ -333,7 +334,7 @@ def test_a_slot_that_the_next_batch_has_started_anew_is_sound(
     second = feeding(driver, [victim], {newcomer: 12})
     after = driver.engine.forward(second)
     with monkeypatch.context() as patch:
-        patch.setattr(driver.engine._decoding, "finish", lambda *_: 1 / 0)
+        patch.setattr(driver.engine.sampler, "finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.engine.decode(first, pending)
     newcomer.tokens += driver.engine.decode(second, after).token_ids[0]

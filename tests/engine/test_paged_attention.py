@@ -16,7 +16,7 @@ from inflight.engine.torch.attention import GATHERING
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
 from inflight.engine.torch.paged_attention import PagedAttention
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.paging import load_paged
@@ -172,5 +172,5 @@ def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
 
 def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     engine: TorchEngine = load_engine(zoo["llama"].folder, kernels="torch")
-    assert not engine._decoder.has_fixed_shapes
+    assert not engine.runner.decoder.has_fixed_shapes
     assert not caplog.records

@@ -13,6 +13,7 @@ from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails
+from inflight.engine.torch.engine import TorchEngine, TorchRunner
 from inflight.errors import StepFailed, Unavailable
 from inflight.ranks.failure_detector import NEVER
 from tests.engine import test_served_beams as beams
@@ -28,6 +29,11 @@ from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
 NUM_TOKENS = 20
 LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
+
+
+def _runner(stage: TorchRunner | TorchEngine) -> TorchRunner:
+    return stage.runner if isinstance(stage, TorchEngine) else stage
+
 
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 
@@ -51,7 +57,7 @@ def test_tokens_and_logits_of_every_family_are_those_of_transformers(
     with ranks(model.folder, topology, kernels=kernels) as engine:
         served = serve(engine, config_of("no-evict"), requests)
         calls = [collectives.num_calls for collectives in engine.collectives]
-        caches = [stage._cache for stage in engine.stages]
+        caches = [_runner(stage).cache for stage in engine.stages]
 
     for request in requests:
         tokens = served.tokens(request)
@@ -166,11 +172,12 @@ def test_what_comes_back_of_a_prompt_is_kept_by_the_rank_that_tells_it(zoo: Zoo)
         row = driver.start(model.prompt(20), output=both)
         batch = driver.batch({row: 20})
         kept = []
-        pend = engine.stages[1]._pend
-        engine.stages[1]._pend = lambda *args: kept.append(args[-1]) or pend(*args)
+        runner = _runner(engine.stages[1])
+        run = runner.run
+        runner.run = lambda *args: kept.append(run(*args)) or kept[-1]
         output = engine.decode(batch, engine.forward(batch))
         assert len(output.context[row.slot].logits) == 20 * VOCAB_SIZE * 4
-        assert kept == [{row.slot: ContextDetails()}]
+        assert [context for _, context in kept] == [{row.slot: ContextDetails()}]
 
 
 @every_topology
@@ -194,9 +201,9 @@ def test_a_stopped_request_leaves_the_others_as_they_are(zoo: Zoo, topology: tup
 # ---------------------------------------------------------------- when something fails
 
 STAGES = {
-    "first stage": (0, "_forward", False),
-    "first stage, having computed": (0, "_forward", True),
-    "last stage": (-1, "_forward", False),
+    "first stage": (0, "run", False),
+    "first stage, having computed": (0, "run", True),
+    "last stage": (-1, "run", False),
     "choice of tokens": (-1, "choose", False),
 }
 
@@ -213,11 +220,16 @@ def test_failed_batches_change_no_token(
     expected = serve_through_faults(load(model.folder, 64, 8), config, requests)
     stage, name, after = STAGES[where]
     with ranks(model.folder, topology, 64, 8) as engine:
-        saboteur = Saboteur(monkeypatch, engine.stages[stage], name, after)
+        saboteur = Saboteur(
+            monkeypatch,
+            engine.stages[stage] if name == "choose" else _runner(engine.stages[stage]),
+            name,
+            after,
+        )
         served = serve_through_faults(engine, config, requests, saboteur)
         failures = list(engine.failures)
     assert saboteur.num_faults > 0, "nothing failed"
-    assert len(failures) >= (saboteur.num_faults if name == "_forward" else 0)
+    assert len(failures) >= (saboteur.num_faults if name == "run" else 0)
     assert served.keys() == expected.keys()
     for key, result in served.items():
         assert_same_result(result, expected[key])
@@ -230,7 +242,7 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
     requests = _some_of_everything(model)
     expected = serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), requests)
     with ranks(model.folder, topology, 64, 8) as engine:
-        sampler = next(stage for stage in engine.stages if stage._decoding is not None)
+        sampler = next(stage for stage in engine.stages if isinstance(stage, TorchEngine))
         spoil(sampler, requests[1].request_id, num_tokens=38)
         served = serve_through_faults(
             engine, config_of("chunked"), requests, faulty_id=requests[1].request_id
@@ -267,7 +279,7 @@ def test_a_rank_that_fails_alone_says_so_and_takes_part_in_nothing_more(
     """It fails when it has given the other all that it waits for, so that one goes on, and it waits itself."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:
-        saboteur = Saboteur(monkeypatch, engine.stages[rank], "_forward", after=True)
+        saboteur = Saboteur(monkeypatch, _runner(engine.stages[rank]), "run", after=True)
         saboteur.arm()
         driver = Driver(engine)
         row = driver.start(model.prompt(20))
@@ -288,7 +300,7 @@ def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(
     """The other waits for it, until somebody ends that."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1), kernels="torch") as engine:
-        saboteur = Saboteur(monkeypatch, engine.stages[1]._decoder, "_mlp", after=False)
+        saboteur = Saboteur(monkeypatch, _runner(engine.stages[1]).decoder, "_mlp", after=False)
         saboteur.arm()
         noticed = threading.Event()
         original = engine.failures.append

@@ -6,7 +6,7 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch, SlotStart
-from inflight.engine.torch.void_slots import VoidSlots
+from inflight.engine.slots import VoidSlots
 
 
 def start(slot: int) -> SlotStart:

@@ -10,8 +10,8 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import attention_plan
-from inflight.engine.torch.windows import AttentionWindow, layer_windows
+from inflight.engine.torch import attention
+from inflight.engine.windows import AttentionWindow, layer_windows
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
@@ -142,7 +142,7 @@ def test_pieces_of_a_chunk(
     zoo: Zoo, case: str, chunk: int, piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In which torch's operators take a chunk."""
-    monkeypatch.setattr(attention_plan, "_PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(attention, "_PIECE_ROWS", piece_rows)
     assert_chunks_are_whole(zoo[case], chunk, "torch")
 
 
@@ -176,17 +176,17 @@ def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
 def test_blocks_outside_a_window_are_not_read(
     zoo: Zoo, num_sinks: int, most_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_plan, "_PIECE_ROWS", 1)
+    monkeypatch.setattr(attention, "_PIECE_ROWS", 1)
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, attention_windows=(12,), sink_token_length=num_sinks, kernels="torch")
     read = []
-    gather = engine._cache.gather
+    gather = engine.runner.cache.gather
 
     def spy(layer: int, block_ids: torch.Tensor) -> Any:
         read.append(len(block_ids))
         return gather(layer, block_ids)
 
-    monkeypatch.setattr(engine._cache, "gather", spy)
+    monkeypatch.setattr(engine.runner.cache, "gather", spy)
     driver = Driver(engine)
     row = driver.start(model.prompt(150))
     driver.generate(row, 20)
@@ -277,9 +277,9 @@ def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture
 def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
     folder, kernels = zoo["llama"].folder, "torch"
     engine = load_engine(folder, attention_windows=(MAX_POSITIONS, 100_000), kernels=kernels)
-    assert engine._decoder._windows == (None,)
+    assert engine.runner.decoder._windows == (None,)
     engine = load_engine(folder, attention_windows=(9, 300), max_sequence_length=64, kernels=kernels)
-    assert engine._decoder._windows == (AttentionWindow(9), None)
+    assert engine.runner.decoder._windows == (AttentionWindow(9), None)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.errors import ConfigError
-from inflight.models import DecoderWeights, load_weights, read_model_description
-from inflight.models import progress as progress_module
-from inflight.models.progress import LoadProgress
+from inflight.models import DecoderWeights, load_weights, loader, read_model_description
+from inflight.models.loader import LoadProgress
 from tests.models.zoo import Zoo, make_model
 
 CPU = torch.device("cpu")
@@ -191,7 +190,7 @@ def test_progress_is_silent_without_a_terminal(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(loader, "_PATIENCE_S", 0.0)
     caplog.set_level("INFO", "inflight.models")
     _load(zoo["llama"].folder)
     assert capfd.readouterr() == ("", "")
@@ -202,7 +201,7 @@ def test_progress_is_silent_without_a_terminal(
 def test_progress_is_a_bar_on_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(loader, "_PATIENCE_S", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with LoadProgress("Loading big", 100) as progress:
         progress.advance(50)

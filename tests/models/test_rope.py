@@ -14,8 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from inflight.errors import ConfigError
 from inflight.models.config_file import ConfigFile
-from inflight.models.rope import inverse_frequencies, rope_tables
-from inflight.models.rope_config import read_rope
+from inflight.models.rope import inverse_frequencies, read_rope, rope_tables
 
 HEAD_DIM = 64
 MAX_POSITIONS = 8192

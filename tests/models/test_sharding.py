@@ -42,7 +42,7 @@ def test_key_heads_are_divided_or_shared(zoo: Zoo):
 def test_what_does_not_divide_is_refused_with_what_would(zoo: Zoo, case: str, size: int):
     model = read_model_description(zoo[case].folder)
     with pytest.raises(ConfigError, match=rf"over {size} ranks does not divide .*; it can be 1, 2, 4"):
-        Part.of(Mapping(size), model.decoder)
+        Part.from_mapping(Mapping(size), model.decoder)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-attention-bias", "qwen2", "gpt2"])
@@ -50,7 +50,8 @@ def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
     """Column-parallel rows and row-parallel columns of all ranks, put together, are the whole matrix."""
     model = read_model_description(zoo[case].folder)
     whole = load_weights(model, None, CPU)
-    ranks = [load_weights(model, None, CPU, Part.of(Mapping(2, 1, rank), model.decoder)) for rank in range(2)]
+    parts = [Part.from_mapping(Mapping(2, 1, rank), model.decoder) for rank in range(2)]
+    ranks = [load_weights(model, None, CPU, part) for part in parts]
     assert torch.equal(torch.cat([rank.embedding for rank in ranks]), whole.embedding)
     assert torch.equal(torch.cat([rank.lm_head.weight for rank in ranks]), whole.lm_head.weight)
     decoder = model.decoder
@@ -74,7 +75,7 @@ def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
 def _stages(zoo: Zoo, case: str, pp_size: int) -> tuple[DecoderWeights, list[DecoderWeights]]:
     """The whole model, and its stages."""
     model = read_model_description(zoo[case].folder)
-    parts = [Part.of(Mapping(1, pp_size, rank), model.decoder) for rank in range(pp_size)]
+    parts = [Part.from_mapping(Mapping(1, pp_size, rank), model.decoder) for rank in range(pp_size)]
     return load_weights(model, None, CPU), [load_weights(model, None, CPU, part) for part in parts]
 
 
@@ -101,8 +102,8 @@ def test_stages_hold_their_layers_and_only_the_ends_what_is_around_them(
 
 def test_a_stage_computes_with_its_layers_windows(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["qwen2-window"].folder).decoder
-    parts = [Part.of(Mapping(1, 2, rank), decoder) for rank in range(2)]
-    held = [part.of_model(decoder) for part in parts]
+    parts = [Part.from_mapping(Mapping(1, 2, rank), decoder) for rank in range(2)]
+    held = [part.held_config(decoder) for part in parts]
     assert [config.num_layers for config in held] == [2, 1]
     assert (*held[0].sliding_windows, *held[1].sliding_windows) == decoder.sliding_windows
     assert len(set(decoder.sliding_windows)) == 2
@@ -111,7 +112,7 @@ def test_a_stage_computes_with_its_layers_windows(zoo: Zoo) -> None:
 def test_more_stages_than_layers_are_refused(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but the model has 3 layers only"):
-        Part.of(Mapping(1, 4, 0), decoder)
+        Part.from_mapping(Mapping(1, 4, 0), decoder)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -125,4 +126,4 @@ def test_every_stage_refuses_a_checkpoint_that_lacks_a_tensor_of_any(
     save_file(tensors, folder / "model.safetensors")
     model = read_model_description(folder)
     with pytest.raises(ConfigError, match=r"missing lm_head\.weight"):
-        load_weights(model, None, CPU, Part.of(Mapping(1, 2, rank), model.decoder))
+        load_weights(model, None, CPU, Part.from_mapping(Mapping(1, 2, rank), model.decoder))

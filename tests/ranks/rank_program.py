@@ -18,7 +18,7 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
 from inflight.engine.rank_engine import RankEngine
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngineConfig, load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.hosts import gather_hosts
 from inflight.ranks.lockstep import InStep
@@ -78,7 +78,7 @@ def main() -> None:
     def least(number: int) -> int:
         return min(int(said) for said in world.all_gather(str(number).encode()))
 
-    stage = TorchEngine.load(config, mapping, MpiCollectives(mapping), least)
+    stage = load_stage(config, mapping, MpiCollectives(mapping), least)
     if mapping.is_sampler:
         spoil(stage, requests.GUILTY, num_tokens=25)
     link, outcomes, mates = MpiStageLink(mapping), MpiOutcomes(mapping.sampler), MpiStageMates(mapping)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from inflight.engine.rank_engine import StageLink
     from inflight.engine.torch import TorchEngine, TorchEngineConfig
     from inflight.engine.torch.collectives import Collectives
+    from inflight.engine.torch.engine import TorchRunner
     from inflight.ranks.rank_context import RankContext
 
 DEMO_MODEL = "demo_model"
@@ -135,7 +136,7 @@ def _load_part(parameters: Parameters, version_dir: str, rank_context: RankConte
     import torch
 
     from inflight.engine.rank_engine import RankEngine
-    from inflight.engine.torch import TorchEngine
+    from inflight.engine.torch import load_stage
     from inflight.ranks.mpi import MpiOutcomes, MpiStageMates
     from inflight.ranks.placement import Placement
 
@@ -150,7 +151,7 @@ def _load_part(parameters: Parameters, version_dir: str, rank_context: RankConte
         config = _engine_config(
             parameters, version_dir, device, placement.num_threads, placement.ranks_on_host
         )
-        stage = TorchEngine.load(config, mapping, collectives, agreement.least)
+        stage = load_stage(config, mapping, collectives, agreement.least)
     outcomes = MpiOutcomes(mapping.sampler)
     engine = RankEngine(stage, mapping, link, outcomes, mates, rank_context.report_failure)
     return _loaded(parameters, version_dir, stage, engine, release)
@@ -174,7 +175,7 @@ def _connections(
 def _loaded(
     parameters: Parameters,
     version_dir: str,
-    stage: TorchEngine,
+    stage: TorchEngine | TorchRunner,
     engine: Engine,
     release: Callable[[], None] = lambda: None,
 ) -> LoadedModel:

@@ -1,1 +1,1 @@
-"""The device side: one folder an engine, all of them `inflight.core.ports.Engine`."""
+"""The device side: what every device shares, and a folder for each device that has an engine."""

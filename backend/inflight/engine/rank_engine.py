@@ -19,22 +19,59 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.engine.torch import Pending, TorchEngine
 from inflight.errors import InflightError, StepFailed, Unavailable, error_from_code
 from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.mapping import Mapping
 
 _log = logging.getLogger(__name__)
+
+
+class Stage(Protocol):
+    """One rank's part of a model: a `Runner`, or a `ModelEngine` at the rank that chooses tokens."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Fixed once it is loaded."""
+        ...
+
+    @property
+    def decoder_config(self) -> Any:
+        """Of the model; has its `hidden_size`."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the torch dtype of hidden states."""
+        ...
+
+    def forward(self, batch: ScheduledBatch, hidden: Tensor | None) -> Any:
+        """Hidden states for the next stage; at the rank that chooses tokens, what `choose` takes."""
+
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """As `Runner.remember`."""
+
+    def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
+        """As `Runner.forget`."""
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+
+
+class SamplingStage(Stage, Protocol):
+    """The part of the rank that chooses tokens."""
+
+    def choose(self, batch: ScheduledBatch, pending: Any) -> ModelOutput:
+        """As `ModelEngine.choose`."""
+        ...
 
 
 class StageLink(Protocol):
@@ -115,7 +152,7 @@ class RankEngine:
 
     def __init__(
         self,
-        stage: TorchEngine,
+        stage: Stage,
         mapping: Mapping,
         link: StageLink,
         outcomes: Outcomes,
@@ -173,7 +210,7 @@ class RankEngine:
         """Free the device's memory. Idempotent."""
         self._stage.close()
 
-    def _run(self, flight: _Flight) -> Tensor | Pending | None:
+    def _run(self, flight: _Flight) -> Any:
         """What this stage makes of what the one before has made; None: nothing."""
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
@@ -193,12 +230,13 @@ class RankEngine:
             flight.error = error
             return None
 
-    def _tell(self, flight: _Flight, pending: Pending | None) -> None:
+    def _tell(self, flight: _Flight, pending: Any) -> None:
         """The sampler's: decide what became of the batch."""
         iteration, error = flight.batch.iteration, flight.error
         if pending is not None:
             try:
-                flight.outcome = Outcome(iteration, self._stage.choose(flight.batch, pending))
+                stage = cast(SamplingStage, self._stage)  # the sampler's rank is given one
+                flight.outcome = Outcome(iteration, stage.choose(flight.batch, pending))
                 message = _ENCODER.encode(flight.outcome)
             except Exception as chosen_error:
                 error = chosen_error

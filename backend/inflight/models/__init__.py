@@ -5,7 +5,7 @@ attention: `inflight.engine` runs what is loaded here. Used by the loading threa
 """
 
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
+from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.loader import load_weights
 from inflight.models.registry import DTYPES, FAMILIES, ModelDescription, read_model_description
 
@@ -18,6 +18,7 @@ __all__ = [
     "Linear",
     "ModelDescription",
     "Norm",
+    "PlainWeights",
     "load_weights",
     "read_model_description",
 ]

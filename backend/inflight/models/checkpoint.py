@@ -74,8 +74,8 @@ class Checkpoint:
         self.tensors[new_name] = self.tensors.pop(name)
         self._stored_as[new_name] = self._stored_as.pop(name, name)
 
-    def forget(self, tensor: Tensor) -> None:
-        """What `read` returned was used: its pages no longer count as this process's memory."""
+    def release_pages(self, tensor: Tensor) -> None:
+        """Let the pages of a tensor that `read` returned no longer count as this process's memory."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
@@ -98,7 +98,8 @@ class Checkpoint:
         for file, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 - a file handle, not a dict
                 view = handle.get_slice(name)
-                dtype = _FLOAT_DTYPES.get(view.get_dtype(), view.get_dtype())
+                stored: str = view.get_dtype()
+                dtype = _FLOAT_DTYPES.get(stored, stored)
                 infos.append((name, TensorInfo(file, tuple(view.get_shape()), dtype)))
         return infos
 

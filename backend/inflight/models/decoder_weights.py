@@ -7,8 +7,8 @@ projections of a gated MLP: fewer, larger products.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,30 +57,27 @@ class LayerWeights:
     down: Linear
 
 
+LayerT = TypeVar("LayerT")
+HeadT = TypeVar("HeadT")
+
+
 @dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """The whole model, or a part of it.
+class DecoderWeights(Generic[LayerT, HeadT]):
+    """The whole model, or a part of it: LayerWeights and a Linear, or what a `Finisher` has made of them.
 
     Attributes:
         embedding: [vocab_size, hidden_size]; None behind the first pipeline stage.
         position_embedding: [max_positions, hidden_size]; None with rotary positions, and behind the first stage.
-        layers: First to last, at least one; or what somebody has made of them.
+        layers: First to last, at least one.
         final_norm: Before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
     """
 
     embedding: Tensor | None
     position_embedding: Tensor | None
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerT, ...]
     final_norm: Norm | None
-    lm_head: Linear | None
+    lm_head: HeadT | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all of them."""
-        return self.layers[0].attention_norm.weight.dtype
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.layers[0].attention_norm.weight.device
+PlainWeights = DecoderWeights[LayerWeights, Linear]

@@ -1,37 +1,59 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
 Every tensor is copied once, from the mapped file straight into its place on the device, so that a load needs no
-more memory than the model, and the file may be replaced afterwards.
+more memory than the model, and the file may be replaced afterwards. A long load says how far it is: by a bar on
+stderr for people, by one log line for everybody else.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from types import TracebackType
+from typing import Generic
 
 import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm
-from inflight.models.progress import LoadProgress
+from inflight.models.decoder_weights import (
+    DecoderWeights,
+    HeadT,
+    LayerT,
+    LayerWeights,
+    Linear,
+    Norm,
+    PlainWeights,
+)
+from inflight.models.families.family import WeightNames
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range, Shard
-from inflight.models.weight_names import WeightNames
 
 _LM_HEAD = "lm_head"
 _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
+_PATIENCE_S = 1.0  # a shorter load says nothing of itself
 _logger = logging.getLogger(__name__)
 
 
-class Finisher:
-    """What becomes of the parts of a model once they are read; this one leaves them as they are.
+class Finisher(ABC, Generic[LayerT, HeadT]):
+    """Says what is kept of a model's layers and of its output projection once they are read.
 
     Attributes:
         keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
@@ -40,25 +62,33 @@ class Finisher:
     keeps_tied_embedding = True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for a tensor of a layer, whatever is in it."""
+        """Memory for a tensor of a layer, not initialized."""
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def layer(self, layer: LayerWeights) -> Any:
+    @abstractmethod
+    def layer(self, layer: LayerWeights) -> LayerT:
         """What is kept instead of a layer."""
+
+    @abstractmethod
+    def head(self, head: Linear) -> HeadT:
+        """What is kept instead of the output projection."""
+
+
+class _AsRead(Finisher[LayerWeights, Linear]):
+    def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
-    def head(self, head: Linear) -> Any:
-        """What is kept instead of the output projection."""
+    def head(self, head: Linear) -> Linear:
         return head
 
 
-_AS_READ = Finisher()
+_AS_READ = _AsRead()
 _Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A checkpoint tensor of so many rows, and the ranges of them that are wanted."""
+    """A tensor of the checkpoint that has so many `rows`, and the `ranges` of them that are wanted."""
 
     name: str
     rows: int
@@ -114,18 +144,29 @@ def load_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     part: Part | None = None,
-    finisher: Finisher = _AS_READ,
-) -> DecoderWeights:
+) -> PlainWeights:
     """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
 
     Of a part only what it holds is read, but the whole checkpoint is checked: all ranks say what does not fit.
-    `finisher` is given each layer, and the output projection, once it is read; what it returns is kept instead.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
     """
+    return load_finished_weights(model, dtype, device, part or Part.whole(model.decoder), _AS_READ)
+
+
+def load_finished_weights(
+    model: ModelDescription,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    part: Part,
+    finisher: Finisher[LayerT, HeadT],
+) -> DecoderWeights[LayerT, HeadT]:
+    """As `load_weights`, but each layer, and the output projection, is given to `finisher` once it is read.
+
+    What that returns is kept instead, so that no more than one layer is there twice.
+    """
     whole = Part.whole(model.decoder)
-    part = part or whole
     with Checkpoint(model.folder) as checkpoint:
         base = _base(model, checkpoint)
         is_tied = model.decoder.tied_embeddings
@@ -149,7 +190,7 @@ def load_weights(
 
 
 def _base(model: ModelDescription, checkpoint: Checkpoint) -> str:
-    """What the names begin with: a checkpoint of the model without its output projection has it left out."""
+    """The prefix of tensor names; a checkpoint of a model without its output projection leaves it out."""
     return model.names.base if any(name.startswith(model.names.base) for name in checkpoint.tensors) else ""
 
 
@@ -178,7 +219,7 @@ def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
         return torch.equal(*tensors)
     finally:
         for tensor in tensors:
-            checkpoint.forget(tensor)
+            checkpoint.release_pages(tensor)
 
 
 def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) -> list[_TensorSpec]:
@@ -188,7 +229,7 @@ def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) ->
         specs.append(spec)
         return torch.empty(0)
 
-    _build(decoder, names, base, part, note, note)
+    _build(decoder, names, base, part, note, note, _AS_READ)
     return specs
 
 
@@ -199,8 +240,8 @@ def _build(
     part: Part,
     make: Callable[[_TensorSpec], Tensor],
     make_in_layer: Callable[[_TensorSpec], Tensor],
-    finisher: Finisher = _AS_READ,
-) -> DecoderWeights:
+    finisher: Finisher[LayerT, HeadT],
+) -> DecoderWeights[LayerT, HeadT]:
     """Walk over the model, asking `make` for each of the part's tensors, `make_in_layer` for those of layers."""
     hidden = decoder.hidden_size
 
@@ -246,12 +287,13 @@ def _build_layer(
         """`rows`: of each of the fused projections all there are, and this shard's."""
 
         def parts(kind: str) -> tuple[_Rows, ...]:
-            if len(modules) > 1:
+            fused, *others = modules
+            if others:
                 pairs = zip(modules, rows, strict=True)
                 return tuple(_Rows(f"{prefix}{m}.{kind}", count, (own,)) for m, (count, own) in pairs)
             starts = accumulate((count for count, _ in rows), initial=0)
             own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
-            return (_Rows(f"{prefix}{modules[0]}.{kind}", sum(count for count, _ in rows), own),)
+            return (_Rows(f"{prefix}{fused}.{kind}", sum(count for count, _ in rows), own),)
 
         weight = make(_TensorSpec(parts("weight"), hidden, (0, hidden), names.transposed))
         return Linear(weight, make(_TensorSpec(parts("bias"), None)) if bias else None)
@@ -320,7 +362,7 @@ def _stored_dtype(decoder: DecoderConfig, checkpoint: Checkpoint, first: _Tensor
 
 
 def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
-    """Filled."""
+    """Fill `tensor` with what `spec` wants of the checkpoint, and return it."""
     start = 0
     for part in spec.parts:
         stored = checkpoint.read(part.name)
@@ -328,5 +370,55 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
             end = start + rows[1] - rows[0]
             tensor[start:end].copy_(spec.wanted(stored, rows))
             start = end
-        checkpoint.forget(stored)
+        checkpoint.release_pages(stored)
     return tensor
+
+
+class LoadProgress:
+    """Context manager around a load of `total_bytes`.
+
+    The bar appears once the load has taken a second, and only on a terminal. Without one, a load that took that
+    long is logged when it is done.
+    """
+
+    def __init__(self, title: str, total_bytes: int) -> None:
+        """Show nothing yet."""
+        self._title = title
+        self._total = total_bytes
+        self._done = 0
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> LoadProgress:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        elapsed = time.monotonic() - self._start
+        if self._bar is not None:
+            self._bar.stop()
+        elif error is None and elapsed > _PATIENCE_S:
+            _logger.info("%s: %.2f GB in %.1f s", self._title, self._done / 1e9, elapsed)
+
+    def advance(self, num_bytes: int) -> None:
+        """Count `num_bytes` more as loaded."""
+        self._done += num_bytes
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+        elif sys.stderr.isatty() and time.monotonic() - self._start > _PATIENCE_S:
+            self._bar = self._show()
+
+    def _show(self) -> Progress:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        bar.add_task(self._title, total=self._total, completed=self._done)
+        bar.start()
+        return bar

@@ -11,16 +11,14 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.file_names import native
-from inflight.models.config_file import ConfigFile
-from inflight.models.config_keys import refuse_unread
+from inflight.models.config_file import ConfigFile, refuse_unread
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family
+from inflight.models.families.family import Family, WeightNames
 from inflight.models.families.gpt2 import GPT2
 from inflight.models.families.llama import LLAMA
 from inflight.models.families.mistral import MINISTRAL, MISTRAL
 from inflight.models.families.qwen2 import QWEN2
 from inflight.models.families.qwen3 import QWEN3
-from inflight.models.weight_names import WeightNames
 
 _logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from inflight.ranks.mapping import Mapping
 from inflight.ranks.sizes import tensor_parallel_sizes
 
 Range = tuple[int, int]
-"""First and behind the last."""
+"""The first index, and the one behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Shard:
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
-        """Of all query heads' rows: this rank's. Of the output projection's columns, the same."""
+        """This rank's rows of all query heads, which are its columns of the output projection."""
         return _scaled(self.split(decoder.num_heads), decoder.head_dim)
 
     def kv_rows(self, decoder: DecoderConfig) -> Range:
-        """Of all key heads' rows, and of all value heads': this rank's."""
+        """This rank's rows of all key heads, and of all value heads."""
         kv_heads = decoder.num_kv_heads
         if kv_heads >= self.size:
             return _scaled(self.split(kv_heads), decoder.head_dim)
@@ -89,7 +89,7 @@ class Part:
     is_last_stage: bool = True
 
     @classmethod
-    def of(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
+    def from_mapping(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
         """A rank's part of a model; ConfigError if it cannot be divided so."""
         shard = Shard(mapping.tp_size, mapping.tp_rank)
         shard.check(decoder)
@@ -101,7 +101,7 @@ class Part:
         """All of a model."""
         return cls(WHOLE, (0, decoder.num_layers))
 
-    def of_model(self, decoder: DecoderConfig) -> DecoderConfig:
+    def held_config(self, decoder: DecoderConfig) -> DecoderConfig:
         """The model as this rank computes it: its layers alone, the first of which is layer 0, of its shard."""
         begin, end = self.layers
         return replace(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.engine.rank_engine import RankEngine
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngineConfig, load_stage
 from inflight.ranks.mapping import Mapping
 
 
@@ -139,7 +139,7 @@ class ThreadRanks:
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
         self.collectives = [ThreadCollectives(meetings[m.pp_rank], m.tp_rank, tp_size) for m in mappings]
         self.stages = [
-            TorchEngine.load(config, mapping, collectives)
+            load_stage(config, mapping, collectives)
             for mapping, collectives in zip(mappings, self.collectives)
         ]
         self.limits: EngineLimits = self.stages[0].limits

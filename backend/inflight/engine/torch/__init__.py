@@ -1,4 +1,4 @@
-"""The torch engine: one packed forward pass over a paged KV cache, on a CPU or an NVIDIA GPU.
+"""The engine on torch: one packed forward pass over a paged KV cache, on a CPU or an NVIDIA GPU.
 
 Owns device memory. Knows neither requests nor queues: it is told what to run by ScheduledBatch values, on one
 thread, the loop's. Imports torch when one of its names is first asked for.
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight.engine.torch.config import TorchEngineConfig
-    from inflight.engine.torch.engine import Pending, TorchEngine
+    from inflight.engine.torch.engine import TorchEngine, load_stage
 
-__all__ = ["Pending", "TorchEngine", "TorchEngineConfig"]
+__all__ = ["TorchEngine", "TorchEngineConfig", "load_stage"]
 
-_MODULES = {"Pending": "engine", "TorchEngine": "engine", "TorchEngineConfig": "config"}
+_MODULES = {"TorchEngine": "engine", "TorchEngineConfig": "config", "load_stage": "engine"}
 
 
 def __getattr__(name: str) -> Any:

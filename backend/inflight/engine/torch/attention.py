@@ -1,8 +1,12 @@
 """Attention of packed rows over the paged KV cache, one layer at a time.
 
-What makes a plan once an iteration and computes a layer by it is an `Attention`. The two here run everywhere: they
+An `Attention` makes a plan once an iteration, by which it computes every layer. The two here run everywhere: they
 gather the blocks that are read, and differ in the kernel. `paged_attention.py` has one for GPUs that reads blocks
 in place.
+
+Layers with the same window share a plan, and gathering leaves out blocks outside of it. Generation rows are cut
+into groups of similar length, since the rows of a group are padded to its longest; under a window chunks are cut
+into pieces, since every row of a piece is computed with all the keys that any of them sees.
 
 Query heads that share a key head are never given copies of it: in a context chunk they are one batch entry's heads
 over a broadcast key head, in generation they stand where a sequence's rows would.
@@ -10,18 +14,21 @@ over a broadcast key head, in generation they stand where a sequence's rows woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.torch.attention_plan import AttentionPlan, ChunkPlan, GenerationPlan, plan_attention
+from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 
+_PIECE_ROWS = 256  # under a window, pieces of fewer rows cost more in calls than they save in keys
+_SPLIT_SAVES_KEYS = 512  # reading fewer padding keys than this costs less than another group's calls
 _TILE_ROWS = 16  # divides the rows of every kernel's tiles
 _MOST_SCORES = 1 << 26  # 256 MiB of them in float32
 
@@ -45,11 +52,12 @@ class Attention(Protocol):
         dtype: torch.dtype,
     ) -> Mapping[AttentionWindow | None, Any]:
         """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
+        ...
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: Any, cache: KvCache
     ) -> Tensor:
-        """What every row has read.
+        """The attention output of every row.
 
         Args:
             queries: [rows, heads, head_dim].
@@ -62,6 +70,7 @@ class Attention(Protocol):
         Returns:
             [rows, heads * head_dim].
         """
+        ...
 
 
 class Kernel(Protocol):
@@ -76,7 +85,7 @@ class Kernel(Protocol):
         *,
         is_causal: bool = False,
     ) -> Tensor:
-        """What every query has read, [entries, heads, rows, head_dim].
+        """The attention output of every query, [entries, heads, rows, head_dim].
 
         Args:
             query: [entries, heads, rows, head_dim].
@@ -85,13 +94,58 @@ class Kernel(Protocol):
             attn_mask: Added to the scores, [entries, heads, rows, keys] or what broadcasts to that.
             is_causal: True if and only if there is no mask: row i reads the keys up to i.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """A context chunk or a piece of one.
+
+    Attributes:
+        begin: First row.
+        end: Row after the last.
+        block_ids: Blocks whose keys are attended to, in order; None: its own rows are all the keys.
+        num_keys: Keys attended to, from the first block's first.
+        mask: [rows, num_keys], 0 where a row sees a key and -inf elsewhere; None: causal.
+    """
+
+    begin: int
+    end: int
+    block_ids: Tensor | None
+    num_keys: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """Generation rows of similar length.
+
+    Attributes:
+        begin: First row.
+        end: Row after the last.
+        block_ids: [rows * blocks], equally many for every row.
+        mask: [rows, 1, 1, blocks * tokens_per_block], 0 where a row sees a key and -inf elsewhere.
+    """
+
+    begin: int
+    end: int
+    block_ids: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """All rows of a batch, for one window."""
+
+    chunks: tuple[ChunkPlan, ...]
+    generation: tuple[GenerationPlan, ...]
 
 
 class GatheringAttention:
-    """Puts the blocks that are read one after another, and reads those.
+    """Copies the blocks that are read one after another, and attends to the copy.
 
     Args:
-        kernel: What computes it.
+        kernel: Computes attention over keys and values in one piece.
     """
 
     has_fixed_shapes = False
@@ -137,7 +191,7 @@ class GatheringAttention:
 def by_products(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False
 ) -> Tensor:
-    """As `Kernel`, in float32 by nothing but matrix products: what other kernels are compared with.
+    """A `Kernel` of matrix products alone, in float32: other kernels are compared with it.
 
     Entries are taken a few at a time, since the scores of all of them may be more than there is memory for.
     """
@@ -169,7 +223,7 @@ def _attend_chunk(
     chunk: ChunkPlan,
     cache: KvCache,
 ) -> None:
-    """Rows of one sequence, all together; of some numbers the last one as generation rows are.
+    """Compute the rows of a chunk together; of some numbers of rows, the last one apart, as generation rows are.
 
     Under a mask, and with a key head that is broadcast by a stride of 0, torch's memory-efficient kernel for CUDA
     computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their masks
@@ -213,3 +267,127 @@ def _attend_generation(
         values.view(shape).transpose(1, 2),
         attn_mask=group.mask,
     )
+
+
+def plan_attention(
+    packed: PackedBatch,
+    block_tables: Tensor,
+    tokens_per_block: int,
+    window: AttentionWindow | None,
+    dtype: torch.dtype,
+) -> AttentionPlan:
+    """The plan for layers with `window` (None: every token sees all before it); masks are `dtype`."""
+    pieces = [piece for chunk in packed.chunks for piece in _pieces(chunk, window)]
+    return AttentionPlan(
+        tuple(_plan_chunk(piece, block_tables, tokens_per_block, window, dtype) for piece in pieces),
+        tuple(
+            _plan_generation(packed, begin, end, block_tables, tokens_per_block, window, dtype)
+            for begin, end in _groups(packed)
+        ),
+    )
+
+
+def _pieces(chunk: PackedChunk, window: AttentionWindow | None) -> Iterator[PackedChunk]:
+    """The chunk, or the pieces of it; a piece reads the keys of those before it from the cache."""
+    num_rows = chunk.end - chunk.begin
+    size = num_rows if window is None else max(window.size, _PIECE_ROWS)
+    for first in range(0, num_rows, size):
+        begin = chunk.begin + first
+        yield PackedChunk(chunk.slot, begin, min(begin + size, chunk.end), chunk.start + first)
+
+
+def _plan_chunk(
+    chunk: PackedChunk,
+    block_tables: Tensor,
+    tokens_per_block: int,
+    window: AttentionWindow | None,
+    dtype: torch.dtype,
+) -> ChunkPlan:
+    num_rows = chunk.end - chunk.begin
+    if chunk.start == 0 and (window is None or num_rows <= window.size):
+        return ChunkPlan(chunk.begin, chunk.end, None, num_rows, None)
+    length, device = chunk.start + num_rows, block_tables.device
+    num_blocks = -(-length // tokens_per_block)
+    num_sink_blocks, first_block, block_ids = 0, 0, None
+    if chunk.start > 0:
+        if window is not None:
+            num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
+            first_block = max(num_sink_blocks, (chunk.start - window.recent + 1) // tokens_per_block)
+        table = block_tables[chunk.slot]
+        block_ids = table[first_block:num_blocks]
+        if num_sink_blocks:
+            block_ids = torch.cat([table[:num_sink_blocks], block_ids])
+    of_sinks = torch.arange(num_sink_blocks * tokens_per_block, device=device)
+    keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
+    unused = num_blocks * tokens_per_block - length  # places at the end of the last block
+    keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
+    hidden = _hidden(keys, torch.arange(chunk.start, length, device=device)[:, None], window)
+    return ChunkPlan(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, dtype))
+
+
+def _groups(packed: PackedBatch) -> list[tuple[int, int]]:
+    """Generation rows begin .. end - 1, cut where the rest is so much shorter that a group of its own pays."""
+    lengths = packed.generation_lengths.tolist()
+    starts = []
+    longest = 0
+    for index, length in enumerate(lengths):
+        saved = (longest - length) * (len(lengths) - index)
+        if not starts or (4 * length <= 3 * longest and saved >= _SPLIT_SAVES_KEYS):
+            starts.append(index)
+            longest = length
+    bounds = [packed.generation_begin + index for index in (*starts, len(lengths))]
+    return list(pairwise(bounds))
+
+
+def _plan_generation(
+    packed: PackedBatch,
+    begin: int,
+    end: int,
+    block_tables: Tensor,
+    tokens_per_block: int,
+    window: AttentionWindow | None,
+    dtype: torch.dtype,
+) -> GenerationPlan:
+    slots, positions = packed.slots[begin:end], packed.positions[begin:end, None]
+    offset = packed.generation_begin
+    lengths = packed.generation_lengths[begin - offset : end - offset]
+    device = block_tables.device
+    num_blocks = -(-int(lengths[0]) // tokens_per_block)
+    if window is None:
+        block_ids = block_tables[slots, :num_blocks]
+        keys = torch.arange(num_blocks * tokens_per_block, device=device)
+    else:
+        num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
+        firsts = ((positions - window.recent + 1) // tokens_per_block).clamp_(min=num_sink_blocks)
+        first_on_host = ((lengths - window.recent) // tokens_per_block).clip(min=num_sink_blocks)
+        num_recent = int((-(-lengths // tokens_per_block) - first_on_host).max())
+        columns = firsts + torch.arange(num_recent, device=device)
+        if num_sink_blocks:
+            of_sinks = torch.arange(num_sink_blocks, device=device).expand(len(slots), -1)
+            columns = torch.cat([of_sinks, columns], dim=1)
+        # Past the end of the table any block will do: its keys are masked.
+        block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
+        places = torch.arange(tokens_per_block, device=device)
+        keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
+    mask = _mask(_hidden(keys, positions, window), dtype)
+    return GenerationPlan(begin, end, block_ids.reshape(-1), mask[:, None, None, :])
+
+
+def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
+    return -(-window.sinks // tokens_per_block)
+
+
+def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
+    """Which keys, by their positions [n] or [rows, n], the rows at `positions` [rows, 1] do not see: [rows, n]."""
+    hidden = keys > positions
+    if window is not None:
+        outside = keys <= positions - window.recent
+        if window.sinks:
+            outside &= keys >= window.sinks
+        hidden |= outside
+    return hidden
+
+
+def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """As it is added to the scores; made here, a boolean one would be converted again in every layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.attention import BY_PRODUCTS, Attention
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch, PackedChunk
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
 _SEQUENCES = 3
@@ -26,7 +26,7 @@ _TOLERANCE = 0.05  # values are around 1, and half precision is off by some thou
 
 
 class CannotAttend(Exception):
-    """Why an attention is of no use."""
+    """Why an attention cannot be used."""
 
 
 def check_attention(

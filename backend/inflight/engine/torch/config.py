@@ -1,4 +1,4 @@
-"""What a torch engine is loaded with."""
+"""The parameters that a torch engine is loaded with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KERNELS = ("native", "torch")
 
 @dataclass(frozen=True, slots=True)
 class TorchEngineConfig:
-    """All there is to choose. Names in messages are those of config.pbtxt's parameters.
+    """Everything that can be chosen at a load. Names in messages are those of config.pbtxt's parameters.
 
     Attributes:
         model_path: Hugging Face checkpoint folder.

@@ -1,6 +1,7 @@
-"""The forward pass: packed token ids in, what the model makes of them out. One class for all families.
+"""The forward pass in torch's operators, one class for all families.
 
-A pipeline stage has some of the layers: what goes in then is what the stage before made.
+A pipeline stage has some of the layers, and starts from the hidden states of the stage before. The two ends of a
+model, embedding and logits, are here for compiled layers too: several ranks may hold parts of their vocabulary.
 
 Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
 DecoderConfig names.
@@ -17,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.row_kernels import RowKernels
+from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.vocabulary import embed, join_logits
-from inflight.engine.torch.windows import AttentionWindow
-from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.rope import rope_tables
-from inflight.models.sharding import Part
+from inflight.models.sharding import Part, Range
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -36,7 +36,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """A model's weights and the tables its positions need.
+    """A model, or a part of one: its weights, and the tables of its rotary positions.
 
     Args:
         config: What the checkpoint says.
@@ -49,9 +49,10 @@ class Decoder:
 
     Attributes:
         config: Of the whole model.
-        has_fixed_shapes: As of its attention.
+        dtype: Of weights, activations and KV cache.
+        has_fixed_shapes: As `attention` says.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
-        row_kernels: How tokens are chosen from its logits.
+        row_kernels: Computes over its rows of logits when tokens are chosen.
     """
 
     needs_cleared_blocks = True
@@ -60,7 +61,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: DecoderWeights,
+        weights: PlainWeights,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
         part: Part | None = None,
@@ -71,22 +72,19 @@ class Decoder:
         self.config = config
         self.has_fixed_shapes = attention.has_fixed_shapes
         self._attention = attention
-        self._part = part.of_model(config)
+        self._part = part.held_config(config)
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._layer_windows = layer_windows[slice(*part.layers)]
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
-        self._cos, self._sin = None, None
+        any_weight = weights.layers[0].attention_norm.weight
+        self.dtype = any_weight.dtype
+        self._rope = None
         if config.rope is not None:
             cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
-            self._cos, self._sin = cos.to(weights.device), sin.to(weights.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache."""
-        return self._weights.dtype
+            self._rope = cos.to(any_weight.device), sin.to(any_weight.device)
 
     def forward(
         self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
@@ -99,7 +97,7 @@ class Decoder:
         plans = self._attention.plan(packed, block_tables, cache.tokens_per_block, self._windows, self.dtype)
         places = _places(packed, block_tables, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
-        rotation = None if self._cos is None else self._rotation(packed.positions)
+        rotation = None if self._rope is None else _rotation(*self._rope, packed.positions)
         for index, layer in enumerate(weights.layers):
             plan = plans[self._layer_windows[index]]
             x = x + self._attend(
@@ -116,7 +114,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
-        logits = self._weights.lm_head(self._norm(hidden[rows], self._weights.final_norm)).float()
+        norm, head = self._weights.final_norm, self._weights.lm_head
+        assert norm is not None and head is not None, "the last stage makes the logits"
+        logits = head(self._norm(hidden[rows], norm)).float()
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def _embed(self, packed: PackedBatch) -> Tensor:
@@ -125,6 +125,7 @@ class Decoder:
         return x if positions is None else x + F.embedding(packed.positions, positions)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
+        assert self._weights.embedding is not None, "the first stage embeds the tokens"
         return F.embedding(token_ids, self._weights.embedding)
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
@@ -171,10 +172,11 @@ class Decoder:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.config.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.config.norm_eps)
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
-        cos, sin = self._cos[positions], self._sin[positions]
-        return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
+    cos, sin = all_cos[positions], all_sin[positions]
+    return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
 
 
 def _places(packed: PackedBatch, block_tables: Tensor, tokens_per_block: int) -> Tensor:
@@ -188,3 +190,33 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
+
+
+def embed(
+    token_ids: Tensor, here: Range, look_up: Callable[[Tensor], Tensor], collectives: Collectives
+) -> Tensor:
+    """The embeddings of `token_ids` [rows].
+
+    Args:
+        token_ids: Of the whole vocabulary.
+        here: Which ids this rank has, maybe none.
+        look_up: From ids, counted from the first of `here`, to [rows, hidden_size].
+        collectives: The ranks that have the others.
+    """
+    if collectives.size == 1:
+        return look_up(token_ids)
+    begin, end = here
+    is_here = (token_ids >= begin) & (token_ids < end)
+    found = look_up(token_ids[is_here] - begin)
+    x = found.new_zeros((len(token_ids), found.shape[1]))
+    x[is_here] = found
+    return collectives.all_reduce(x)
+
+
+def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
+    """[rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
+    if collectives.size == 1:
+        return logits
+    widest = -(-vocab_size // collectives.size)
+    padded = F.pad(logits, (0, widest - logits.shape[-1]))
+    return collectives.all_gather(padded)[..., :vocab_size].contiguous()

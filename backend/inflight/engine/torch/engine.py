@@ -1,12 +1,9 @@
-"""TorchEngine: `inflight.core.ports.Engine` on torch.
+"""The torch engine: a Runner on torch, loaded from a checkpoint, with the Sampler where tokens are chosen.
 
-Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls
-it, the loop's. On a GPU `forward` waits for the device only where context outputs are wanted (or a top-p comes
-with a top-k that keeps the whole vocabulary), generation batches are recorded once and replayed
-(`generation_graphs.py`), and the next batch is forwarded while one is computed.
-
-It may be one rank's part of a model. Then `inflight.engine.rank_engine` takes its place before the loop, and
-what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.
+Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls it,
+the loop's. On a GPU `forward` waits for the device only where context outputs are wanted (or a top-p comes with a
+top-k that keeps the whole vocabulary), generation batches are recorded once and replayed (`generation_graphs.py`),
+and the next batch is forwarded while one is computed.
 """
 
 from __future__ import annotations
@@ -14,32 +11,29 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding import Choice, Decoding
+from inflight.core.schedule.batch import ContextDetails, EngineLimits, ScheduledBatch
+from inflight.decoding import Decoding
 from inflight.decoding.transfer import upload
+from inflight.engine.context_outputs import ContextOutputs
+from inflight.engine.engine import ModelEngine, Runner
+from inflight.engine.memory import KvCacheDemand, free_memory, plan_kv_cache
+from inflight.engine.packing import generation_rows, pack
+from inflight.engine.slots import SlotTable
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.config import TorchEngineConfig
-from inflight.engine.torch.context_outputs import ContextOutputs
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.load_decoder import load_decoder
-from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
-from inflight.engine.torch.memory_probe import free_memory
 from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.packing import generation_rows, pack
-from inflight.engine.torch.slot_table import SlotTable
-from inflight.engine.torch.void_slots import VoidSlots
-from inflight.engine.torch.windows import layer_windows
+from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import DynamicScaling
@@ -50,31 +44,21 @@ _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A batch between `forward` and `decode`, which may come after the next `forward`.
+class TorchRunner(Runner):
+    """A model or a part of one, loaded, and everything that it remembers between iterations.
 
-    Attributes:
-        result: If the batch feeds itself, what the device chose. Else logits to choose from, [rows, vocab_size]
-            float32, in the order of `ScheduledBatch.sampled_slots`, 1 + num_draft_tokens rows for a chunk and one
-            for a generation slot.
-        positions: [rows] on the host: where in its sequence the token belongs that each row chooses.
-        context: By slot, of chunks that want context outputs.
-    """
-
-    result: Choice | Tensor
-    positions: NDArray[np.int64]
-    context: dict[int, ContextDetails]
-
-
-class TorchEngine:
-    """A loaded model, or a part of one, and everything it remembers between iterations. Made by `load`.
-
-    Attributes:
+    Args:
+        decoder: Computes the layers.
+        cache: Their KV cache.
         limits: What requests and batches may ask for.
+        max_num_tokens: Most rows of a forward pass.
+        mapping: Which rank's part this is.
+        capture: Records generation batches, if they are to be recorded; `decoder` is then all of a model and has
+            fixed shapes.
+
+    Attributes:
         decoder_config: What the checkpoint says of the model.
         dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
-        eos_token_ids: Ids that end a sequence, by the checkpoint.
         kernels: What computes the layers: "native" or "torch".
         recorded_sizes: Of which numbers of rows generation batches are recorded; empty: none are.
     """
@@ -87,218 +71,168 @@ class TorchEngine:
         max_num_tokens: int,
         mapping: Mapping = _ALONE,
         capture: Capture | None = None,
-        normalize_log_probs: bool = False,
     ) -> None:
-        """With `capture`, generation batches are recorded; `decoder` is all of a model and has fixed shapes."""
-        self.limits = limits
+        max_blocks = -(-limits.max_sequence_length // limits.tokens_per_block)
+        slots = SlotTable(
+            limits.max_num_sequences, max_blocks, limits.tokens_per_block, cache.null_block, cache.device
+        )
+        super().__init__(limits, slots)
         self.decoder_config = decoder.config
         self.dtype = str(decoder.dtype).removeprefix("torch.")
-        self.eos_token_ids = decoder.config.eos_token_ids
         self.kernels = "native" if isinstance(decoder, NativeDecoder) else "torch"
-        self._decoder = decoder
-        self._cache = cache
+        self.decoder = decoder
+        self.cache = cache
         self._max_num_tokens = max_num_tokens
-        self._slots = SlotTable(
-            limits.max_num_sequences,
-            -(-limits.max_sequence_length // limits.tokens_per_block),
-            limits.tokens_per_block,
-            cache.null_block,
-            cache.device,
-        )
         self._graphs = None
         if capture is not None and isinstance(decoder, Decoder):
-            self._graphs = _record(decoder, self._slots, cache, capture)
+            self._graphs = _record(decoder, slots, cache, capture)
         self.recorded_sizes = () if self._graphs is None else self._graphs.sizes
-        self._void_slots = VoidSlots()
-        self._decoding, self._context_outputs = None, None
-        if mapping.is_last_stage:
-            self._context_outputs = ContextOutputs(limits.vocab_size, is_kept=mapping.is_sampler)
-        if mapping.is_sampler:
-            self._decoding = Decoding(
-                limits.max_num_sequences,
-                limits.max_sequence_length,
-                limits.vocab_size,
-                cache.device,
-                decoder.row_kernels,
-                normalize_log_probs,
-            )
+        self._is_last_stage = mapping.is_last_stage
+        self.context_outputs = ContextOutputs(limits.vocab_size, is_kept=mapping.is_sampler)
 
-    @classmethod
-    @torch.inference_mode()
-    def load(
-        cls,
-        config: TorchEngineConfig,
-        mapping: Mapping = _ALONE,
-        collectives: Collectives = ALONE,
-        agree: Callable[[int], int] = int,
-    ) -> TorchEngine:
-        """Read a checkpoint and allocate the KV cache.
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence, by the checkpoint."""
+        return self.decoder_config.eos_token_ids
 
-        Args:
-            config: What to load, and how.
-            mapping: Which rank this is of those that hold the model together.
-            collectives: Connects the ranks of this one's pipeline stage.
-            agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
-                ranks'. With its ConfigError, this one's load fails too.
-
-        Raises:
-            ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
-        """
-        config.validate()
-        device = _device(config.device)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        model = read_model_description(config.model_path)
-        max_sequence_length = _max_sequence_length(config, model.decoder)
-        windows = layer_windows(
-            model.decoder.sliding_windows,
-            config.attention_windows,
-            config.sink_token_length,
-            max_sequence_length,
-        )
-        part = Part.of(mapping, model.decoder)
-        decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
-        held = part.of_model(model.decoder)
-        capture = _find_capture(config, decoder, mapping, device)
-        reserved = 0 if capture is None else graph_bytes(config.max_num_sequences)
-        num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
-        cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
-        limits = EngineLimits(
-            vocab_size=model.decoder.vocab_size,
-            max_sequence_length=max_sequence_length,
-            max_num_sequences=config.max_num_sequences,
-            num_blocks=num_blocks,
-            tokens_per_block=config.tokens_per_block,
-            num_micro_batches=mapping.pp_size,
-            overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
-            takes_all_processors=device.type == "cpu"
-            and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
-        )
-        return cls(
-            decoder, cache, limits, config.max_num_tokens, mapping, capture, config.normalize_log_probs
-        )
-
-    @torch.inference_mode()
-    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor | Pending:
-        """Take over the batch's slots and blocks, then run the packed forward pass.
-
-        On a GPU, run means queue. Of a batch that feeds itself the tokens are chosen too.
-
-        If this or `decode` raises, whatever for, the sequences of the batch have to start again; nothing else is
-        affected.
-
-        Args:
-            batch: What to run.
-            hidden: Behind the first pipeline stage, what the stage before returned.
-
-        Returns:
-            At the last stage what `decode` takes. Before, what the next stage takes: [batch.num_tokens,
-            hidden_size] in the engine's dtype.
-
-        Raises:
-            ValueError: The batch breaks the contract: more than max_num_tokens rows, a row without a block, or one
-                of a sequence whose last batch failed.
-        """
-        with self._void_slots.watch(batch):
-            self._void_slots.refuse(batch)
-            result, context = self._forward(batch, hidden)
-            return result if self._context_outputs is None else self._pend(batch, result, context)
-
-    def _forward(
-        self, batch: ScheduledBatch, hidden: Tensor | None
-    ) -> tuple[Tensor, dict[int, ContextDetails]]:
-        """Logits, or hidden states for the next stage; and context outputs."""
-        fresh_blocks = self._slots.apply(batch)
-        if self._decoding is not None:
-            self._decoding.apply(batch)
-        if self._context_outputs is not None:
-            self._context_outputs.apply(batch)
+    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> tuple[Tensor, dict[int, ContextDetails]]:
+        """As `Runner.run`."""
+        fresh_blocks = self.slots.apply(batch)
+        self.context_outputs.apply(batch)
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
         computed = self._compute(batch, hidden)
-        self._slots.advance(batch)
+        self.slots.advance(batch)
         return computed
 
-    def _pend(self, batch: ScheduledBatch, logits: Tensor, context: dict[int, ContextDetails]) -> Pending:
-        positions = self._slots.positions(batch)
-        if not (batch.samples_on_device and len(positions)):
-            return Pending(logits, positions, context)
-        choice = self._decoding.begin(batch, logits, positions)
-        self._slots.feed(batch, choice.tokens)
-        return Pending(choice, positions, context)
+    def close(self) -> None:
+        """As `Runner.close`."""
+        for name in ("decoder", "cache", "slots", "context_outputs", "_graphs"):
+            vars(self).pop(name, None)
 
     def _compute(
         self, batch: ScheduledBatch, hidden: Tensor | None
     ) -> tuple[Tensor, dict[int, ContextDetails]]:
         if self._graphs is not None and batch.generation_slots and not batch.context:
-            rows = generation_rows(batch, self._slots, self._cache.tokens_per_block)
-            return self._decoder.logits(*self._graphs.forward(rows)), {}
-        packed = pack(batch, self._slots, self._cache.tokens_per_block)
-        arguments = (packed, self._slots.block_tables, self._cache, hidden)
-        if self._context_outputs is None:
-            return self._decoder.forward(*arguments), {}
+            rows = generation_rows(batch, self.slots, self.cache.tokens_per_block)
+            return self.decoder.logits(*self._graphs.forward(rows)), {}
+        packed = pack(batch, self.slots, self.cache.tokens_per_block)
+        arguments = (packed, self.slots.block_tables, self.cache, hidden)
+        if not self._is_last_stage:
+            return self.decoder.forward(*arguments), {}
         if not any(chunk.wants_context for chunk in batch.context):
-            return self._decoder.forward_to_logits(*arguments), {}
-        hidden = self._decoder.forward(*arguments)
-        context = self._context_outputs.compute(batch, packed.chunks, hidden, self._decoder)
-        return self._decoder.logits(hidden, packed.sampled_rows), context
+            return self.decoder.forward_to_logits(*arguments), {}
+        hidden = self.decoder.forward(*arguments)
+        context = self.context_outputs.compute(batch, packed.chunks, hidden, self.decoder.logits)
+        return self.decoder.logits(hidden, packed.sampled_rows), context
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
-        """Copies first: nothing that is copied may be cleared or written before."""
-        device = self._cache.device
+        """Copy blocks, then clear new ones: a block that is copied may not be cleared or written before."""
+        device = self.cache.device
         if batch.block_copies:
-            self._cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
-        if fresh_blocks and self._decoder.needs_cleared_blocks:
-            self._cache.clear(upload(np.array(fresh_blocks), device))
+            self.cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
+        if fresh_blocks and self.decoder.needs_cleared_blocks:
+            self.cache.clear(upload(np.array(fresh_blocks), device))
+
+
+class TorchEngine(ModelEngine):
+    """A TorchRunner of a whole model, or of its last pipeline stage, and the Sampler. Made by `load`.
+
+    Attributes:
+        runner: The model.
+        decoder_config: As the runner's, like those that follow.
+        dtype: As the runner's.
+        eos_token_ids: As the runner's.
+        kernels: As the runner's.
+        recorded_sizes: As the runner's.
+    """
+
+    runner: TorchRunner
 
     @torch.inference_mode()
-    def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """`choose` and `remember`: for an engine that is all of a model.
+    def __init__(self, runner: TorchRunner, normalize_log_probs: bool = False) -> None:
+        sampler = Decoding(
+            runner.limits.max_num_sequences,
+            runner.limits.max_sequence_length,
+            runner.limits.vocab_size,
+            runner.cache.device,
+            runner.decoder.row_kernels,
+            normalize_log_probs,
+        )
+        super().__init__(runner, sampler)
+        self.decoder_config = runner.decoder_config
+        self.dtype = runner.dtype
+        self.eos_token_ids = runner.eos_token_ids
+        self.kernels = runner.kernels
+        self.recorded_sizes = runner.recorded_sizes
 
-        Called before the next `forward`, but for a batch that feeds itself: before the one after that.
+    @classmethod
+    def load(cls, config: TorchEngineConfig) -> TorchEngine:
+        """Read a whole model and allocate its KV cache.
 
         Raises:
-            FloatingPointError: As `choose`.
+            ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
         """
-        with self._void_slots.watch(batch):
-            output = self._choose(batch, pending)
-            if not isinstance(pending.result, Choice):
-                self._slots.remember(batch, output)
-        return output
+        return cls(_load_runner(config, _ALONE, ALONE, int), config.normalize_log_probs)
 
-    @torch.inference_mode()
-    def choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """What follows every sampled row, at the rank that chooses, before its next `forward`; beams only rank.
 
-        Raises:
-            FloatingPointError: The model's logits are no numbers; names the slots.
-        """
-        return self._choose(batch, pending)
+def load_stage(
+    config: TorchEngineConfig,
+    mapping: Mapping,
+    collectives: Collectives = ALONE,
+    agree: Callable[[int], int] = int,
+) -> TorchRunner | TorchEngine:
+    """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
 
-    def _choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        if isinstance(pending.result, Choice):
-            output = self._decoding.finish(batch, pending.result, pending.positions)
-        else:
-            output = self._decoding.decode(batch, pending.result, pending.positions)
-        return replace(output, context=pending.context) if pending.context else output
+    Args:
+        config: What to load, and how.
+        mapping: Which rank this is of those that hold the model together.
+        collectives: Connects the ranks of this one's pipeline stage.
+        agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
+            ranks'. With its ConfigError, this one's load fails too.
 
-    @torch.inference_mode()
-    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """What was chosen is what the slots are fed next; batches without rows of theirs may have begun since."""
-        self._slots.remember(batch, output)
+    Raises:
+        ConfigError: As `TorchEngine.load`.
+    """
+    runner = _load_runner(config, mapping, collectives, agree)
+    return TorchEngine(runner, config.normalize_log_probs) if mapping.is_sampler else runner
 
-    def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """The batch failed on some rank: its slots are void, as if it had here.
 
-        Batches that have begun `since` may have started some of those slots anew.
-        """
-        self._void_slots.add(batch, since)
-
-    def close(self) -> None:
-        """Free the device's memory. Idempotent; a later forward raises."""
-        self._graphs = None
-        self._decoder = self._cache = self._slots = self._decoding = None  # type: ignore[assignment]
+@torch.inference_mode()
+def _load_runner(
+    config: TorchEngineConfig, mapping: Mapping, collectives: Collectives, agree: Callable[[int], int]
+) -> TorchRunner:
+    config.validate()
+    device = _device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    model = read_model_description(config.model_path)
+    max_sequence_length = _max_sequence_length(config, model.decoder)
+    windows = layer_windows(
+        model.decoder.sliding_windows,
+        config.attention_windows,
+        config.sink_token_length,
+        max_sequence_length,
+    )
+    part = Part.from_mapping(mapping, model.decoder)
+    decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
+    held = part.held_config(model.decoder)
+    capture = _find_capture(config, decoder, mapping, device)
+    reserved = 0 if capture is None else graph_bytes(config.max_num_sequences)
+    num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
+    cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
+    limits = EngineLimits(
+        vocab_size=model.decoder.vocab_size,
+        max_sequence_length=max_sequence_length,
+        max_num_sequences=config.max_num_sequences,
+        num_blocks=num_blocks,
+        tokens_per_block=config.tokens_per_block,
+        num_micro_batches=mapping.pp_size,
+        overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
+        takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
+    )
+    return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture)
 
 
 def _device(name: str | None) -> torch.device:
@@ -318,7 +252,7 @@ def _device(name: str | None) -> torch.device:
 def _find_capture(
     config: TorchEngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
 ) -> Capture | None:
-    """Who records generation batches; None: nobody, and the log says why."""
+    """Records generation batches; None if they are not to be recorded, and the log says why."""
     if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
     if config.cuda_graphs and mapping.world_size == 1:
@@ -371,7 +305,7 @@ def _num_blocks(
     reserved: int,
     agree: Callable[[int], int],
 ) -> int:
-    """What the cache may have, besides `reserved` bytes that the device will be asked for after it."""
+    """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
     on_gpu = device.type == "cuda"
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     size = block_bytes(decoder, config.tokens_per_block, dtype)

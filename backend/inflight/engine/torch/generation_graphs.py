@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.decoding.transfer import staged
+from inflight.engine.packing import PackedBatch
+from inflight.engine.slots import SlotTable
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.slot_table import SlotTable
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs operations and records them; what it returns runs them again, on what is in the same memory by then."""

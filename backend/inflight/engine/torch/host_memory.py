@@ -40,7 +40,7 @@ class Arena:
 
 
 class Recycled:
-    """Tensors in memory that earlier ones were in: what is mapped anew costs a page fault for every page."""
+    """Tensors in memory that earlier ones were in: newly mapped memory costs a page fault for every page."""
 
     def __init__(self) -> None:
         self._memories: list[mmap.mmap] = []
@@ -48,7 +48,7 @@ class Recycled:
         self._unused = sys.getrefcount(nobodys[0])
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As torch.empty; nothing refers to the memory any more, not even a view."""
+        """As torch.empty, in memory that no tensor refers to any more, not even a view."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)

@@ -1,12 +1,16 @@
 """Which decoder computes a model: compiled code where the machine can run it, else torch's operators.
 
-And for those, how they attend: over KV blocks in place where a GPU's kernels can, else over blocks put together.
+For torch's operators it also finds the attention: over KV blocks in place where a GPU's kernels can do that, else
+over gathered blocks. Where int8 is asked for and no compiled code computes it, weights are rounded as the compiled
+layers round them and multiplied as bfloat16: the same model, but no smaller or faster than in bfloat16. Used
+by the loading thread only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,24 +22,23 @@ from inflight.engine.torch.config import INT8, TorchEngineConfig
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.host_memory import Recycled
-from inflight.engine.torch.int8_weights import round_to_int8
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
-from inflight.engine.torch.native.packing import PackedLayer, Packer
-from inflight.engine.torch.native.structs import LinearStruct
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer, quantize
+from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, LayerWeights, Linear, load_weights
-from inflight.models.loader import Finisher, stored_dtype
+from inflight.models import DecoderConfig, LayerWeights, Linear, PlainWeights, load_weights
+from inflight.models.loader import Finisher, load_finished_weights, stored_dtype
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 
 _log = logging.getLogger(__name__)
 _MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of native/source/attention.h
+_ROWS_AT_ONCE = 4096  # of a matrix that is rounded, in float32 meanwhile
 
 
-class _Packing(Finisher):
-    """Everything is packed as it is read, into memory of its own; what is read shares some."""
+class _Packing(Finisher[PackedLayer, PackedHead]):
+    """Packs everything as it is read: what is read shares memory, what is packed has its own."""
 
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
@@ -51,7 +54,7 @@ class _Packing(Finisher):
     def layer(self, layer: LayerWeights) -> PackedLayer:
         return self._packer.layer(layer)
 
-    def head(self, head: Linear) -> tuple[LinearStruct, tuple[Tensor, ...]]:
+    def head(self, head: Linear) -> PackedHead:
         return self._packer.linear(head)
 
 
@@ -73,10 +76,10 @@ def load_decoder(
         weights = load_weights(model, dtype, device, part)
         if is_int8:
             weights = round_to_int8(weights)
-        attention = _find_attention(config, part.of_model(model.decoder), windows, dtype, device)
+        attention = _find_attention(config, part.held_config(model.decoder), windows, dtype, device)
         return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
     packer = Packer(library, dtype, model.decoder.gated_mlp, is_int8, torch.get_num_threads())
-    weights = load_weights(model, dtype, device, part, _Packing(packer))
+    weights = load_finished_weights(model, dtype, device, part, _Packing(packer))
     return NativeDecoder(
         model.decoder,
         weights,
@@ -96,7 +99,10 @@ def _find_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """For a GPU, what computes this model rightly there: tried in place, then gathered, then by plain products."""
+    """The first attention that computes this model correctly there: in place, gathered, or by plain products.
+
+    On a CPU nothing is tried: gathered.
+    """
     if device.type != "cuda":
         return GATHERING
     tried = held, config.tokens_per_block, windows, dtype, device
@@ -126,7 +132,7 @@ def _find_attention(
 
 
 def _computed_dtype(config: TorchEngineConfig, model: ModelDescription) -> torch.dtype:
-    """Of activations and KV cache, and of weights unless they are int8."""
+    """The dtype of activations and KV cache, and of weights unless they are int8."""
     if config.dtype is None:
         return stored_dtype(model)
     return torch.bfloat16 if config.dtype == INT8 else getattr(torch, config.dtype)
@@ -170,3 +176,24 @@ def _settle_for_torch(config: TorchEngineConfig, device: torch.device, reason: C
         _log.warning("the layers run on torch's operators, which are slower than compiled code: %s", reason)
     else:
         _log.info("the layers run on torch's operators: %s", reason)
+
+
+def round_to_int8(weights: PlainWeights) -> PlainWeights:
+    """Every linear layer's matrix rounded to int8 with a scale for each row, the layers' in place.
+
+    Embeddings and norms stay as they are, an embedding that is the output projection's matrix too.
+    """
+    for layer in weights.layers:
+        for linear in (layer.qkv, layer.output, layer.up, layer.down):
+            _round(linear.weight, linear.weight)
+    if weights.lm_head is None:
+        return weights
+    rounded = torch.empty_like(weights.lm_head.weight)
+    _round(weights.lm_head.weight, rounded)
+    return replace(weights, lm_head=Linear(rounded, weights.lm_head.bias))
+
+
+def _round(weight: Tensor, target: Tensor) -> None:
+    for rows, result in zip(weight.split(_ROWS_AT_ONCE), target.split(_ROWS_AT_ONCE), strict=True):
+        levels, scales = quantize(rows)
+        result.copy_(levels * scales[:, None])

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.windows import AttentionWindow
 
 
 class VarlenAttention(Protocol):
@@ -38,7 +38,7 @@ class VarlenAttention(Protocol):
         block_table: Tensor,
         num_splits: int,
     ) -> Tensor:
-        """What every query has read, [rows, heads, head_dim].
+        """The attention output of every query, [rows, heads, head_dim].
 
         Args:
             query: [rows, heads, head_dim].
@@ -56,6 +56,7 @@ class VarlenAttention(Protocol):
             block_table: [sequences, blocks of the longest] int32.
             num_splits: Into how many parts the keys of a sequence are divided, to be added up later.
         """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

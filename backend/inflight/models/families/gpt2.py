@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, read_activation
-from inflight.models.weight_names import WeightNames
+from inflight.models.families.family import Family, WeightNames, read_activation
 
 _DEFAULT_POSITIONS = 1024
 

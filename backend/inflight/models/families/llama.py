@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, read_llama_like
-from inflight.models.families.sliding_windows import read_no_windows
-from inflight.models.weight_names import WeightNames
+from inflight.models.families.family import Family, WeightNames, read_llama_like, read_no_windows
 
 LLAMA_NAMES = WeightNames(
     base="model.",

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, read_llama_like
+from inflight.models.families.family import Family, read_llama_like, read_windows_of_all
 from inflight.models.families.llama import LLAMA_NAMES
-from inflight.models.families.sliding_windows import read_windows_of_all
 
 # Whatever it says, the window is `sliding_window`.
 _NEUTRAL = {"use_sliding_window": (None, True, False)}

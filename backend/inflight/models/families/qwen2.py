@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, read_llama_like
+from inflight.models.families.family import Family, read_llama_like, read_windows_if_used
 from inflight.models.families.llama import LLAMA_NAMES
-from inflight.models.families.sliding_windows import read_windows_if_used
 
 # The biases of query, key and value are there whatever it says.
 _NEUTRAL = {"attention_bias": (None, True, False)}

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, read_llama_like
+from inflight.models.families.family import Family, read_llama_like, read_windows_if_used
 from inflight.models.families.llama import LLAMA_NAMES
-from inflight.models.families.sliding_windows import read_windows_if_used
 
 _DEFAULT_HEAD_DIM = 128
 

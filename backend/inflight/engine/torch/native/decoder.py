@@ -1,4 +1,4 @@
-"""NativeDecoder: what `Decoder` is, with the layers compiled (source/decoder.h).
+"""NativeDecoder computes what `Decoder` computes, with compiled layers (source/decoder.h).
 
 One call runs all layers over all rows; where ranks share the layers, a call runs half a layer, and the halves are
 added up over the ranks between. Keys and values lie in the cache's blocks in an order of their own. Loop thread.
@@ -6,24 +6,21 @@ added up over the ranks between. Keys and values lie in the cache's blocks in an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.nan_check import Peaks
+from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.collectives import ALONE, Collectives
+from inflight.engine.torch.decoder import embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.native.handle import Handle
-from inflight.engine.torch.native.packing import PackedLayer, Packer
+from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
-from inflight.engine.torch.native.structs import BatchStruct, LayerStruct, ShapeStruct
-from inflight.engine.torch.packing import PackedBatch
-from inflight.engine.torch.vocabulary import embed, join_logits
-from inflight.engine.torch.windows import AttentionWindow
+from inflight.engine.torch.native.structs import BatchStruct, Handle, LayerStruct, ShapeStruct
+from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
 from inflight.models.rope import rope_tables
@@ -65,7 +62,7 @@ class NativeDecoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: DecoderWeights,
+        weights: DecoderWeights[PackedLayer, PackedHead],
         packer: Packer,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
@@ -79,21 +76,21 @@ class NativeDecoder:
         self._num_threads = packer.num_threads
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
-        self._packed: Sequence[PackedLayer] = weights.layers  # type: ignore[assignment]
+        self._packed = weights.layers
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
         self._position_embedding = weights.position_embedding
         self._embedding = weights.embedding  # None also where its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
-            self._lm_head, self._lm_head_tensors = weights.lm_head  # type: ignore[misc]
+            self._lm_head, self._lm_head_tensors = weights.lm_head
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
         self._cos, self._sin = None, None
         if config.rope is not None:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
-        self._shape = self._describe(part.of_model(config), tokens_per_block)
+        self._shape = self._describe(part.held_config(config), tokens_per_block)
         self._handle = Handle(self._library, self._shape, self._layers)
         if not self._handle.exists:
             raise ConfigError(
@@ -146,7 +143,7 @@ class NativeDecoder:
             peaks.tokens.data_ptr(),
         )
         _check(is_done)
-        self.row_kernels.found(logits, peaks)
+        self.row_kernels.note_peaks(logits, peaks)
         return logits
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

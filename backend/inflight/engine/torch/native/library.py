@@ -3,8 +3,13 @@
 A build takes a few seconds. It is kept in the user's cache folder, under a name that changes with the sources, the
 compiler, the C library and the processor, so that later starts find it; at its end stands a digest of it, as a
 file that was cut short would end the process that runs it. What `prebuild` has put beside the sources comes first.
-Any thread; of several processes one builds, and the others wait for it. Who builds removes what nobody has used
-for long (`pruning.py`). Imports no torch.
+Any thread; of several processes one builds, and the others wait for it.
+Imports no torch.
+
+Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
+or built. Every version of the sources, the compiler and the processor has libraries of its own, and nothing tells
+which of them are still installed somewhere, so age decides. A process that has loaded a library that is removed
+takes no harm: the file lives on until the last of them has ended, and is built again when it is needed again.
 """
 
 from __future__ import annotations
@@ -21,11 +26,11 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from inflight.engine.torch.native.pruning import BUILD_PREFIX, mark_used, prune
 from inflight.engine.torch.native.structs import declare
 
 _log = logging.getLogger(__name__)
@@ -42,6 +47,11 @@ _COMPILER_FLAGS = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
 _DIGEST_BYTES = 16
+_BUILD_PREFIX = (
+    "build-"  # of the folders that builds work in; one is left behind only if its process was killed
+)
+_UNUSED_S = 30 * 24 * 3600.0
+_ABANDONED_S = 24 * 3600.0  # far longer than any build takes
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -61,12 +71,12 @@ def load_library(dtype: str, int8: bool = False) -> ctypes.CDLL:
 
 
 def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
-    """What the code for models of this dtype asks of a processor; names as in /proc/cpuinfo."""
+    """The instruction sets that code for models of this dtype needs; names as in /proc/cpuinfo."""
     return _NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())
 
 
 def begin_loading(dtype: str, int8: bool = False) -> None:
-    """Have what `load_library` would wait for done meanwhile, on a thread; what is wrong, it will say."""
+    """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
 
     def load() -> None:
         with contextlib.suppress(CannotBuild):
@@ -108,9 +118,9 @@ def _load(flags: frozenset[str], dtype: str, int8: bool) -> ctypes.CDLL:
 
 
 def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
-    """What is kept at `path`, built again if that cannot be used; OSError if not even that can be loaded."""
+    """Load the library at `path`, built anew if it cannot be used; OSError if even a new one cannot be loaded."""
     unusable = None
-    mark_used(path)
+    _mark_used(path)
     if _is_whole(path):
         try:
             return _load_file(path)
@@ -124,7 +134,7 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
             not _is_whole(path) or path.stat().st_ino == unusable
         ):  # else another process has built it meanwhile
             _build(compiler, path)
-            prune(path.parent, but=path)
+            _prune(path.parent, but=path)
     try:
         return _load_file(path)
     except OSError:
@@ -133,7 +143,7 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
 
 
 def _load_file(path: Path) -> ctypes.CDLL:
-    """From where it lies, or from memory where that folder's file system lets nothing be run."""
+    """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -171,7 +181,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _build(compiler: list[str], path: Path) -> None:
     _log.info("compiling the decoder's layers, once on this machine")
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILD_PREFIX) as folder:
         built = Path(folder, path.name)
         _compile(compiler, built)
         content = built.read_bytes()
@@ -275,3 +285,32 @@ def _processor_flags() -> frozenset[str]:
         return frozenset()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
+
+
+def _mark_used(library: Path) -> None:
+    """Note that a library is being loaded; if it is not there, or cannot be marked, nothing."""
+    with contextlib.suppress(OSError):
+        os.utime(library)
+
+
+def _prune(folder: Path, but: Path) -> None:
+    """Remove the libraries in a cache folder that nobody has loaded for 30 days, and what dead builds left.
+
+    Called by whoever has just built `but`, which stays. What cannot be removed stays too.
+    """
+    now = time.time()
+    for path in folder.glob("decoder-*.so"):
+        if path != but and now - _modified(path) > _UNUSED_S:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    for path in folder.glob(f"{_BUILD_PREFIX}*"):
+        if now - _modified(path) > _ABANDONED_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _modified(path: Path) -> float:
+    """Seconds since the epoch; the far future for what has gone."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return float("inf")

@@ -16,6 +16,9 @@ from inflight.engine.torch.host_memory import Arena
 from inflight.engine.torch.native.structs import LayerStruct, LinearStruct, NormStruct
 from inflight.models import LayerWeights, Linear, Norm
 
+PackedHead = tuple[LinearStruct, tuple[Tensor, ...]]
+"""The output projection's struct, and what it points into."""
+
 PANEL = 32
 _HALF = PANEL // 2
 _INT8_LEVELS = 127
@@ -23,7 +26,14 @@ _INT8_LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """A layer's struct, without its cache, what it points into, and the biases of its row-parallel products."""
+    """One layer, packed.
+
+    Attributes:
+        struct: Without its part of the KV cache.
+        tensors: What the struct points into.
+        output_bias: Of the attention's output projection, which is added once to the sum over all ranks.
+        down_bias: Of the MLP's second projection, likewise.
+    """
 
     struct: LayerStruct
     tensors: tuple[Tensor, ...]
@@ -52,7 +62,7 @@ class Packer:
     _tensors: list[Tensor] = field(default_factory=list)
 
     def layer(self, layer: LayerWeights) -> PackedLayer:
-        """One layer."""
+        """Pack one layer."""
         self._tensors = []
         struct = LayerStruct(
             attention_norm=self._norm(layer.attention_norm),
@@ -67,13 +77,13 @@ class Packer:
             struct.key_norm = self._norm(layer.key_norm).weight
         return PackedLayer(struct, tuple(self._tensors), layer.output.bias, layer.down.bias)
 
-    def linear(self, linear: Linear) -> tuple[LinearStruct, tuple[Tensor, ...]]:
-        """A matrix by itself."""
+    def linear(self, linear: Linear) -> PackedHead:
+        """Pack a matrix by itself."""
         self._tensors = []
         return self._linear(linear), tuple(self._tensors)
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
-        """A norm by itself."""
+        """Pack a norm by itself."""
         self._tensors = []
         return self._norm(norm), tuple(self._tensors)
 

@@ -18,17 +18,16 @@ from inflight.decoding.rng import Purpose
 from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Rows
 from inflight.decoding.top_k_top_p import effective_top_p
-from inflight.engine.torch.native.handle import Handle
-from inflight.engine.torch.native.structs import CHANCE, PENALTIES, PenalizedRowsStruct
+from inflight.engine.torch.native.structs import CHANCE, PENALTIES, Handle, PenalizedRowsStruct
 
 _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 
 
 class NativeRowKernels(RowKernels):
-    """By a decoder's threads.
+    """Runs on a decoder's threads.
 
     Args:
-        library: What has been compiled.
+        library: The compiled code.
         handle: The decoder.
     """
 
@@ -37,8 +36,8 @@ class NativeRowKernels(RowKernels):
         self._handle = handle
         self._found: tuple[ref[Tensor], Peaks] | None = None
 
-    def found(self, logits: Tensor, peaks: Peaks) -> None:
-        """Have `find_peaks` return these for these logits, of the last batch, which nobody has changed."""
+    def note_peaks(self, logits: Tensor, peaks: Peaks) -> None:
+        """Let `find_peaks` return what the forward pass has found in these logits, which nobody may change."""
         self._found = (ref(logits), peaks)
 
     def find_peaks(self, logits: Tensor) -> Peaks:

@@ -1,4 +1,6 @@
-"""What crosses into the compiled code: the structs of source/layer.h, penalties.h and draw.h, field for field."""
+"""What crosses into the compiled code: the structs of source/layer.h, penalties.h and draw.h, field for field, the
+functions' signatures, and the decoder that they work on.
+"""
 
 from __future__ import annotations
 
@@ -141,3 +143,21 @@ def declare(library: ctypes.CDLL) -> None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+
+
+class Handle:
+    """A decoder in the compiled code, destroyed when nothing refers to this object any more.
+
+    Attributes:
+        exists: Whether its threads could be started.
+    """
+
+    def __init__(self, library: ctypes.CDLL, shape: ShapeStruct, layers: ctypes.Array[LayerStruct]) -> None:
+        self._library = library
+        self._layers = layers  # which it points to
+        self._as_parameter_ = library.create(shape, layers)
+        self.exists = self._as_parameter_ is not None
+
+    def __del__(self) -> None:
+        if getattr(self, "_as_parameter_", None) is not None:
+            self._library.destroy(self._as_parameter_)

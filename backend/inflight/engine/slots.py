@@ -1,13 +1,19 @@
-"""What the engine remembers of each slot between iterations.
+"""What an engine remembers of each slot between iterations, and which slots a failed batch has made useless.
 
 Block tables and last tokens live on the device, where the forward pass reads them. Numbers of tokens follow from
-the batches and their outputs alone, so they are kept on the host, where positions and group sizes are made without
-waiting for it.
+the batches and their outputs alone, so they are kept on the host, where positions and group sizes are computed
+without waiting for the device. Knows no model. Called by the loop thread.
+
+A batch may have been made before an earlier one was known to have failed, and then carry on sequences of that one.
+If the earlier one failed before its forward pass, their block tables may still be those of the slots' previous
+owners, so that running such a batch would write into blocks that belong to others by now. `VoidSlots` refuses it
+before anything is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,7 +25,7 @@ from inflight.decoding.transfer import upload
 
 
 class SlotTable:
-    """State by slot. Called by the loop thread.
+    """What the device and the host know of every slot.
 
     Attributes:
         block_tables: [slots + 1, max_blocks] int64 on the device; the null block after a slot's last.
@@ -82,7 +88,7 @@ class SlotTable:
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
         """Take over what was chosen: accepted drafts are certain, the last new token is the next to be fed.
 
-        Rows of beam searches chose nothing yet: their moves will tell.
+        Beam searches have no token yet: the moves of their next batch carry it.
         """
         slots: list[int] = []
         last: list[int] = []
@@ -99,15 +105,15 @@ class SlotTable:
             self.last_tokens.index_copy_(0, rows, tokens)
 
     def last_on_host(self, slots: list[int]) -> list[int]:
-        """What generation rows of these slots are fed; nothing where the device alone knows."""
+        """The token ids that generation rows of these slots are fed; empty where only the device knows them."""
         return self.last_tokens.numpy()[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
-        """What `remember` does for a batch that feeds itself: [sampled slots] int64 on the device."""
+        """Feed `tokens` next, [sampled slots] int64 on the device, of a batch that samples on the device."""
         self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
 
     def _move(self, batch: ScheduledBatch) -> None:
-        """Gathered before anything is stored, so that beams can change places."""
+        """Let beams go on from their parents. All parents are read first, so that beams can change places."""
         if not batch.moves:
             return
         moves = [(move.slot, move.parent_slot, move.token_id) for move in batch.moves]
@@ -130,7 +136,7 @@ class SlotTable:
             slots += [slot] * len(appended)
             columns += range(first, first + len(appended))
             block_ids += appended
-            if slot in writing:  # else all that it has so far is shared
+            if slot in writing:  # else all of its blocks so far are shared with another sequence
                 fresh += appended[max(0, self._blocks_in_use(slot) - first) :]
         if slots:
             if max(columns) >= self.block_tables.shape[1]:
@@ -146,9 +152,64 @@ class SlotTable:
             self.block_tables[row, column] = block
 
     def _blocks_in_use(self, slot: int) -> int:
-        """Blocks with tokens that are in the cache before this batch runs."""
+        """How many of the slot's blocks hold tokens before this batch runs."""
         return -(-int(self.num_tokens[slot]) // self._tokens_per_block)
 
     def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
         # By way of numpy: torch reads nested lists several times slower.
         return upload(np.array(values, dtype=np.int64), self.block_tables.device)
+
+
+class VoidSlots:
+    """The slots of failed batches, of which nothing is known until a sequence starts in them again."""
+
+    def __init__(self) -> None:
+        self._slots: set[int] = set()
+        self._last: ScheduledBatch | None = None  # the batch that has begun last
+
+    @contextmanager
+    def watch(self, batch: ScheduledBatch) -> Iterator[None]:
+        """Make all slots that the batch names void if the body raises.
+
+        Those that the batch behind it has started anew, if that one has begun, are not.
+        """
+        try:
+            yield
+        except BaseException:
+            self.add(batch, [self._last] if self._last is not None and self._last is not batch else [])
+            raise
+
+    def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
+        """Make the slots of a failed batch void, but for those that batches begun `since` have started anew.
+
+        A sequence may get a slot but no row, and end before its batch is back: by then the slot may be another's.
+        """
+        self._slots |= _named(batch) - {start.slot for later in since for start in later.starts}
+
+    def refuse(self, batch: ScheduledBatch) -> None:
+        """Raise ValueError if the batch carries on in a void slot, before anything is done for it.
+
+        A slot is no longer void once a sequence starts in it or a beam moves there from a slot that is not void.
+        """
+        self._last = batch
+        if not self._slots:
+            return
+        void = self._slots - {start.slot for start in batch.starts}
+        parents = {move.parent_slot for move in batch.moves}
+        if not void & parents:
+            void -= {move.slot for move in batch.moves}
+        if carried_on := void & (_named(batch) | parents):
+            raise ValueError(
+                f"the batch carries on in slot {min(carried_on)}, whose last batch failed; expected a start first"
+            )
+        self._slots = void
+
+
+def _named(batch: ScheduledBatch) -> set[int]:
+    """The slots whose state a batch changes; a beam that moves has a row, and so is among them."""
+    return {
+        *(start.slot for start in batch.starts),
+        *(slot for slot, _ in batch.new_blocks),
+        *(chunk.slot for chunk in batch.context),
+        *batch.generation_slots,
+    }

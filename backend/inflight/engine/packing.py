@@ -1,4 +1,4 @@
-"""A ScheduledBatch → the rows of one forward pass, without padding.
+"""Lays a ScheduledBatch out as the rows of one forward pass, without padding. Knows no model.
 
     rows   0 ............ C   C ................... T
            chunk | chunk | …   generation, longest sequence first
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.decoding.transfer import upload
-from inflight.engine.torch.slot_table import SlotTable
+from inflight.engine.slots import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +129,14 @@ def _context_rows(
 
 
 def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
-    """Of each slot's next token."""
+    """Where in its sequence the next token of each slot is."""
     return table.num_tokens[list(slots)].tolist() if slots else []
 
 
 def _check_blocks(
     slots: Sequence[int], positions: Sequence[int], table: SlotTable, tokens_per_block: int
 ) -> None:
-    """A row without a block would write into the null block, that all others read."""
+    """Raise ValueError for a row without a block: it would write into the null block, which all others read."""
     num_blocks = table.num_blocks.tolist()
     for slot, position in zip(slots, positions, strict=True):
         if position >= num_blocks[slot] * tokens_per_block:

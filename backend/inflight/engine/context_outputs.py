@@ -1,12 +1,13 @@
-"""What comes back of a prompt's own positions: their logits, and how likely each next prompt token was.
+"""What a request gets back about its prompt: the logits of every position, or each prompt token's log probability.
 
-The vocabulary's values of a whole prompt would be large, so they are made in slices of rows and kept on the
-host, or, where log probabilities alone are wanted, not at all. Rows that nobody asks for cost nothing. Called by
-the loop thread.
+The logits of a whole prompt would be large, so they are computed for a slice of its rows at a time and kept on
+the host, or, where only log probabilities are wanted, not at all. Rows that nobody asks for cost nothing. Called
+by the loop thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 
 import torch
@@ -14,29 +15,30 @@ from torch import Tensor
 
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ContextDetails, ScheduledBatch
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.packing import PackedChunk
+from inflight.engine.packing import PackedChunk
+
+MakeLogits = Callable[[Tensor, Tensor], Tensor]
+"""Logits [n, vocab_size] float32 from hidden states [rows, hidden_size], of the rows [n] int64."""
 
 _SLICE_BYTES = 1 << 25
-"""Of logits made at a time: little beside what is left of a device's memory, enough for its kernels."""
+"""Size of the logits of a slice: little beside what is left of a device's memory, enough for its kernels."""
 
 
 class ContextOutputs:
-    """The requests, by slot, that want something of their prompts' positions.
+    """The requests that want context outputs, by slot.
 
     Args:
-        vocab_size: Length of a row.
-        is_kept: Whether anything comes back. All ranks of a pipeline stage have to ask for the logits if one does.
+        vocab_size: Length of a row of logits.
+        is_kept: Whether outputs are kept; other ranks of the last stage only take part in computing logits.
     """
 
-    def __init__(self, vocab_size: int, is_kept: bool = True) -> None:
+    def __init__(self, vocab_size: int, is_kept: bool) -> None:
         self._is_kept = is_kept
         self._slice_rows = max(16, _SLICE_BYTES // (4 * vocab_size))
         self._requests: dict[int, Request] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Take over a batch's slots."""
+        """Note which of the sequences that the batch starts want context outputs, and forget those that ended."""
         for slot in batch.released_slots:
             self._requests.pop(slot, None)
         for start in batch.starts:
@@ -46,28 +48,24 @@ class ContextOutputs:
                 self._requests.pop(start.slot, None)
 
     def compute(
-        self,
-        batch: ScheduledBatch,
-        chunks: tuple[PackedChunk, ...],
-        hidden: Tensor,
-        decoder: Decoder | NativeDecoder,
+        self, batch: ScheduledBatch, chunks: tuple[PackedChunk, ...], hidden: Tensor, make_logits: MakeLogits
     ) -> dict[int, ContextDetails]:
-        """Details by slot for the chunks that want them; waits for the device if there are any.
+        """The outputs by slot, for the chunks that want them; waits for the device if there are any.
 
         Args:
             batch: Whose slots `apply` has taken over.
             chunks: Where the chunks of `batch.context` are in `hidden`.
-            hidden: [rows, hidden_size], what `Decoder.forward` returned.
-            decoder: Makes logits of it.
+            hidden: [rows, hidden_size], what the last layer has returned.
+            make_logits: The model's.
         """
         return {
-            chunk.slot: self._details(chunk, hidden, packed.begin, decoder)
+            chunk.slot: self._details(chunk, hidden, packed.begin, make_logits)
             for chunk, packed in zip(batch.context, chunks, strict=True)
             if chunk.wants_context
         }
 
     def _details(
-        self, chunk: ContextChunk, hidden: Tensor, first_row: int, decoder: Decoder | NativeDecoder
+        self, chunk: ContextChunk, hidden: Tensor, first_row: int, make_logits: MakeLogits
     ) -> ContextDetails:
         request = self._requests[chunk.slot]
         prompt = request.input_token_ids
@@ -79,7 +77,7 @@ class ContextOutputs:
         kept = BytesIO()  # hands out what was written without another copy
         log_probs: list[float] = []
         for begin in range(0, num_rows, self._slice_rows):
-            logits = decoder.logits(hidden, rows[begin : begin + self._slice_rows])
+            logits = make_logits(hidden, rows[begin : begin + self._slice_rows])
             if not self._is_kept:
                 continue
             if request.output.return_context_logits:

@@ -1,0 +1,151 @@
+"""How large the KV cache is to be: the least of what was asked for, what fits and what could ever be used.
+
+`plan_kv_cache` is a pure function of figures. `free_memory` finds out how much more memory this process may use,
+on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own limit has to be asked
+for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from inflight.errors import ConfigError
+
+REUSE_ROOM = 2
+"""On a CPU, times the tokens that all slots can hold, so that ended sequences stay to be reused."""
+_NO_LIMIT = 2**60  # control groups of version 1 write a huge number where there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheDemand:
+    """What the size of a KV cache follows from.
+
+    Attributes:
+        block_bytes: Bytes of one block, over all layers.
+        tokens_per_block: Tokens per block.
+        max_num_sequences: Slots.
+        max_sequence_length: Longest sequence in tokens.
+        free_bytes: Memory this process may still use on the device.
+        fraction: Share of it that the cache may take.
+        fraction_name: The parameter that sets `fraction`, for messages.
+        max_tokens: Most tokens asked for; None: no limit.
+        bounded_by_use: Whether to stop at REUSE_ROOM times what all slots can hold.
+    """
+
+    block_bytes: int
+    tokens_per_block: int
+    max_num_sequences: int
+    max_sequence_length: int
+    free_bytes: int
+    fraction: float
+    fraction_name: str
+    max_tokens: int | None = None
+    bounded_by_use: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvCachePlan:
+    """The size chosen, and the parameter or fact that decided it, for the log."""
+
+    num_blocks: int
+    decided_by: str
+
+
+def plan_kv_cache(demand: KvCacheDemand) -> KvCachePlan:
+    """The number of blocks. Raises ConfigError if they would not be one for each slot."""
+    in_memory = int(demand.free_bytes * demand.fraction) // demand.block_bytes - 1  # the null block
+    bounds = [KvCachePlan(max(0, in_memory), demand.fraction_name)]
+    if demand.max_tokens is not None:
+        in_tokens = demand.max_tokens // demand.tokens_per_block
+        bounds.append(KvCachePlan(in_tokens, "max_tokens_in_paged_kv_cache"))
+    if demand.bounded_by_use:
+        longest = -(-demand.max_sequence_length // demand.tokens_per_block)
+        useful = demand.max_num_sequences * longest * REUSE_ROOM
+        bounds.append(KvCachePlan(useful, f"{REUSE_ROOM} times what max_num_sequences can hold"))
+    plan = min(bounds, key=lambda bound: bound.num_blocks)
+    if plan.num_blocks < demand.max_num_sequences:
+        raise ConfigError(_too_small(plan, demand))
+    return plan
+
+
+def _too_small(plan: KvCachePlan, demand: KvCacheDemand) -> str:
+    return (
+        f"the KV cache would have {plan.num_blocks} blocks of {demand.tokens_per_block} tokens "
+        f"({demand.block_bytes / 2**20:.2f} MiB each), fewer than one for each of "
+        f"{demand.max_num_sequences} sequences; {plan.decided_by} decides. "
+        f"Free memory is {demand.free_bytes / 2**20:.0f} MiB, {demand.fraction_name} is {demand.fraction}, "
+        f"max_tokens_in_paged_kv_cache is {demand.max_tokens or 'unset'}. "
+        "Raise them, or lower max_num_sequences or tokens_per_block"
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes still free on `device`."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return available_cpu_memory()
+
+
+def available_cpu_memory(root: Path = Path("/")) -> int:
+    """Bytes of main memory available on this machine, or fewer if a control group of this process has fewer."""
+    return min([_machine(root), *_control_groups(root)])
+
+
+def _machine(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:  # no Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _control_groups(root: Path) -> list[int]:
+    """Bytes left in this process's memory control groups, of either version, and in the groups around them."""
+    try:
+        entries = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
+    except OSError:
+        return []
+    mount = root / "sys/fs/cgroup"
+    left = []
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        if not controllers:
+            left += _left(mount, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            left += _left(mount / "memory", path, *names)
+    return left
+
+
+def _left(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    group = Path(path.lstrip("/"))
+    # Inside a container the path may be the host's, while its own group is mounted at the top.
+    folders = [mount / group, *(mount / parent for parent in group.parents)]
+    found = []
+    for folder in dict.fromkeys(folders):
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is not None and usage is not None and limit < _NO_LIMIT:
+            found.append(max(0, limit - usage + _reclaimable(folder / "memory.stat", cache_name)))
+    return found
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # version 2 writes "max" where there is no limit
+
+
+def _reclaimable(file: Path, name: str) -> int:
+    """Usage counts cached files, such as the checkpoint just read, that the kernel drops when asked for memory."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
