@@ -12,9 +12,9 @@ import statistics
 import time
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
+from inflight.config import SchedulerConfig
 from inflight.core.request.output_config import OutputConfig
 from inflight.core.request.request import Request
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.engine.torch import TorchEngine
 
 

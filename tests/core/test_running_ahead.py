@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.output_config import OutputConfig
 from inflight.core.request.request import ExternalDraft
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 
 from .factories import Driver, make_limits, make_request, make_scheduler

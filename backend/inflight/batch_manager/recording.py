@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import (
@@ -35,7 +36,6 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.errors import ConfigError, InflightError
 from inflight.file_names import native
 

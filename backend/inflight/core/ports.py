@@ -68,7 +68,7 @@ class Engine(Protocol):
         choice among them.
         """
 
-    def decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput:
+    def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
         """Choose the next token of every sampled row and remember it as the slot's last token.
 
         Of a batch that feeds itself `forward` has begun that, and this tells what was chosen.

@@ -8,12 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight.engine.torch.config import TorchEngineConfig
     from inflight.engine.torch.engine import Pending, TorchEngine
 
-__all__ = ["Pending", "TorchEngine", "TorchEngineConfig"]
+__all__ = ["Pending", "TorchEngine"]
 
-_MODULES = {"Pending": "engine", "TorchEngine": "engine", "TorchEngineConfig": "config"}
+_MODULES = {"Pending": "engine", "TorchEngine": "engine"}
 
 
 def __getattr__(name: str) -> Any:

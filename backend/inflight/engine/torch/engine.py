@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.config import EngineConfig
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Choice, Decoding
 from inflight.decoding.transfer import upload
 from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.config import TorchEngineConfig
 from inflight.engine.torch.context_outputs import ContextOutputs
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
@@ -127,7 +127,7 @@ class TorchEngine:
     @torch.inference_mode()
     def load(
         cls,
-        config: TorchEngineConfig,
+        config: EngineConfig,
         mapping: Mapping = _ALONE,
         collectives: Collectives = ALONE,
         agree: Callable[[int], int] = int,
@@ -145,14 +145,15 @@ class TorchEngine:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
         """
         config.validate()
+        assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
         device = _device(config.device)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        model = read_model_description(config.model_path)
+        if config.engine_threads is not None:
+            torch.set_num_threads(config.engine_threads)
+        model = read_model_description(config.gpt_model_path)
         max_sequence_length = _max_sequence_length(config, model.decoder)
         windows = layer_windows(
             model.decoder.sliding_windows,
-            config.attention_windows,
+            config.max_attention_window_size,
             config.sink_token_length,
             max_sequence_length,
         )
@@ -316,16 +317,18 @@ def _device(name: str | None) -> torch.device:
 
 
 def _find_capture(
-    config: TorchEngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
+    config: EngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
 ) -> Capture | None:
     """Who records generation batches; None: nobody, and the log says why."""
     if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
-    if config.cuda_graphs and mapping.world_size == 1:
+    if config.cuda_graph_mode and mapping.world_size == 1:
         return GraphCapture(device)
     _logger.info(
         "generation runs without CUDA graphs: %s",
-        "what several ranks tell each other is not recorded" if config.cuda_graphs else "they are turned off",
+        "what several ranks tell each other is not recorded"
+        if config.cuda_graph_mode
+        else "they are turned off",
     )
     return None
 
@@ -345,7 +348,7 @@ def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture
     return graphs
 
 
-def _max_sequence_length(config: TorchEngineConfig, decoder: DecoderConfig) -> int:
+def _max_sequence_length(config: EngineConfig, decoder: DecoderConfig) -> int:
     """What was asked for, or all that the positions reach. ConfigError for more than that."""
     wanted, longest = config.max_sequence_length, decoder.max_positions
     if wanted is None or wanted <= longest:
@@ -358,12 +361,12 @@ def _max_sequence_length(config: TorchEngineConfig, decoder: DecoderConfig) -> i
         )
     raise ConfigError(
         f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
-        f"{config.model_path} reach{reason}"
+        f"{config.gpt_model_path} reach{reason}"
     )
 
 
 def _num_blocks(
-    config: TorchEngineConfig,
+    config: EngineConfig,
     decoder: DecoderConfig,
     max_sequence_length: int,
     dtype: torch.dtype,
