@@ -13,16 +13,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inflight.build import LoadedModel
 from inflight.config import Parameters
 from inflight.core.schedule.batch import EngineLimits
 from inflight.errors import ConfigError
-from inflight.ranks.rank_context import RankContext
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.repository import default_repository
 from inflight.testing.fake_engine import FakeEngine
 from inflight.triton.models import engine
+
+if TYPE_CHECKING:
+    from inflight.ranks.rank_context import RankContext
 
 PARAMETER = "fake_engine"
 _MODEL = 'from inflight.testing.fake_server import TritonPythonModel\n\n__all__ = ["TritonPythonModel"]\n'
