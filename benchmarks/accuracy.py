@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.long_context import Loop
+from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
-from inflight.core.schedule.config import SchedulerConfig
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from inflight.errors import ConfigError
 from inflight.text.tokenizer import Tokenizer
 
@@ -80,11 +80,11 @@ def held_out_tokens() -> list[int]:
 def compute_logits(way: Way, windows: Sequence[Sequence[int]]) -> list[Tensor]:
     """[tokens, vocab_size] float32 of each window."""
     engine = TorchEngine.load(
-        TorchEngineConfig(
+        EngineConfig(
             str(_DEMO_MODEL),
             way.dtype,
-            "cpu",
-            1,
+            device="cpu",
+            max_num_sequences=1,
             kernels=way.kernels,
             max_tokens_in_paged_kv_cache=2 * _WINDOW,
         )

@@ -20,7 +20,8 @@ from pathlib import Path
 from benchmarks.endless_streams import open_streams
 from benchmarks.growing_trace import GrowingTrace
 from inflight.batch_manager.recording import Begin
-from inflight.server.launch import TritonServer, serve
+from inflight.server.launch import TritonServer
+from inflight.testing.fake_server import serve_fake
 
 
 def _stops(trace: GrowingTrace) -> Iterator[Begin]:
@@ -61,7 +62,7 @@ def _rows(
     settings: dict[str, str], path: Path, streams: list[int], num_rounds: int
 ) -> list[dict[str, float]]:
     rows = []
-    with serve(settings=settings) as server:
+    with serve_fake(settings=settings) as server:
         trace = GrowingTrace(path)
         for count in streams:
             rounds = [measure(server, trace, count) for _ in range(num_rounds)]

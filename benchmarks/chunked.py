@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
+from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.request import Request
-from inflight.core.schedule.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.engine.torch import TorchEngine
 
 _STREAM_PROMPT = 64

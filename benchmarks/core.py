@@ -12,11 +12,11 @@ import statistics
 import time
 from collections.abc import Callable
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 
 _VOCAB_SIZE = 50_000

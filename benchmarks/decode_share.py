@@ -10,11 +10,11 @@ import json
 import statistics
 import time
 
+from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 
 _SAMPLINGS = {
     "greedy": SamplingConfig(),
@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=30)
     options = parser.parse_args()
     engine = TorchEngine.load(
-        TorchEngineConfig(
-            model_path=options.model,
+        EngineConfig(
+            gpt_model_path=options.model,
             dtype=options.dtype,
             max_num_sequences=options.rows,
             max_sequence_length=options.prompt + options.iterations + 2,

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.kv_cache import block_bytes
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import SHAPES, Shape, make_model
@@ -116,7 +117,7 @@ def _batches(workload: Workload, num_rows: int, vocab_size: int) -> Iterator[Sch
         yield ScheduledBatch(next(numbers), generation_slots=tuple(range(num_rows)))
 
 
-def measure_engine(config: TorchEngineConfig, workload: Workload) -> list[dict[str, object]]:
+def measure_engine(config: EngineConfig, workload: Workload) -> list[dict[str, object]]:
     """Figures by number of sequences."""
     engine = TorchEngine.load(config)
     decoder, dtype = engine.decoder_config, getattr(torch, engine.dtype)
@@ -177,7 +178,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def run(folder: Path, workload: Workload, config: TorchEngineConfig, beside: bool) -> list[dict[str, object]]:
+def run(folder: Path, workload: Workload, config: EngineConfig, beside: bool) -> list[dict[str, object]]:
     """Print and return a line for each number of sequences."""
     figures = measure_engine(config, workload)
     device = torch.device(config.device or "cpu")
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
         folder = given.model or Path(temporary) / given.shape
         if given.model is None:
             make_model(folder, shape=_SHAPES[given.shape], dtype="bfloat16")
-        config = TorchEngineConfig(
+        config = EngineConfig(
             str(folder),
             dtype=given.dtype,
             device=given.device,
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
             max_sequence_length=workload.length,
             tokens_per_block=size,
             max_tokens_in_paged_kv_cache=max(workload.rows) * workload.blocks_per_row * size,
-            cuda_graphs=not given.without_graphs,
+            cuda_graph_mode=not given.without_graphs,
         )
         return run(folder, workload, config, not given.without_transformers)
 

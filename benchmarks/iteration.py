@@ -14,7 +14,8 @@ import statistics
 import time
 
 from benchmarks.endless_streams import log_since, open_streams
-from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.launch import ServerOptions, TritonServer
+from inflight.testing.fake_server import serve_fake
 
 _COUNTER = re.compile(r'"Iteration Counter": (\d+),')
 
@@ -49,7 +50,7 @@ def main() -> None:
         "max_tokens_in_paged_kv_cache": "600000",
     }
     rows = []
-    with serve(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+    with serve_fake(settings=settings, options=ServerOptions(log_verbose=True)) as server:
         for count in arguments.streams:
             times = [measure(server, count, arguments.seconds) for _ in range(arguments.rounds)]
             rows.append({"streams": count, "iteration_ms_median": round(statistics.median(times), 2)})

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from inflight.testing.make_model import Shape, make_model
 
 _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
@@ -39,14 +39,14 @@ def load_engine(
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         model = options.model or str(make_model(Path(folder), shape=_DEMO_WITH_ROOM))
         engine = TorchEngine.load(
-            TorchEngineConfig(
+            EngineConfig(
                 model,
                 options.dtype,
-                options.device,
+                device=options.device,
                 max_num_sequences=max_num_sequences,
                 max_num_tokens=max_num_tokens,
                 max_tokens_in_paged_kv_cache=max_tokens_in_kv_cache,
-                num_threads=options.threads,
+                engine_threads=options.threads,
             )
         )
         try:

@@ -14,9 +14,9 @@ import threading
 import time
 
 from inflight.batch_manager import GptManager
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.mailbox import Mailbox

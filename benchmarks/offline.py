@@ -23,15 +23,13 @@ from benchmarks.measuring.rounds import run_rounds
 from benchmarks.measuring.setup import Kernels, Setup
 from benchmarks.measuring.workload import BenchRequest, draw
 from inflight.batch_manager import GptManager
-from inflight.composition.models import load
-from inflight.composition.settings import check_parameters, scheduler_config
-from inflight.config import Parameters, Role, read_parameters
+from inflight.build import LoadModel, check_parameters, load_model
+from inflight.config import INT8, Parameters, Role, read_parameters
 from inflight.core.ports import Engine
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.config import INT8
 from inflight.engine.torch.native.library import instruction_sets
 from inflight.errors import InflightError
 from inflight.models import read_model_description
@@ -109,7 +107,7 @@ class InProcess:
 
     name = "offline"
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
+    def __init__(self, settings: Mapping[str, str], load: LoadModel = load_model) -> None:
         """Raises ConfigError as a server that is given the same parameters would."""
         parameters = to_parameters(settings)
         check_parameters(parameters)
@@ -120,7 +118,7 @@ class InProcess:
         self.kernels = _kernels(parameters, engine)
         self._manager = GptManager(
             engine,
-            Scheduler(scheduler_config(parameters), engine.limits),
+            Scheduler(parameters.scheduler, engine.limits),
             lambda max_num: self._loop.get(max_num),
             lambda response: self._loop.take(response),
             on_death=lambda error: self._loop.fail(error),
@@ -159,7 +157,7 @@ def to_parameters(settings: Mapping[str, str]) -> Parameters:
 
 def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
     """What the engine has come to, whatever was asked for."""
-    asked, is_int8 = parameters.kernels or "default", parameters.dtype == INT8
+    asked, is_int8 = parameters.engine.kernels or "default", parameters.engine.dtype == INT8
     if not isinstance(engine, TorchEngine):
         return Kernels(asked)
     if engine.kernels == "torch":

@@ -16,12 +16,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from inflight.text.tokenizer import Tokenizer
 
 _DEMO_MODEL = Path(__file__).resolve().parents[1] / "model_repository/tensorrt_llm/1/demo_model"
@@ -110,12 +110,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     engine = TorchEngine.load(
-        TorchEngineConfig(
+        EngineConfig(
             arguments.model,
             arguments.dtype,
-            arguments.device,
+            device=arguments.device,
             max_num_sequences=1,
-            num_threads=arguments.threads,
+            engine_threads=arguments.threads,
         )
     )
     tokenizer = Tokenizer.from_dir(arguments.model)

@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.ranks import Figures, Work
 from inflight.batch_manager import GptManager
+from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.rank_engine import RankEngine
-from inflight.engine.torch import TorchEngineConfig, load_stage
+from inflight.engine.torch import load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.hosts import gather_hosts
 from inflight.ranks.lockstep import InStep
@@ -113,13 +113,13 @@ class _Rank:
         return statistics.median(times_us)
 
 
-def _config(work: Work, num_ranks: int) -> TorchEngineConfig:
+def _config(work: Work, num_ranks: int) -> EngineConfig:
     longest = work.prompt + work.tokens
-    return TorchEngineConfig(
+    return EngineConfig(
         work.model,
         dtype=work.dtype,
         device="cpu",
-        num_threads=work.threads,
+        engine_threads=work.threads,
         max_num_sequences=work.streams,
         max_num_tokens=work.streams * work.prompt,
         max_sequence_length=longest,

@@ -12,8 +12,8 @@ import statistics
 import time
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.engine.torch import TorchEngine
 
 

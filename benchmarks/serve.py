@@ -12,6 +12,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.analyzer import TIMEOUT_S, analyze, engine_stub, process_ids
@@ -37,10 +38,12 @@ class ServedEngine:
 
     name = "serve"
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
+    def __init__(self, settings: Mapping[str, str], model_repository: Path | None = None) -> None:
         self._closing = contextlib.ExitStack()
         begun = time.perf_counter()
-        self._server = self._closing.enter_context(serve(settings=settings, ready_timeout=TIMEOUT_S))
+        self._server = self._closing.enter_context(
+            serve(model_repository, settings=settings, ready_timeout=TIMEOUT_S)
+        )
         self.load_s = time.perf_counter() - begun
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:

@@ -30,8 +30,9 @@ from benchmarks.measuring.report import Percentiles
 from benchmarks.measuring.workload import BenchRequest
 from inflight.batch_manager.recording import Begin, End
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.server.launch import TritonServer, serve
+from inflight.server.launch import TritonServer
 from inflight.server.repository import default_repository
+from inflight.testing.fake_server import serve_fake
 
 _PROMPT_TOKENS = 16
 _SLOTS = 256
@@ -221,7 +222,7 @@ def main() -> None:
     for step_us in arguments.step_us:
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace"
-            with serve(settings=settings(step_us, arguments.stream_interval, trace)) as server:
+            with serve_fake(settings=settings(step_us, arguments.stream_interval, trace)) as server:
                 bench = Bench(server, trace)
                 for num_streams in arguments.streams:
                     rows.append({"step_us": step_us, **bench.measure(num_streams, arguments.tokens)})

@@ -51,7 +51,7 @@ said = {
     "encoding": sys.getfilesystemencoding(),
     "model_path": description.model_path,
     "tokenizer_dir": description.tokenizer_dir,
-    "job": [job.parameters.gpt_model_path, job.version_dir, job.endpoint_path, job.digest()],
+    "job": [job.parameters.engine.gpt_model_path, job.version_dir, job.endpoint_path, job.digest()],
     "refusal": refusal,
 }
 sys.stdout.buffer.write(json.dumps(said).encode())

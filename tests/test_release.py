@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 
 from inflight import build as factory
-from inflight.build import RunningEngine, build_engine
+from inflight.build import LoadModel, RunningEngine, build_engine, load_model
 from inflight.config import Parameters
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint import local
 from inflight.endpoint.client import SocketEngineClient
 from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_server import load_fake
 from tests.endpoint.factories import Inbox
 from tests.triton.factories import make_parameters
 
@@ -34,9 +35,10 @@ LIVES = 10
 # Two requests of 400 tokens fill the KV cache.
 COMMON = {"max_tokens_in_paged_kv_cache": "1024", "max_beam_width": "2", "watchdog_timeout_ms": "60000"}
 ENGINES = {
-    "fake": {"fake_engine": "vocab=1000,step_us=0", "max_sequence_length": "2048"},
+    "fake": {"gpt_model_path": "vocab=1000,step_us=0", "max_sequence_length": "2048"},
     "demo": {"dtype": "float32", "engine_threads": "1"},
 }
+LOADS: dict[str, LoadModel] = {"fake": load_fake, "demo": load_model}
 # Eight lives of the demo model have 100 MB of weights.
 MEMORY_KIB = {"fake": 4 << 10, "demo": 64 << 10}
 
@@ -87,9 +89,13 @@ def num_held_blocks(engine: RunningEngine) -> int:
     return engine._manager._scheduler.kv_cache.pool.num_held
 
 
-def live(parameters: Parameters, path: str) -> tuple[list[int], list[weakref.ref]]:
+def build(kind: str, path: str) -> RunningEngine:
+    return build_engine(parameters_of(kind), str(VERSION_DIR), path, load=LOADS[kind])
+
+
+def live(kind: str, path: str) -> tuple[list[int], list[weakref.ref]]:
     """From the first request to the end: greedy tokens, and what must be gone."""
-    engine = build_engine(parameters, str(VERSION_DIR), path)
+    engine = build(kind, path)
     front_end = SocketEngineClient(path)
     clients = [engine.client, front_end]
     inboxes = [Inbox() for _ in range(8)]
@@ -109,12 +115,12 @@ def live(parameters: Parameters, path: str) -> tuple[list[int], list[weakref.ref
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_ten_lives_leave_nothing(path, kind):
-    parameters, threads_before = parameters_of(kind), threads()
-    tokens, first_parts = live(parameters, path)
+    threads_before = threads()
+    tokens, first_parts = live(kind, path)
     gc.collect()
     assert [part() for part in first_parts if part() is not None] == []
     for number in range(1, LIVES):
-        again, parts = live(parameters, path)
+        again, parts = live(kind, path)
         assert again == tokens
         gc.collect()
         assert [part() for part in parts if part() is not None] == []
@@ -130,7 +136,7 @@ def test_ten_lives_leave_nothing(path, kind):
 def test_closing_with_requests_in_flight_answers_each_once_and_frees_their_blocks(path, kind):
     """Streams, a beam search and requests that wait for room, from this process and over the socket."""
     threads_before = threads()
-    engine = build_engine(parameters_of(kind), str(VERSION_DIR), path)
+    engine = build(kind, path)
     front_end = SocketEngineClient(path)
     inboxes = [Inbox() for _ in range(6)]
     for client, inbox in zip([engine.client, front_end] * 2, inboxes):
@@ -174,7 +180,7 @@ def hanging(monkeypatch) -> Iterator[Hanging]:
 
 def test_a_loop_that_hangs_keeps_nobody_waiting(path, hanging, caplog):
     threads_before = threads()
-    engine = build_engine(parameters_of("fake"), str(VERSION_DIR), path)
+    engine = build("fake", path)
     front_end = SocketEngineClient(path)
     inboxes = [Inbox() for _ in range(6)]
     engine.client.submit(make_request(50), inboxes[0])
@@ -206,7 +212,7 @@ def test_a_successor_ends_an_engine_that_hangs(path, hanging, monkeypatch):
     from inflight.endpoint import client as endpoint_client
 
     monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)
-    engine = build_engine(parameters_of("fake"), str(VERSION_DIR), path)
+    engine = build("fake", path)
     inbox, front_end_s = Inbox(), Inbox()
     front_end = SocketEngineClient(path)
     engine.client.submit(make_request(50), inbox)
@@ -217,7 +223,7 @@ def test_a_successor_ends_an_engine_that_hangs(path, hanging, monkeypatch):
     assert [i.final().error.code for i in (inbox, front_end_s)] == ["UNAVAILABLE"] * 2
     hanging.let_go.set()
     monkeypatch.setattr(factory, "_LOOP_END_S", 10.0)
-    successor = build_engine(parameters_of("fake"), str(VERSION_DIR), path)
+    successor = build("fake", path)
     again = Inbox()
     front_end.submit(make_request(50), again)  # it finds the new one by itself
     assert again.final().error is None

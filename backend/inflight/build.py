@@ -1,36 +1,84 @@
 """Composition root: parameters → engine, scheduler, GptManager, client and endpoint, wired together.
 
-With `composition`, the only code that knows every part. Imports the parts lazily, inside functions, so that a
-front end that never builds an engine never imports torch, and one rank alone no MPI. Called once, on the thread
-that loads the model.
+The only code that knows every part. Imports the parts lazily, inside functions, so that a front end that never
+builds an engine never imports torch, and one rank alone no MPI. Called once, on the thread that loads the model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.composition.settings import check_parameters
+from inflight.config import INT8
+from inflight.errors import ConfigError
+from inflight.file_names import native
 
 if TYPE_CHECKING:
+    import torch
+
     from inflight.batch_manager import GptManager
-    from inflight.composition.models import LoadedModel
-    from inflight.config import Parameters
-    from inflight.core.ports import GetInferenceRequestsCallback, ReturnMetricsCallback, WaitUntilSent
-    from inflight.core.request.request import Request
+    from inflight.batch_manager.instruments import Instruments
+    from inflight.config import EngineConfig, Parameters
+    from inflight.core.ports import (
+        Engine,
+        GetInferenceRequestsCallback,
+        ReturnMetricsCallback,
+        WaitUntilSent,
+    )
+    from inflight.core.request.request import EngineDescription, Request
+    from inflight.core.schedule.batch import EngineLimits
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
+    from inflight.engine.rank_engine import StageLink
+    from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
     from inflight.ranks.rank_context import RankContext
 
-__all__ = ["UNLOAD_TIMEOUT_S", "RunningEngine", "build_engine", "check_parameters", "follow"]
+__all__ = [
+    "UNLOAD_TIMEOUT_S",
+    "LoadModel",
+    "LoadedModel",
+    "RunningEngine",
+    "build_engine",
+    "check_parameters",
+    "follow",
+    "load_model",
+]
 
 UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
+_DEMO_MODEL = "demo_model"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine, and what its checkpoint says to front ends.
+
+    Attributes:
+        engine: Closed by whoever runs it.
+        model_path: The checkpoint; "" for none.
+        dtype: Of the weights.
+        eos_token_ids: Ids that end a sequence, by the checkpoint.
+        release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
+    """
+
+    engine: Engine
+    model_path: str
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    release: Callable[[], None] = lambda: None
+
+
+LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
+"""Loads all of a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
+rank's context, as `load_model` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +92,7 @@ class RunningEngine:
     client: LocalEngineClient
     _manager: GptManager
     _endpoint: EndpointServer
-    _release: Callable[[], None] = lambda: None
+    _release: Callable[[], None]
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
@@ -80,6 +128,131 @@ class RunningEngine:
         self._endpoint.close()
 
 
+def check_parameters(parameters: Parameters) -> None:
+    """Raise ConfigError where these parameters do not go together, whatever the checkpoint is.
+
+    For whoever has to give something up before an engine can be built.
+    """
+    parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
+
+
+# ---------------------------------------------------------------------- models
+
+
+def load_model(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
+    """Load the checkpoint, or the part of it that is this rank's.
+
+    Args:
+        parameters: What config.pbtxt says.
+        version_dir: The Triton model's version folder; the demo model lies in it.
+        rank_context: Of this rank among several; None for all of the model.
+
+    Raises:
+        ConfigError: It cannot be loaded; of several ranks, all raise.
+    """
+    path = parameters.engine.gpt_model_path or str(Path(version_dir) / _DEMO_MODEL)
+    config = replace(parameters.engine, gpt_model_path=path)
+    _begin_compiling(config, path)
+    if rank_context is None:
+        return _load_whole(config, path, parameters.gpu_device_ids)
+    return _load_part(config, path, parameters.gpu_device_ids, rank_context)
+
+
+def _begin_compiling(config: EngineConfig, path: str) -> None:
+    """Compile while torch is imported, which takes seconds too. What is wrong, the load itself will say."""
+    if config.kernels == "torch" or Path("/dev/nvidiactl").exists():
+        return
+    from inflight.engine.torch.native.library import begin_loading
+
+    dtype = config.dtype
+    if dtype is None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
+            dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
+    if isinstance(dtype, str):
+        begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
+
+
+def _load_whole(config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...]) -> LoadedModel:
+    from inflight.engine.torch import TorchEngine
+
+    if gpu_device_ids:
+        import torch
+
+        from inflight.ranks.hosts import this_host
+        from inflight.ranks.placement import Placement
+
+        device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
+        config = replace(config, device=device)
+    engine = TorchEngine.load(config)
+    return LoadedModel(engine, path, config.dtype or engine.dtype, engine.eos_token_ids)
+
+
+def _load_part(
+    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], rank_context: RankContext
+) -> LoadedModel:
+    import torch
+
+    from inflight.engine.rank_engine import RankEngine
+    from inflight.engine.torch import load_stage
+    from inflight.ranks.mpi import MpiOutcomes, MpiStageMates
+    from inflight.ranks.placement import Placement
+
+    mapping, agreement = rank_context.mapping, rank_context.agreement
+    with agreement.step():
+        placement = Placement.of(mapping.rank, rank_context.hosts, config.engine_threads)
+        device = placement.device(torch.cuda.device_count(), gpu_device_ids)
+    with agreement.step():
+        collectives, link, release = _connect(rank_context, torch.device(device))
+        mates = MpiStageMates(mapping)
+    with agreement.step():
+        config = replace(
+            config,
+            device=device,
+            engine_threads=placement.num_threads or config.engine_threads,
+            ranks_on_host=placement.ranks_on_host,
+        )
+        stage = load_stage(config, mapping, collectives, agreement.least)
+    engine = RankEngine(
+        stage, mapping, link, MpiOutcomes(mapping.sampler), mates, rank_context.report_failure
+    )
+    return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release)
+
+
+def _connect(
+    rank_context: RankContext, device: torch.device
+) -> tuple[Collectives, StageLink, Callable[[], None]]:
+    """How this rank's tensors get to the others', and what ends that. Every rank calls this at the same time."""
+    from inflight.ranks.mpi import MpiCollectives, MpiStageLink
+
+    mapping = rank_context.mapping
+    if device.type == "cpu":
+        return MpiCollectives(mapping), MpiStageLink(mapping), lambda: None
+    from inflight.engine.torch.torch_collectives import TorchRanks
+
+    ranks = TorchRanks(rank_context.world, mapping, rank_context.leader_addresses, device)
+    return ranks.collectives(), ranks.stage_link(MpiStageLink(mapping)), ranks.leave
+
+
+def _load_checked(
+    load: LoadModel, parameters: Parameters, version_dir: str, rank_context: RankContext | None
+) -> LoadedModel:
+    """The model, whose vocabulary has the default end ids: on all ranks, or ConfigError on all."""
+    model = load(parameters, version_dir, rank_context)
+    vocab_size = model.engine.limits.vocab_size
+    for end_id in parameters.default_end_ids:
+        if end_id >= vocab_size:
+            raise ConfigError(
+                f"default_end_ids has {end_id}, expected token ids in [0, {vocab_size - 1}], the vocabulary"
+            )
+    if rank_context is not None:
+        rank_context.has_loaded()
+    return model
+
+
+# ---------------------------------------------------------------------- the rank that faces clients
+
+
 def build_engine(
     parameters: Parameters,
     version_dir: str,
@@ -87,6 +260,7 @@ def build_engine(
     return_metrics: ReturnMetricsCallback | None = None,
     rank_context: RankContext | None = None,
     supervision: Supervision | None = None,
+    load: LoadModel = load_model,
 ) -> RunningEngine:
     """Load the model and start serving it; with several ranks, on rank 0.
 
@@ -98,22 +272,21 @@ def build_engine(
         rank_context: Rank 0's among several ranks; the others call `follow` meanwhile. Left when the engine is
             closed in order; where this raises, the caller leaves it.
         supervision: For an engine whose life another process decides about.
+        load: What makes the engine.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
     """
     from inflight.batch_manager import GptManager
-    from inflight.composition.models import load
-    from inflight.composition.settings import describe, instruments, scheduler_config
     from inflight.core.scheduler import Scheduler
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
 
-    config = scheduler_config(parameters)
-    model = load(parameters, version_dir, rank_context)
-    scheduler = Scheduler(config, model.engine.limits)
+    model = _load_checked(load, parameters, version_dir, rank_context)
+    limits = model.engine.limits
+    scheduler = Scheduler(parameters.scheduler, limits)
     client = LocalEngineClient(
-        describe(parameters, model, config),
+        _describe(parameters, model),
         lambda: manager.notify(),
         (lambda timeout_s: manager.state(timeout_s)) if parameters.enable_state_requests else None,
     )
@@ -121,17 +294,17 @@ def build_engine(
     manager = GptManager(
         model.engine,
         scheduler,
-        _counting(client.get_inference_requests, rank_context),
+        _counting_iterations(client.get_inference_requests, rank_context),
         client.send_response,
         client.poll_stop_signals,
         stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
-        on_death=_dying(client, rank_context),
-        instruments=instruments(parameters, config, model.engine.limits, return_metrics),
+        on_death=_tell_of_death(client, rank_context),
+        instruments=_make_instruments(parameters, limits, return_metrics),
         ranks=None if rank_context is None else rank_context.ranks,
-        wait_until_sent=_wait_until_sent(client, model, rank_context),
+        wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
     )
 
-    release = _releasing(model, rank_context)
+    release = _release_once(model, rank_context)
     retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
     try:
         endpoint = EndpointServer(client, endpoint_path, client.drain, retire, supervision)
@@ -143,7 +316,44 @@ def build_engine(
     return running
 
 
-def _counting(
+def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
+    """What front ends are told."""
+    from inflight.core.request.request import EngineDescription
+
+    limits = model.engine.limits
+    beside_weights = Path(native(model.model_path)) / "tokenizer.json"
+    found = model.model_path if model.model_path and beside_weights.is_file() else ""
+    return EngineDescription(
+        limits=limits.model_limits(parameters.scheduler),
+        model_path=model.model_path,
+        tokenizer_dir=parameters.tokenizer_dir or found,
+        # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
+        eos_token_ids=tuple(token_id for token_id in model.eos_token_ids if token_id < limits.vocab_size),
+        default_end_ids=parameters.default_end_ids,
+        exclude_input_from_output=bool(parameters.exclude_input_in_output),
+        dtype=model.dtype,
+        state_enabled=parameters.enable_state_requests,
+    )
+
+
+def _make_instruments(
+    parameters: Parameters, limits: EngineLimits, return_metrics: ReturnMetricsCallback | None
+) -> Instruments:
+    from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
+    from inflight.batch_manager.recording import JsonRecorder
+    from inflight.serving.memory import measure_memory
+
+    timeout_ms, path = parameters.watchdog_timeout_ms, parameters.record_path
+    return Instruments(
+        recorder=JsonRecorder(path, parameters.scheduler, limits) if path else None,
+        watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None,
+        rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
+        return_metrics=return_metrics,
+        measure_memory=measure_memory,
+    )
+
+
+def _counting_iterations(
     get_inference_requests: GetInferenceRequestsCallback, rank_context: RankContext | None
 ) -> GetInferenceRequestsCallback:
     """The callback that begins an iteration, which the heartbeat wants to know of."""
@@ -158,30 +368,30 @@ def _counting(
 
 
 def _wait_until_sent(
-    client: LocalEngineClient, model: LoadedModel, rank_context: RankContext | None
+    client: LocalEngineClient, takes_all_processors: bool, rank_context: RankContext | None
 ) -> WaitUntilSent | None:
     """What lets responses be sent between iterations, where the model would take the processors from the senders.
 
     None with several ranks: the others wait for this one in a broadcast, on processors that senders would need.
     """
-    return (
-        client.wait_until_sent if model.engine.limits.takes_all_processors and rank_context is None else None
-    )
+    return client.wait_until_sent if takes_all_processors and rank_context is None else None
 
 
-def _dying(client: LocalEngineClient, rank_context: RankContext | None) -> Callable[[InflightError], None]:
+def _tell_of_death(
+    client: LocalEngineClient, rank_context: RankContext | None
+) -> Callable[[InflightError], None]:
     """What is to be done when the loop has died: nobody may wait for it, neither clients nor ranks."""
 
-    def die(error: InflightError) -> None:
+    def tell(error: InflightError) -> None:
         client.fail_all(error)
         if rank_context is not None:
             rank_context.report_dead_loop()
 
-    return die
+    return tell
 
 
-def _releasing(model: LoadedModel, rank_context: RankContext | None) -> Callable[[], None]:
-    """What ends this rank's ties to the others, once."""
+def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Callable[[], None]:
+    """What ends this rank's ties to the others; later calls do nothing."""
     steps = [] if rank_context is None else [model.release, rank_context.leave]
 
     def release() -> None:
@@ -191,7 +401,12 @@ def _releasing(model: LoadedModel, rank_context: RankContext | None) -> Callable
     return release
 
 
-def follow(parameters: Parameters, version_dir: str, rank_context: RankContext) -> bool:
+# ---------------------------------------------------------------------- the other ranks
+
+
+def follow(
+    parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
+) -> bool:
     """Run a rank other than 0, from its load to rank 0's end.
 
     Returns whether that was in order; all ranks have left then.
@@ -200,16 +415,14 @@ def follow(parameters: Parameters, version_dir: str, rank_context: RankContext) 
     """
     from inflight.batch_manager import GptManager
     from inflight.batch_manager.instruments import Instruments, Watchdog
-    from inflight.composition.models import load
-    from inflight.composition.settings import scheduler_config
     from inflight.core.scheduler import Scheduler
 
-    model = load(parameters, version_dir, rank_context)
+    model = _load_checked(load, parameters, version_dir, rank_context)
     deaths: list[InflightError] = []
     timeout_ms = parameters.watchdog_timeout_ms
     manager = GptManager(
         model.engine,
-        Scheduler(scheduler_config(parameters), model.engine.limits),
+        Scheduler(parameters.scheduler, model.engine.limits),
         lambda max_num: (),
         lambda response: None,
         on_death=deaths.append,

@@ -1,118 +1,137 @@
-"""The table of config.pbtxt `parameters`, and the one reader of it.
+"""Every parameter of the engine, declared once: its name, type, default, range and meaning.
 
-TensorRT-LLM's keys come with their meaning and, where it is known, their default; then this project's own. An
-empty value or an unfilled `${…}` is absent. Every other value must parse and every key must be known: the load
-fails otherwise, with all problems in one message. Keys of TensorRT-LLM for what is not built yet are known, and
-accepted at the values that ask for nothing. Those that could do nothing here, whatever their value is, are
-accepted and logged. Pure.
+A parameter is a field of `Parameters`, or of its parts `SchedulerConfig` and `EngineConfig`, which the scheduler
+and the engine are built from as they are. The rows of config.pbtxt, its comments and the reader of its
+`parameters` come from these fields. Rows without a field follow them: keys of TensorRT-LLM that could do nothing
+here, whatever their value is, are accepted and logged; those for what is not built yet are accepted at the values
+that ask for nothing.
+
+TensorRT-LLM's keys come with their meaning and, where it is known, their default. An empty value or an unfilled
+`${…}` is absent. Every other value must parse and every key must be known: the load fails otherwise, with all
+problems in one message. Below every other room: the standard library and `inflight.errors` only. Pure.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.errors import ConfigError
+
+__all__ = [
+    "INT8",
+    "PARAMETERS",
+    "CapacitySchedulerPolicy",
+    "ContextChunkingPolicy",
+    "EngineConfig",
+    "ParameterSpec",
+    "Parameters",
+    "Role",
+    "SchedulerConfig",
+    "is_filled",
+    "read_parameters",
+    "without_effect",
+]
+
+INT8 = "int8"
+"""The data type of which only weights of linear layers are; the rest is bfloat16."""
+
+
+# ---------------------------------------------------------------------- types and ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of parameter: what to write, and a parser that raises ValueError for anything else."""
+    """The type and the range of a parameter.
+
+    Attributes:
+        expected: What to write.
+        convert: Makes a value of a text; ValueError for a text that is none of the type.
+        accepts: Whether a value is of the type and within the range.
+    """
 
     expected: str
-    parse: Callable[[str], Any]
+    convert: Callable[[str], Any]
+    accepts: Callable[[Any], bool]
+
+    def parse(self, text: str) -> Any:
+        """The value that `text` stands for; ValueError if that is not accepted."""
+        value = self.convert(text)
+        if not self.accepts(value):
+            raise ValueError(text)
+        return value
 
 
-def _parse_boolean(text: str) -> bool:
-    lowered = text.lower()
-    if lowered in ("true", "1"):
-        return True
-    if lowered in ("false", "0"):
-        return False
-    raise ValueError(text)
-
-
-BOOLEAN = Kind("true or false", _parse_boolean)
-TEXT = Kind("text", str)
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def integer(minimum: int, maximum: int | None = None) -> Kind:
     """An integer in [minimum, maximum]."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum or (maximum is not None and value > maximum):
-            raise ValueError(text)
-        return value
-
     bounds = f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    return Kind(f"an integer {bounds}", parse)
+    return Kind(
+        f"an integer {bounds}",
+        int,
+        lambda value: value >= minimum and (maximum is None or value <= maximum),
+    )
 
 
 def real(minimum: float, maximum: float = math.inf, above: bool = False) -> Kind:
     """A number in [minimum, maximum], or ]minimum, maximum] if it has to be above the minimum."""
+    expected = f"a number {'>' if above else '>='} {minimum:g}"
+    return Kind(
+        expected + ("" if math.isinf(maximum) else f" and <= {maximum:g}"),
+        float,
+        lambda value: (
+            minimum <= value <= maximum and not (above and value == minimum) and math.isfinite(value)
+        ),
+    )
 
-    def parse(text: str) -> float:
-        value = float(text)
-        if not (minimum <= value <= maximum) or (above and value == minimum) or math.isinf(value):
-            raise ValueError(text)
-        return value
 
-    low = f"{'>' if above else '>='} {minimum:g}"
-    return Kind(f"a number {low}" + ("" if math.isinf(maximum) else f" and <= {maximum:g}"), parse)
+def _named(values: Mapping[str, Any], any_case: bool = False) -> Kind:
+    """One of these values, by its name: letter for letter, or with `any_case` in small letters or capitals."""
+    by_text = {name.lower(): value for name, value in values.items()} if any_case else values
+
+    def convert(text: str) -> Any:
+        try:
+            return by_text[text.lower() if any_case else text]
+        except KeyError:
+            raise ValueError(text) from None
+
+    return Kind(" or ".join(values), convert, lambda value: value in values.values())
 
 
 def choice(*names: str, any_case: bool = False) -> Kind:
-    """One of these names, letter for letter, or with `any_case` in small letters or capitals."""
-
-    def parse(text: str) -> str:
-        for name in names:
-            if text == name or (any_case and text.lower() == name.lower()):
-                return name
-        raise ValueError(text)
-
-    return Kind(" or ".join(names), parse)
+    """One of these names."""
+    return _named({name: name for name in names}, any_case)
 
 
 def member(enum: type[Enum], *but: Enum) -> Kind:
     """The value of one of an Enum's members, `but` these."""
-    members = {item.value: item for item in enum if item not in but}
-
-    def parse(text: str) -> Enum:
-        if text not in members:
-            raise ValueError(text)
-        return members[text]
-
-    return Kind(" or ".join(members), parse)
-
-
-def _parse_names(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    if not all(names):
-        raise ValueError(text)
-    return names
+    return _named({item.value: item for item in enum if item not in but})
 
 
 def _integers(expected: str, minimum: int) -> Kind:
-    def parse(text: str) -> tuple[int, ...]:
-        values = tuple(int(part) for part in text.split(","))
-        if min(values) < minimum:
-            raise ValueError(text)
-        return values
+    def accepts(values: tuple[Any, ...]) -> bool:
+        return all(type(value) is int and value >= minimum for value in values)
 
-    return Kind(expected, parse)
+    return Kind(expected, lambda text: tuple(int(part) for part in text.split(",")), accepts)
 
 
+BOOLEAN = dataclasses.replace(_named(_TRUTH, any_case=True), expected="true or false")
+TEXT = Kind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
 DEVICES = _integers("numbers >= 0 with commas between", 0)
-NAMES = Kind("names with commas between", _parse_names)
+NAMES = Kind("names with commas between", lambda text: tuple(part.strip() for part in text.split(",")), all)
+
+
+# ---------------------------------------------------------------------- rows of config.pbtxt
 
 
 class Role(Enum):
@@ -124,12 +143,19 @@ class Role(Enum):
     POSTPROCESSING = "postprocessing"
 
 
+_ENGINE = frozenset({Role.ENGINE})
+_FRONT_END = frozenset({Role.FRONT_END})
+_MODELS = _ENGINE | _FRONT_END
+_PREPROCESSING = frozenset({Role.PREPROCESSING})
+_ALL = frozenset(Role)
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """One row.
 
     Attributes:
-        key: The key in config.pbtxt; a built row's is a field of Parameters too.
+        key: The key in config.pbtxt; a field's name unless it says another.
         kind: What its text may be.
         default: The value when absent.
         meaning: One line for the reader of config.pbtxt.
@@ -138,22 +164,24 @@ class ParameterSpec:
         template_value: What config.pbtxt says instead of a template variable.
         neutral: None for a built row. Otherwise the only values accepted, () for none.
         read_by_triton: Whether Triton's Python backend reads it and this package does not.
+        complaint: How an error about its value begins: with {key} and {text}.
         no_effect: Why any value that parses does nothing; "" for a row of which that is not so. What was given is
             logged with it.
-        complaint: How an error about its value begins: with {key} and {text}.
+        behind: Of a field that does not follow the one before it in config.pbtxt: the key that it follows there.
     """
 
     key: str
     kind: Kind
     default: Any
     meaning: str
-    roles: frozenset[Role] = frozenset({Role.ENGINE})
+    roles: frozenset[Role] = _ENGINE
     template: str = ""
     template_value: str = ""
     neutral: tuple[Any, ...] | None = None
     read_by_triton: bool = False
     complaint: str = "{key}: got {text!r}"
     no_effect: str = ""
+    behind: str = ""
 
     @property
     def built(self) -> bool:
@@ -194,82 +222,294 @@ class ParameterSpec:
         return value
 
 
-__all__ = [
-    "PARAMETERS",
-    "ParameterSpec",
-    "Parameters",
-    "Role",
-    "is_filled",
-    "read_parameters",
-    "without_effect",
-]
+def parameter(
+    default: Any, kind: Kind, meaning: str, roles: frozenset[Role] = _ENGINE, key: str = "", **more: Any
+) -> Any:
+    """A field of a dataclass that is a row of config.pbtxt; the arguments are those of ParameterSpec."""
+    spec = ParameterSpec(key, kind, default, meaning, roles, **more)
+    return field(default=default, metadata={"parameter": spec})
+
+
+def _declared(owner: type) -> dict[str, ParameterSpec]:
+    """The rows that the fields of a dataclass declare, by the fields' names."""
+    return {
+        each.name: dataclasses.replace(spec, key=spec.key or each.name)
+        for each in dataclasses.fields(owner)
+        if (spec := each.metadata.get("parameter"))
+    }
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+class CapacitySchedulerPolicy(Enum):
+    """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
+
+    GUARANTEED_NO_EVICT admits a request only when its KV blocks are certain to suffice to the end.
+    MAX_UTILIZATION admits it when its context fits; when blocks run out it pauses the last started
+    of those of the lowest priority.
+    STATIC_BATCH is V1 batching: requests are admitted only when none runs, and all of that batch end before the
+    next.
+    """
+
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+    MAX_UTILIZATION = "max_utilization"
+    STATIC_BATCH = "static_batch"
+
+
+class ContextChunkingPolicy(Enum):
+    """TensorRT-LLM's policy of the same name: who gets the rows that are left for contexts, with chunked context.
+
+    FIRST_COME_FIRST_SERVED computes the oldest context as far as there are rows, then the next.
+    EQUAL_PROGRESS gives every context a block's worth of tokens in turn.
+    """
+
+    FIRST_COME_FIRST_SERVED = "first_come_first_served"
+    EQUAL_PROGRESS = "equal_progress"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How the batcher schedules.
+
+    Attributes:
+        policy: STATIC_BATCH where `gpt_model_type` is V1.
+        max_num_tokens: Most rows of one packed forward pass, context and generation tokens together.
+        enable_chunked_context: With it, a prompt may exceed max_num_tokens.
+        context_chunking_policy: Means something with enable_chunked_context only.
+        max_queue_size: Counts sequences of one priority or higher.
+        max_num_requests: Most requests active at once, waiting ones included; negative for no bound.
+    """
+
+    policy: CapacitySchedulerPolicy = parameter(
+        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+        # Static batching is a type of model, not a policy.
+        member(CapacitySchedulerPolicy, CapacitySchedulerPolicy.STATIC_BATCH),
+        "who may hold KV blocks",
+        key="batch_scheduler_policy",
+        behind="gpt_model_type",
+    )
+    enable_chunked_context: bool = parameter(False, BOOLEAN, "split long prompts over iterations")
+    context_chunking_policy: ContextChunkingPolicy = parameter(
+        ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        member(ContextChunkingPolicy),
+        "who gets the tokens of an iteration that are left for split prompts",
+    )
+    enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
+    max_num_tokens: int = parameter(8192, integer(1), "most tokens in one iteration")
+    max_queue_size: int = parameter(
+        0, integer(0), "most sequences that wait beyond the free slots, later ones are refused; 0: no bound"
+    )
+    max_beam_width: int | None = parameter(
+        None, integer(1), "most beams of a search; max_batch_size without one"
+    )
+    max_num_requests: int = -1
+
+    def validate(self, max_num_sequences: int, tokens_per_block: int) -> None:
+        """Raise ConfigError when this cannot work on an engine of so many slots and blocks of such a size."""
+        if self.max_num_tokens < max_num_sequences:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}; it must be at least max_batch_size "
+                f"({max_num_sequences}), so that every running request gets a token in an iteration"
+            )
+        if self.max_num_tokens < tokens_per_block:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}; it must hold at least one KV block of "
+                f"{tokens_per_block} tokens, because long contexts are computed in chunks of blocks"
+            )
+        if self.max_beam_width is not None and self.max_beam_width > max_num_sequences:
+            raise ConfigError(
+                f"max_beam_width is {self.max_beam_width}; it can be at most max_batch_size "
+                f"({max_num_sequences}), because every beam runs as a sequence of the batch"
+            )
+        beside_others = max_num_sequences - 1 + tokens_per_block
+        if self.enable_chunked_context and self.max_num_tokens < beside_others:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}; with enable_chunked_context it must be at least "
+                f"{beside_others}, so that a chunk of one KV block ({tokens_per_block} tokens) fits beside "
+                "a token for every other running request; else running streams would keep prompts waiting"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is loaded with.
+
+    Attributes:
+        dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8: weights of linear layers
+            are quantized, and by native kernels activations as they are multiplied; the rest is bfloat16.
+        max_attention_window_size: A token sees itself and those before it; layer i has entry i % n. Where the
+            checkpoint has a sliding window too, the smaller one holds. What no token sees any more stays in the
+            cache: memory is not saved.
+        sink_token_length: Means nothing in layers without a window. `layer_windows` says how TensorRT-LLM's
+            differs.
+        normalize_log_probs: Their sum and those of the likeliest tokens are the model's own all the same.
+        engine_threads: On a CPU, of compiled layers and, in this whole process, of torch.
+        max_num_sequences: Slots, that is, sequences that can run at once: Triton's max_batch_size.
+        max_num_tokens: Most rows of one packed forward pass, as in SchedulerConfig.
+        device: A torch device; None: cuda if there is one, else cpu.
+        ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
+    """
+
+    gpt_model_path: str | None = parameter(
+        None,
+        TEXT,
+        "folder of the checkpoint; the demo model without one",
+        _ENGINE | _PREPROCESSING,
+        template="engine_dir",
+    )
+    dtype: str | None = parameter(
+        None,
+        choice("float32", "bfloat16", "float16", "int8"),
+        "of weights and KV cache, or int8, of weights beside bfloat16 for the rest; the checkpoint's without one",
+        behind="tokenizer_dir",
+    )
+    kernels: str | None = parameter(
+        None,
+        choice("native", "torch"),
+        "compiled layers, for CPUs with AVX-512, or torch's operators; native where possible without one",
+    )
+    cuda_graph_mode: bool = parameter(
+        True, BOOLEAN, "on one GPU, record iterations that only generate and replay them"
+    )
+    max_sequence_length: int | None = parameter(
+        None,
+        integer(2),
+        "prompt and output, at most what the model's positions reach; that without one",
+        behind="max_beam_width",
+    )
+    max_attention_window_size: tuple[int, ...] = parameter(
+        (),
+        WINDOWS,
+        "tokens that a layer attends to: one number, or some that are repeated over the layers; all without one",
+    )
+    sink_token_length: int = parameter(0, integer(0), "first tokens that stay in every window, as part of it")
+    tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
+    max_tokens_in_paged_kv_cache: int | None = parameter(
+        None, integer(1), "size of the KV cache; by fraction without one"
+    )
+    kv_cache_free_gpu_mem_fraction: float = parameter(
+        0.9, real(0, 1, above=True), "share of free GPU memory for the KV cache"
+    )
+    kv_cache_free_cpu_mem_fraction: float = parameter(
+        0.5, real(0, 1, above=True), "the same share of memory, on a CPU"
+    )
+    normalize_log_probs: bool = parameter(
+        False,
+        BOOLEAN,
+        "output_log_probs of the distribution that a token was drawn from instead of the model's own",
+        behind="exclude_input_in_output",
+    )
+    engine_threads: int | None = parameter(
+        None,
+        integer(1),
+        "threads of a rank's forward pass; its share of the cores without one",
+        behind="engine_endpoint",
+    )
+    max_num_sequences: int = 8
+    max_num_tokens: int = 8192
+    device: str | None = None
+    ranks_on_host: int = 1
+
+    def validate(self) -> None:
+        """Raise ConfigError naming parameter, value and what was expected."""
+        for name, spec in _declared(EngineConfig).items():
+            value = getattr(self, name)
+            if value is not None and not spec.kind.accepts(value):
+                raise ConfigError(f"{name} is {value!r}, expected {spec.kind.expected}")
+        for name in ("max_num_sequences", "max_num_tokens", "ranks_on_host"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {value}, expected at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Everything config.pbtxt says to this package, complete and checked. None means not given.
+    """Everything config.pbtxt says to this package, complete and checked. None means not given."""
 
-    One field per built row of PARAMETERS, by its key; the comments there say what they mean.
-    """
+    tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL)
+    gpt_model_type: str = parameter(
+        "inflight_fused_batching",
+        choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
+        "V1 ends a batch before it starts the next; the others are in-flight batching, context and generation in "
+        "one forward pass",
+        template="batching_strategy",
+        complaint="{key} value of {text!r} is not supported",
+    )
+    exclude_input_in_output: bool | None = parameter(
+        None, BOOLEAN, "leave the prompt out unless a request says otherwise", _MODELS
+    )
+    ignored_request_parameters: tuple[str, ...] = parameter(
+        (),
+        NAMES,
+        "request parameters that may come and that nobody reads, for instance HTTP headers that Triton forwards",
+        _ALL,
+    )
+    default_end_ids: tuple[int, ...] = parameter(
+        (), TOKEN_IDS, "end ids of requests by token ids without end_id"
+    )
+    cancellation_check_period_ms: int = parameter(
+        20, integer(1), "how often every client is asked whether it is gone", _MODELS
+    )
+    stream_interval: int = parameter(
+        1,
+        integer(1),
+        "tokens of a streamed response, but for the first and the last: each costs time that the model could have",
+        _MODELS,
+    )
+    repeat_log_probs: bool = parameter(
+        True,
+        BOOLEAN,
+        "every response of a stream has the output_log_probs of all tokens so far; else those of its own tokens",
+        _MODELS,
+    )
+    max_repeated_logits_bytes: int = parameter(
+        8 << 20,
+        integer(0),
+        "context_logits up to this size are in every response of a stream, larger ones in its first alone",
+        _MODELS,
+    )
+    stats_check_period_ms: int = parameter(100, integer(1), "how often statistics are published")
+    iter_stats_max_iterations: int = parameter(
+        1000, integer(0), "iterations whose statistics are kept to be fetched"
+    )
+    request_stats_max_iterations: int = parameter(0, integer(0), "the same with statistics of every request")
+    enable_state_requests: bool = parameter(
+        False, BOOLEAN, "let clients ask what is queued, running and cached"
+    )
+    record_path: str | None = parameter(None, TEXT, "file to record requests and decisions to, for a replay")
+    watchdog_timeout_ms: int = parameter(
+        60000, integer(0), "an iteration that takes longer is reported as hung; 0: off"
+    )
+    engine_endpoint: str | None = parameter(
+        None, TEXT, "path of the engine's socket; unique per server without one", _MODELS
+    )
+    tensor_parallel_size: int = parameter(1, integer(1), "ranks that share every layer")
+    pipeline_parallel_size: int = parameter(1, integer(1), "stages that share out the layers")
+    launch_mode: str | None = parameter(
+        None,
+        choice("in_process", "leader", "orchestrator"),
+        "who starts the ranks: nobody, for one rank; mpirun or srun around tritonserver; this model. Found out "
+        "without one",
+    )
+    mpirun_arguments: str | None = parameter(None, TEXT, "more arguments for mpirun, in a shell's words")
+    rank_timeout_ms: int = parameter(5000, integer(100), "a rank that is silent for longer is lost")
+    gpu_device_ids: tuple[int, ...] = parameter(
+        (), DEVICES, "GPUs to use, one for each rank of a host; the first without"
+    )
+    tensorrt_llm_model_name: str = parameter(
+        "tensorrt_llm", TEXT, "the model that holds the engine", _FRONT_END, template_value="tensorrt_llm"
+    )
+    add_special_tokens: bool = parameter(True, BOOLEAN, "as the tokenizer does", _PREPROCESSING)
+    skip_special_tokens: bool = parameter(
+        True, BOOLEAN, "leave special tokens out of text", _MODELS | {Role.POSTPROCESSING}
+    )
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
-    max_num_sequences: int
-    gpt_model_path: str | None
-    tokenizer_dir: str | None
-    dtype: str | None
-    kernels: str | None
-    cuda_graph_mode: bool
-    gpt_model_type: str
-    batch_scheduler_policy: CapacitySchedulerPolicy
-    enable_chunked_context: bool
-    context_chunking_policy: ContextChunkingPolicy
-    enable_kv_cache_reuse: bool
-    max_num_tokens: int
-    max_queue_size: int
-    max_beam_width: int | None
-    max_sequence_length: int | None
-    max_attention_window_size: tuple[int, ...]
-    sink_token_length: int
-    tokens_per_block: int
-    max_tokens_in_paged_kv_cache: int | None
-    kv_cache_free_gpu_mem_fraction: float
-    kv_cache_free_cpu_mem_fraction: float
-    exclude_input_in_output: bool | None
-    normalize_log_probs: bool
-    default_end_ids: tuple[int, ...]
-    ignored_request_parameters: tuple[str, ...]
-    cancellation_check_period_ms: int
-    stream_interval: int
-    repeat_log_probs: bool
-    max_repeated_logits_bytes: int
-    stats_check_period_ms: int
-    iter_stats_max_iterations: int
-    request_stats_max_iterations: int
-    enable_state_requests: bool
-    record_path: str | None
-    watchdog_timeout_ms: int
-    engine_endpoint: str | None
-    engine_threads: int | None
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    launch_mode: str | None
-    mpirun_arguments: str | None
-    rank_timeout_ms: int
-    gpu_device_ids: tuple[int, ...]
-    fake_engine: str | None
-    tensorrt_llm_model_name: str
-    add_special_tokens: bool
-    skip_special_tokens: bool
+
+# ---------------------------------------------------------------------- rows without a field
 
 
-_MODELS = frozenset({Role.ENGINE, Role.FRONT_END})
-_FRONT_END = frozenset({Role.FRONT_END})
-# Static batching is a type of model, not a policy.
-_POLICIES = member(CapacitySchedulerPolicy, CapacitySchedulerPolicy.STATIC_BATCH)
-_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-
-
-_ENGINE = frozenset({Role.ENGINE})
-_PREPROCESSING = frozenset({Role.PREPROCESSING})
 _DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 
 
@@ -293,202 +533,6 @@ def _no_effect(
 ) -> ParameterSpec:
     return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
 
-
-_BUILT: tuple[ParameterSpec, ...] = (
-    ParameterSpec(
-        "gpt_model_path",
-        TEXT,
-        None,
-        "folder of the checkpoint; the demo model without one",
-        frozenset({Role.ENGINE, Role.PREPROCESSING}),
-        template="engine_dir",
-    ),
-    ParameterSpec("tokenizer_dir", TEXT, None, "folder of tokenizer.json", frozenset(Role)),
-    ParameterSpec(
-        "dtype",
-        choice("float32", "bfloat16", "float16", "int8"),
-        None,
-        "of weights and KV cache, or int8, of weights beside bfloat16 for the rest; the checkpoint's without one",
-    ),
-    ParameterSpec(
-        "kernels",
-        choice("native", "torch"),
-        None,
-        "compiled layers, for CPUs with AVX-512, or torch's operators; native where possible without one",
-    ),
-    ParameterSpec(
-        "cuda_graph_mode", BOOLEAN, True, "on one GPU, record iterations that only generate and replay them"
-    ),
-    ParameterSpec(
-        "gpt_model_type",
-        choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),
-        "inflight_fused_batching",
-        "V1 ends a batch before it starts the next; the others are in-flight batching, context and generation in "
-        "one forward pass",
-        template="batching_strategy",
-        complaint="{key} value of {text!r} is not supported",
-    ),
-    ParameterSpec("batch_scheduler_policy", _POLICIES, _NO_EVICT, "who may hold KV blocks"),
-    ParameterSpec("enable_chunked_context", BOOLEAN, False, "split long prompts over iterations"),
-    ParameterSpec(
-        "context_chunking_policy",
-        member(ContextChunkingPolicy),
-        ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-        "who gets the tokens of an iteration that are left for split prompts",
-    ),
-    ParameterSpec("enable_kv_cache_reuse", BOOLEAN, True, "share KV blocks of equal prefixes"),
-    ParameterSpec("max_num_tokens", integer(1), 8192, "most tokens in one iteration"),
-    ParameterSpec(
-        "max_queue_size",
-        integer(0),
-        0,
-        "most sequences that wait beyond the free slots, later ones are refused; 0: no bound",
-    ),
-    ParameterSpec("max_beam_width", integer(1), None, "most beams of a search; max_batch_size without one"),
-    ParameterSpec(
-        "max_sequence_length",
-        integer(2),
-        None,
-        "prompt and output, at most what the model's positions reach; that without one",
-    ),
-    ParameterSpec(
-        "max_attention_window_size",
-        WINDOWS,
-        (),
-        "tokens that a layer attends to: one number, or some that are repeated over the layers; all without one",
-    ),
-    ParameterSpec(
-        "sink_token_length", integer(0), 0, "first tokens that stay in every window, as part of it"
-    ),
-    ParameterSpec("tokens_per_block", integer(1), 32, "tokens per KV cache block"),
-    ParameterSpec(
-        "max_tokens_in_paged_kv_cache", integer(1), None, "size of the KV cache; by fraction without one"
-    ),
-    ParameterSpec(
-        "kv_cache_free_gpu_mem_fraction",
-        real(0, 1, above=True),
-        0.9,
-        "share of free GPU memory for the KV cache",
-    ),
-    ParameterSpec(
-        "kv_cache_free_cpu_mem_fraction", real(0, 1, above=True), 0.5, "the same share of memory, on a CPU"
-    ),
-    ParameterSpec(
-        "exclude_input_in_output",
-        BOOLEAN,
-        None,
-        "leave the prompt out unless a request says otherwise",
-        _MODELS,
-    ),
-    ParameterSpec(
-        "normalize_log_probs",
-        BOOLEAN,
-        False,
-        "output_log_probs of the distribution that a token was drawn from instead of the model's own",
-    ),
-    ParameterSpec(
-        "ignored_request_parameters",
-        NAMES,
-        (),
-        "request parameters that may come and that nobody reads, for instance HTTP headers that Triton forwards",
-        frozenset(Role),
-    ),
-    ParameterSpec("default_end_ids", TOKEN_IDS, (), "end ids of requests by token ids without end_id"),
-    ParameterSpec(
-        "cancellation_check_period_ms",
-        integer(1),
-        20,
-        "how often every client is asked whether it is gone",
-        _MODELS,
-    ),
-    ParameterSpec(
-        "stream_interval",
-        integer(1),
-        1,
-        "tokens of a streamed response, but for the first and the last: each costs time that the model could have",
-        _MODELS,
-    ),
-    ParameterSpec(
-        "repeat_log_probs",
-        BOOLEAN,
-        True,
-        "every response of a stream has the output_log_probs of all tokens so far; else those of its own tokens",
-        _MODELS,
-    ),
-    ParameterSpec(
-        "max_repeated_logits_bytes",
-        integer(0),
-        8 << 20,
-        "context_logits up to this size are in every response of a stream, larger ones in its first alone",
-        _MODELS,
-    ),
-    ParameterSpec("stats_check_period_ms", integer(1), 100, "how often statistics are published"),
-    ParameterSpec(
-        "iter_stats_max_iterations", integer(0), 1000, "iterations whose statistics are kept to be fetched"
-    ),
-    ParameterSpec("request_stats_max_iterations", integer(0), 0, "the same with statistics of every request"),
-    ParameterSpec(
-        "enable_state_requests", BOOLEAN, False, "let clients ask what is queued, running and cached"
-    ),
-    ParameterSpec("record_path", TEXT, None, "file to record requests and decisions to, for a replay"),
-    ParameterSpec(
-        "watchdog_timeout_ms",
-        integer(0),
-        60000,
-        "an iteration that takes longer is reported as hung; 0: off",
-    ),
-    ParameterSpec(
-        "engine_endpoint", TEXT, None, "path of the engine's socket; unique per server without one", _MODELS
-    ),
-    ParameterSpec(
-        "engine_threads",
-        integer(1),
-        None,
-        "threads of a rank's forward pass; its share of the cores without one",
-    ),
-    ParameterSpec("tensor_parallel_size", integer(1), 1, "ranks that share every layer"),
-    ParameterSpec("pipeline_parallel_size", integer(1), 1, "stages that share out the layers"),
-    ParameterSpec(
-        "launch_mode",
-        choice("in_process", "leader", "orchestrator"),
-        None,
-        "who starts the ranks: nobody, for one rank; mpirun or srun around tritonserver; this model. Found out "
-        "without one",
-    ),
-    ParameterSpec("mpirun_arguments", TEXT, None, "more arguments for mpirun, in a shell's words"),
-    ParameterSpec("rank_timeout_ms", integer(100), 5000, "a rank that is silent for longer is lost"),
-    ParameterSpec(
-        "gpu_device_ids", DEVICES, (), "GPUs to use, one for each rank of a host; the first without"
-    ),
-    ParameterSpec("fake_engine", TEXT, None, "a fake in place of the model: vocab=1000,step_us=200"),
-    ParameterSpec(
-        "tensorrt_llm_model_name",
-        TEXT,
-        "tensorrt_llm",
-        "the model that holds the engine",
-        _FRONT_END,
-        template_value="tensorrt_llm",
-    ),
-    ParameterSpec(
-        "add_special_tokens", BOOLEAN, True, "as the tokenizer does", frozenset({Role.PREPROCESSING})
-    ),
-    ParameterSpec(
-        "skip_special_tokens",
-        BOOLEAN,
-        True,
-        "leave special tokens out of text",
-        _MODELS | {Role.POSTPROCESSING},
-    ),
-    ParameterSpec(
-        "FORCE_CPU_ONLY_INPUT_TENSORS",
-        choice("yes", "no"),
-        None,
-        "read by Triton's Python backend",
-        frozenset(Role),
-        template_value="yes",
-        read_by_triton=True,
-    ),
-)
 
 _NO_ADAPTERS = "there are no adapters in this version"
 
@@ -567,7 +611,34 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
 )
 
-PARAMETERS: tuple[ParameterSpec, ...] = (*_BUILT, *_NO_EFFECT, *_UNBUILT)
+
+def _built() -> list[ParameterSpec]:
+    """The rows of all fields, in the order of config.pbtxt."""
+    rows: list[ParameterSpec] = []
+    for owner in (Parameters, SchedulerConfig, EngineConfig):
+        place = 0
+        for spec in _declared(owner).values():
+            if spec.behind:
+                place = 1 + [row.key for row in rows].index(spec.behind)
+            rows.insert(place, spec)
+            place += 1
+    return rows
+
+
+_TRITONS_OWN = ParameterSpec(
+    "FORCE_CPU_ONLY_INPUT_TENSORS",
+    choice("yes", "no"),
+    None,
+    "read by Triton's Python backend",
+    _ALL,
+    template_value="yes",
+    read_by_triton=True,
+)
+
+PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *_NO_EFFECT, *_UNBUILT)
+
+
+# ---------------------------------------------------------------------- the reader
 
 
 def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
@@ -595,8 +666,20 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
         )
     given.setdefault("max_queue_size", _queue_bound(model_config))
-    values = {spec.key: given.get(spec.key, spec.default) for spec in PARAMETERS if spec.built}
-    return Parameters(max_num_sequences=max_batch_size, **values)
+    if given.get("gpt_model_type") == "V1":
+        given["batch_scheduler_policy"] = CapacitySchedulerPolicy.STATIC_BATCH
+    scheduler = SchedulerConfig(**_fields(SchedulerConfig, given))
+    engine = EngineConfig(
+        **_fields(EngineConfig, given),
+        max_num_sequences=max_batch_size,
+        max_num_tokens=scheduler.max_num_tokens,
+    )
+    return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)
+
+
+def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given for the fields of `owner`, by their names."""
+    return {name: given[spec.key] for name, spec in _declared(owner).items() if spec.key in given}
 
 
 def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:

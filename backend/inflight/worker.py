@@ -17,8 +17,9 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 
-from inflight.build import RunningEngine, build_engine, follow
+from inflight.build import LoadModel, RunningEngine, build_engine, follow, load_model
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
 from inflight.ranks import open_mpi
@@ -38,8 +39,11 @@ _NO_ORDERS = (
 )
 
 
-def main() -> int:
-    """The exit status: 0 for an end in order, 1 for a model that does not load, 2 for wrong use."""
+def main(load: LoadModel = load_model) -> int:
+    """The exit status: 0 for an end in order, 1 for a model that does not load, 2 for wrong use.
+
+    `load` makes this rank's engine.
+    """
     _parser().parse_args()
     if not _is_started_with_others():
         print("inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)", file=sys.stderr)  # noqa: T201
@@ -53,7 +57,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format=f"rank {world.rank}: %(levelname)s %(message)s", stream=sys.stderr
     )
-    return _lead(world, report) if world.rank == 0 else _follow(world)
+    return _lead(world, report, load) if world.rank == 0 else _follow(world, load)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,7 +100,7 @@ def _end_at_once() -> None:
 # ---------------------------------------------------------------------- rank 0
 
 
-def _lead(world: MpiWorld, report: int) -> int:
+def _lead(world: MpiWorld, report: int, load: LoadModel) -> int:
     try:
         orders = _read_orders()
     except ConfigError as error:
@@ -120,7 +124,7 @@ def _lead(world: MpiWorld, report: int) -> int:
         measure_memory,
     )
     try:
-        engines.append(_build(world, orders, supervision, on_loss))
+        engines.append(_build(world, orders, supervision, on_loss, load))
     except ConfigError as error:
         os.write(report, encode_line(Report(str(error))))
         return 1
@@ -142,12 +146,24 @@ def _read_orders() -> Orders:
     return decode_orders(line)
 
 
-def _build(world: MpiWorld, orders: Orders, supervision: Supervision, on_loss) -> RunningEngine:
+def _build(
+    world: MpiWorld,
+    orders: Orders,
+    supervision: Supervision,
+    on_loss: Callable[[Unavailable], None],
+    load: LoadModel,
+) -> RunningEngine:
     job = orders.job
     rank_context = lead(world, job, on_loss)
     try:
         return build_engine(
-            job.parameters, job.version_dir, job.endpoint_path, supervision.put, rank_context, supervision
+            job.parameters,
+            job.version_dir,
+            job.endpoint_path,
+            supervision.put,
+            rank_context,
+            supervision,
+            load,
         )
     except ConfigError:
         rank_context.leave()
@@ -157,7 +173,7 @@ def _build(world: MpiWorld, orders: Orders, supervision: Supervision, on_loss) -
 # ---------------------------------------------------------------------- the other ranks
 
 
-def _follow(world: MpiWorld) -> int:
+def _follow(world: MpiWorld, load: LoadModel) -> int:
     """Always 0: that the model does not load is for rank 0 to say, which mpirun would not let it after another."""
     try:
         job, rank_context = attend(world, lambda error: _end_at_once())
@@ -165,7 +181,7 @@ def _follow(world: MpiWorld) -> int:
         _log.error("%s", error)
         return 0
     try:
-        in_order = follow(job.parameters, job.version_dir, rank_context)
+        in_order = follow(job.parameters, job.version_dir, rank_context, load)
     except ConfigError as error:
         _log.error("%s", error)
         rank_context.leave()

@@ -15,7 +15,7 @@ from benchmarks.measuring.report import Timeline
 from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import to_parameters
 from benchmarks.profiling.results import CacheSample
-from inflight.build import build_engine, check_parameters
+from inflight.build import LoadModel, build_engine, check_parameters, load_model
 from inflight.core.ports import SendResponseCallback
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats
@@ -33,14 +33,14 @@ class ServedEngine:
         num_blocks: KV cache blocks.
     """
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
+    def __init__(self, settings: Mapping[str, str], load: LoadModel = load_model) -> None:
         """Raises ConfigError as a server that is given the same parameters would."""
         parameters = to_parameters(settings)
         check_parameters(parameters)
         self._folder = tempfile.TemporaryDirectory(prefix="inflight-bench-")
         self._samples: list[tuple[int, IterationStats]] = []
         endpoint = str(Path(self._folder.name) / "engine")
-        self._engine = build_engine(parameters, "", endpoint, return_metrics=self._keep)
+        self._engine = build_engine(parameters, "", endpoint, return_metrics=self._keep, load=load)
         self.num_blocks = self._engine.client.describe().limits.num_blocks
 
     def run(

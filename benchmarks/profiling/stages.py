@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from benchmarks.profiling.stopwatch import Place, Stage, Stopwatch
 from inflight.batch_manager import GptManager
+from inflight.config import INT8
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.config import INT8
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
 

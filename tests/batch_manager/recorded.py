@@ -9,10 +9,10 @@ from pathlib import Path
 
 from inflight.batch_manager.recording import Begin, End, Header, JsonRecorder, Record, Trace, decode, encode
 from inflight.batch_manager.replay import run
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits, expected_tokens

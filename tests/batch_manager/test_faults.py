@@ -9,10 +9,10 @@ import pytest
 
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
+from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.report.stats import MemoryUsage
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable

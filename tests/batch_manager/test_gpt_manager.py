@@ -7,11 +7,11 @@ import threading
 
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine, expected_tokens

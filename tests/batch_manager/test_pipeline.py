@@ -11,11 +11,11 @@ from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
 from inflight.batch_manager.replay import IDENTICAL
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
 

@@ -26,6 +26,7 @@ from inflight.batch_manager.recording import (
     make_begin,
     zero_logits,
 )
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.beam_search import BeamCandidates
@@ -44,7 +45,6 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.errors import ConfigError, StepFailed, Unavailable
 
 LIMITS = EngineLimits(
@@ -52,7 +52,7 @@ LIMITS = EngineLimits(
 )
 CONFIG = SchedulerConfig(
     CapacitySchedulerPolicy.MAX_UTILIZATION,
-    64,
+    max_num_tokens=64,
     enable_chunked_context=True,
     context_chunking_policy=ContextChunkingPolicy.EQUAL_PROGRESS,
 )

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from inflight.batch_manager import GptManager
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint import local
 from inflight.endpoint.local import LocalEngineClient

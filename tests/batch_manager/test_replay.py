@@ -17,11 +17,11 @@ from inflight.batch_manager.replay import (
     Replay,
     describe_batch,
 )
+from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
 from inflight.testing.fake_engine import FakeEngine

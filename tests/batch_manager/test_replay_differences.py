@@ -17,8 +17,8 @@ from inflight.batch_manager.replay import (
     differences,
     main,
 )
+from inflight.config import SchedulerConfig
 from inflight.core.schedule.batch import BeamGroup, ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import SchedulerConfig
 from tests.batch_manager.recorded import (
     END_ID,
     LIMITS,

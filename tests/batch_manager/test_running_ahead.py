@@ -8,10 +8,10 @@ import pytest
 
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
 from inflight.batch_manager.replay import IDENTICAL
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.testing.fake_engine import expected_tokens
 from tests.core.integrity import check_integrity
 

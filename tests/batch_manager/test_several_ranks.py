@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from inflight.batch_manager import GptManager
+from inflight.config import SchedulerConfig
 from inflight.core.report.metrics import HistogramSnapshot
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response, Result
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine, expected_tokens

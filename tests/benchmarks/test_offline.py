@@ -12,11 +12,12 @@ from benchmarks.offline import ClosedLoop, InProcess
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument, StepFailed
+from inflight.testing.fake_server import load_fake
 from inflight.testing.make_model import make_model
 
 REQUESTS = [BenchRequest((1, 2, number), 3) for number in range(5)]
 SETTINGS = {
-    "fake_engine": "vocab=100,step_us=0",
+    "gpt_model_path": "vocab=100,step_us=0",
     "max_batch_size": "4",
     "max_sequence_length": "64",
     "max_tokens_in_paged_kv_cache": "512",
@@ -75,7 +76,7 @@ def test_a_request_that_fails_ends_the_run():
 
 @pytest.mark.parametrize("concurrency", [1, 3, 5])
 def test_every_request_of_every_run_is_answered(concurrency):
-    with InProcess(SETTINGS) as engine:
+    with InProcess(SETTINGS, load_fake) as engine:
         for _ in range(2):
             timelines = engine.run(REQUESTS, concurrency)
             assert [len(timeline.responses_ns) for timeline in timelines] == [3] * 5
@@ -83,7 +84,7 @@ def test_every_request_of_every_run_is_answered(concurrency):
 
 
 def test_starting_takes_longer_than_loading():
-    with InProcess(SETTINGS) as engine:
+    with InProcess(SETTINGS, load_fake) as engine:
         resources = engine.resources()
     assert 0 < resources.load_s < resources.start_s
     assert resources.peak_rss_bytes > 0
@@ -92,7 +93,6 @@ def test_starting_takes_longer_than_loading():
 @pytest.mark.parametrize(("dtype", "products"), [("bfloat16", None), ("int8", "bfloat16")])
 def test_the_kernels_are_those_that_run(tmp_path, dtype, products):
     settings = SETTINGS | {"gpt_model_path": str(make_model(tmp_path, shape="tiny")), "dtype": dtype}
-    del settings["fake_engine"]
     with InProcess(settings | {"kernels": "torch"}) as engine:
         assert engine.kernels == Kernels("torch", "torch", (), products)
     with InProcess(settings) as engine:
@@ -104,12 +104,12 @@ def test_the_kernels_are_those_that_run(tmp_path, dtype, products):
 
 
 def test_requests_one_by_one_never_overlap():
-    with InProcess(SETTINGS) as engine:
+    with InProcess(SETTINGS, load_fake) as engine:
         timelines = engine.run(REQUESTS, 1)
     for earlier, later in itertools.pairwise(timelines):
         assert later.sent_ns == earlier.responses_ns[-1]
 
 
 def test_a_request_that_the_engine_refuses_is_raised():
-    with InProcess(SETTINGS) as engine, pytest.raises(InvalidArgument, match="request_output_len"):
+    with InProcess(SETTINGS, load_fake) as engine, pytest.raises(InvalidArgument, match="request_output_len"):
         engine.run([BenchRequest((1,), 1000)], 1)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.measuring.options import Options, add_options, engine_settings, kv_cache_tokens
 from benchmarks.measuring.setup import ModelShape
 from benchmarks.measuring.workload import BenchRequest, draw
-from inflight.composition.settings import check_parameters
+from inflight.build import check_parameters
 from inflight.config import Role, read_parameters
 from inflight.models import read_model_description
 from inflight.testing.make_model import make_model
@@ -52,9 +52,10 @@ def test_the_settings_are_parameters_that_a_server_takes():
     given = {key: {"string_value": value} for key, value in settings.items()}
     parameters = read_parameters({"max_batch_size": batch_size, "parameters": given}, Role.ENGINE)
     check_parameters(parameters)
-    assert (parameters.max_num_sequences, parameters.engine_threads) == (16, 3)
-    assert (parameters.dtype, parameters.kernels) == ("bfloat16", "torch")
-    assert not parameters.enable_kv_cache_reuse
+    engine = parameters.engine
+    assert (engine.max_num_sequences, engine.engine_threads) == (16, 3)
+    assert (engine.dtype, engine.kernels) == ("bfloat16", "torch")
+    assert not parameters.scheduler.enable_kv_cache_reuse
 
 
 def test_the_weights_counted_are_those_of_the_matrices(tmp_path):

@@ -23,10 +23,11 @@ from benchmarks.profiling.results import (
 from benchmarks.profiling.served_engine import ServedEngine
 from benchmarks.profiling.stopwatch import Iteration, Place, Stage, Stopwatch
 from inflight.errors import InvalidArgument
+from inflight.testing.fake_server import load_fake
 from tests.benchmarks.factories import SETUP
 
 SETTINGS = {
-    "fake_engine": "vocab=100,step_us=500",
+    "gpt_model_path": "vocab=100,step_us=500",
     "max_batch_size": "4",
     "max_sequence_length": "64",
     "tokens_per_block": "32",
@@ -128,7 +129,7 @@ def test_only_iterations_of_generation_alone_with_all_rows_count():
 
 
 def test_every_request_is_answered_and_no_more_are_in_flight_than_wanted():
-    with ServedEngine(SETTINGS) as engine:
+    with ServedEngine(SETTINGS, load_fake) as engine:
         timelines = engine.run(REQUESTS, 2)
         engine.take_samples()
         engine.run(REQUESTS, 2)
@@ -139,7 +140,7 @@ def test_every_request_is_answered_and_no_more_are_in_flight_than_wanted():
 
 
 def test_requests_come_no_sooner_than_they_are_to():
-    with ServedEngine(SETTINGS) as engine:
+    with ServedEngine(SETTINGS, load_fake) as engine:
         begun_ns = time.monotonic_ns()
         timelines = engine.run(REQUESTS[:4], 4, [0.02, 0.03])
     after_ms = [1e-6 * (timeline.sent_ns - begun_ns) for timeline in timelines]
@@ -148,7 +149,7 @@ def test_requests_come_no_sooner_than_they_are_to():
 
 def test_a_cache_without_room_for_all_makes_requests_wait():
     short = SETTINGS | {"max_tokens_in_paged_kv_cache": "64"}
-    with ServedEngine(short) as engine:
+    with ServedEngine(short, load_fake) as engine:
         engine.run(REQUESTS, len(REQUESTS))
         samples = engine.take_samples()
     assert engine.num_blocks == 2
@@ -160,7 +161,10 @@ def test_a_cache_without_room_for_all_makes_requests_wait():
 
 
 def test_what_a_request_fails_with_is_raised():
-    with ServedEngine(SETTINGS) as engine, pytest.raises(InvalidArgument, match="request_output_len"):
+    with (
+        ServedEngine(SETTINGS, load_fake) as engine,
+        pytest.raises(InvalidArgument, match="request_output_len"),
+    ):
         engine.run([BenchRequest((1,), 1000)], 1)
 
 

@@ -17,10 +17,11 @@ from inflight.errors import Unavailable
 from inflight.ranks.job import Job
 from inflight.ranks.joining import attend, lead
 from inflight.ranks.mpi import MpiWorld
+from inflight.testing.fake_server import load_fake
 
 PATIENCE_S = 20.0
 PARAMETERS = {
-    "fake_engine": "vocab=64,step_us=5000",
+    "gpt_model_path": "vocab=64,step_us=5000",
     "tensor_parallel_size": "2",
     "gpt_model_type": "inflight_batching",
     "stats_check_period_ms": "1",
@@ -54,7 +55,9 @@ def run_leader(world: MpiWorld, folder: Path, dies_idle: bool) -> None:
     parameters = read_parameters({"max_batch_size": 4, "parameters": words}, Role.ENGINE)
     job = Job.of(parameters, str(folder), str(folder / "endpoint"))
     rank_context = lead(world, job, on_loss)
-    engine = build_engine(parameters, job.version_dir, job.endpoint_path, return_metrics, rank_context)
+    engine = build_engine(
+        parameters, job.version_dir, job.endpoint_path, return_metrics, rank_context, load=load_fake
+    )
     engine.client.submit(Request(0, (1, 2, 3), 40, streaming=True), on_response)
     assert is_answered.wait(PATIENCE_S) and is_lost.wait(PATIENCE_S)
     say(f"answered {answers[-1].error.code if answers[-1].error else 'well'}")
@@ -73,7 +76,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         job, rank_context = attend(world, on_loss)
-        follow(job.parameters, job.version_dir, rank_context)
+        follow(job.parameters, job.version_dir, rank_context, load_fake)
         threading.Event().wait(PATIENCE_S)  # `on_loss` ends it
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.composition import models
+from inflight import build
 from inflight.engine.torch.native import library
 from tests.triton.factories import make_parameters
 
@@ -40,5 +40,5 @@ def test_it_compiles_for_the_dtype_that_will_be_loaded(
     (tmp_path / "config.json").write_text(config)
     found: list[tuple[str, bool]] = []
     monkeypatch.setattr(library, "begin_loading", lambda dtype, int8: found.append((dtype, int8)))
-    models._begin_compiling(make_parameters(gpt_model_path=str(tmp_path), **given), "")
+    build._begin_compiling(make_parameters(**given).engine, str(tmp_path))
     assert found == begun

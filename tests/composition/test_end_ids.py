@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.composition.models import load
+from inflight.build import _load_checked
 from inflight.errors import ConfigError
+from inflight.testing.fake_server import load_fake
 from tests.triton.factories import make_parameters
 
 
 def _load(end_ids: str) -> object:
-    return load(make_parameters(fake_engine="vocab=100", default_end_ids=end_ids), "", None)
+    parameters = make_parameters(gpt_model_path="vocab=100", default_end_ids=end_ids)
+    return _load_checked(load_fake, parameters, "", None)
 
 
 def test_the_last_id_of_the_vocabulary_is_an_end_id() -> None:

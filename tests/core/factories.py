@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from tests.core.integrity import check_integrity
 
@@ -50,10 +50,10 @@ def make_scheduler(
 ) -> Scheduler:
     config = SchedulerConfig(
         policy,
-        max_num_tokens,
-        chunked,
-        reuse,
-        max_num_requests,
+        max_num_tokens=max_num_tokens,
+        enable_chunked_context=chunked,
+        enable_kv_cache_reuse=reuse,
+        max_num_requests=max_num_requests,
         max_queue_size=max_queue_size,
         context_chunking_policy=chunking_policy,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 

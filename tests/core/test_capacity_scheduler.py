@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.core.request.llm_request import LlmRequest
@@ -16,7 +17,6 @@ from inflight.core.schedule.capacity_scheduler import (
     MaxUtilization,
     make_capacity_scheduler,
 )
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 
 from .factories import Driver, make_request, make_scheduler, make_sequence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.endings import Deadlines
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.llm_request import RequestGroup
@@ -11,7 +12,6 @@ from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler

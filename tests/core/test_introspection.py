@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.report.state import BlockMapState, RunningState, SchedulerState, WaitingState
 from inflight.core.report.stats import RequestStage, RequestStats
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ModelOutput
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.errors import StepFailed
 
 from .factories import Driver, make_request, make_scheduler

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.request import ExternalDraft
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
-from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 
 from .factories import Driver, make_request, make_scheduler, make_sequence

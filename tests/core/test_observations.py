@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.report.metrics import SECONDS, TOKENS, HistogramSnapshot, MetricsSnapshot
 from inflight.core.report.stats import IterationStats, StaticBatchStats
 from inflight.core.request.request import ExternalDraft
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import ModelOutput
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.errors import StepFailed
 
 from .factories import Driver, make_request, make_scheduler

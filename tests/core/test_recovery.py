@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import expected_beam_steps, expected_tokens

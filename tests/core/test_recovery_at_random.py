@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.testing.fake_engine import expected_beam_steps
 
 from .factories import make_limits, make_request, make_scheduler

@@ -6,10 +6,10 @@ from math import inf, prod
 
 import pytest
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.errors import InvalidArgument, error_from_code
 
 from .factories import make_request
@@ -49,7 +49,7 @@ def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chun
     engine = EngineLimits(
         vocab_size=100, max_sequence_length=32, max_num_sequences=4, num_blocks=64, tokens_per_block=4
     )
-    limits = SchedulerConfig(max_num_tokens=16, enable_chunked_context=chunked).model_limits(engine)
+    limits = engine.model_limits(SchedulerConfig(max_num_tokens=16, enable_chunked_context=chunked))
     with pytest.raises(InvalidArgument) as error:
         make_request(prompt=(1,) * length, new=1).validate(limits)
     assert f"input_ids has {length} tokens" in str(error.value)

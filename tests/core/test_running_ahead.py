@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import ExternalDraft, OutputConfig
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from tests.core.integrity import check_integrity
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import OutputConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, SlotStart
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.errors import AlreadyExists, ConfigError, InvalidArgument, StepFailed
 from tests.core.integrity import check_integrity
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ExternalDraft, IterationInput, OutputConfig
 from inflight.core.request.response import Response, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import BeamGroup, BeamMove, ModelOutput, ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed
 from tests.core.integrity import check_integrity

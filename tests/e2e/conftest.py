@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.testing.fake_server import serve_fake
 from inflight.text.tokenizer import Tokenizer
 from tests.models.zoo import ZooModel
 
@@ -92,7 +93,7 @@ def narrow_server(elsewhere: Path) -> Iterator[TritonServer]:
         "max_tokens_in_paged_kv_cache": "8192",
         "tokenizer_dir": str(DEMO_MODEL),
     }
-    with serve(settings=settings) as server:
+    with serve_fake(settings=settings) as server:
         yield server
 
 
@@ -106,5 +107,5 @@ def fake_server(elsewhere: Path) -> Iterator[TritonServer]:
         "tokenizer_dir": str(DEMO_MODEL),
         "stats_check_period_ms": "1",
     }
-    with serve(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+    with serve_fake(settings=settings, options=ServerOptions(log_verbose=True)) as server:
         yield server

@@ -9,7 +9,7 @@ from benchmarks.analyzer import analyze
 from benchmarks.measuring.workload import BenchRequest
 from benchmarks.serve import ServedEngine
 from inflight.server.errors import ServeError
-from inflight.server.launch import serve
+from inflight.testing.fake_server import make_fake_repository, serve_fake
 
 REQUESTS = [BenchRequest((10 + number, 2, 3), 4 + number) for number in range(12)]
 STEP_MS = 2
@@ -39,8 +39,9 @@ def test_a_request_that_the_server_refuses_is_said(fake_server):
         analyze(fake_server, [BenchRequest((1, 2), 1_000_000)], 1)
 
 
-def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere):
-    with ServedEngine(SETTINGS | {"max_batch_size": "4"}) as engine:
+def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere, tmp_path):
+    models = make_fake_repository(tmp_path / "models")
+    with ServedEngine(SETTINGS | {"max_batch_size": "4"}, models) as engine:
         engine.run(REQUESTS[:4], 4)
         resources = engine.resources()
     assert resources.server_peak_rss_bytes is not None
@@ -50,7 +51,7 @@ def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere):
 
 def test_lags_are_between_the_choice_of_a_token_and_its_arrival(elsewhere, tmp_path):
     trace = tmp_path / "trace"
-    with serve(settings=stream.settings(2000, 1, trace)) as server:
+    with serve_fake(settings=stream.settings(2000, 1, trace)) as server:
         row = stream.Bench(server, trace).measure(num_streams=4, num_tokens=50)
     assert 0 < row["lag_ms_median_of_quickest_stream"] <= row["lag_ms_max"] < 10_000
     assert 1 <= row["tokens_behind_max"] <= 50

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from inflight.server.launch import TritonServer, serve
+from inflight.server.launch import TritonServer
 from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_server import serve_fake
 
 from .clients import ask, generate, infer, unary, wait_until
 from .conftest import DEMO_MODEL, FAKE_VOCABULARY
@@ -30,7 +31,7 @@ def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
         "decoupled_mode": "false",
         "enable_state_requests": "true",
     }
-    with serve(settings=settings) as server:
+    with serve_fake(settings=settings) as server:
         yield server
 
 

@@ -53,9 +53,10 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
 from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_server import make_fake_repository, serve_fake
 
 from .clients import Stream, ask, completion, infer, make_inputs, unary, wait_until
-from .conftest import DEMO_MODEL, FAKE_VOCABULARY, REPOSITORY
+from .conftest import DEMO_MODEL, FAKE_VOCABULARY
 from .test_metrics import grown, page_of, wait_idle
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -76,7 +77,7 @@ def column(*values: object, dtype: type = np.int32) -> np.ndarray:
 def together_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A fake engine behind Triton's dynamic batcher: what comes within 0.5 s is handed over in one call."""
     repository = tmp_path_factory.mktemp("together") / "model_repository"
-    shutil.copytree(REPOSITORY, repository, ignore=shutil.ignore_patterns(DEMO_MODEL.name))
+    make_fake_repository(repository)
     with (repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
         config.write(
             "dynamic_batching { preferred_batch_size: [ 64 ] max_queue_delay_microseconds: 500000 }\n"
@@ -245,7 +246,7 @@ def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
     """Elsewhere lora_prefetch_dir is read as a number, which it never is, and so always ignored."""
     with (
         pytest.raises(ServeError, match=f"{key}: got '{value}', which is not available"),
-        serve(settings={"fake_engine": "vocab=100,step_us=0", key: value}),
+        serve_fake(settings={"fake_engine": "vocab=100,step_us=0", key: value}),
     ):
         pass
 

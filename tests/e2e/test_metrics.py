@@ -10,7 +10,8 @@ from datetime import datetime
 
 import pytest
 
-from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.launch import ServerOptions, TritonServer
+from inflight.testing.fake_server import serve_fake
 from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
 from tests.prometheus import Page, parse, shown
 
@@ -205,7 +206,7 @@ def static_server(elsewhere):
         "max_tokens_in_paged_kv_cache": "8192",
         "stats_check_period_ms": "1",
     }
-    with serve(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+    with serve_fake(settings=settings, options=ServerOptions(log_verbose=True)) as server:
         yield server
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.server.launch import ServerOptions, serve
+from inflight.server.launch import ServerOptions
+from inflight.testing.fake_server import serve_fake
 
 from .clients import Stream
 
@@ -16,7 +17,7 @@ PROMPT = [1, 2, 3]
 
 
 def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(elsewhere):
-    with serve(settings=SLOW, options=ServerOptions(exit_timeout_s=7)) as server:
+    with serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=7)) as server:
         with Stream(server.grpc) as short, Stream(server.grpc) as long:
             short.send("tensorrt_llm", input_ids=PROMPT, request_output_len=60, streaming=True)
             long.send("tensorrt_llm", input_ids=PROMPT, request_output_len=4000, streaming=True)
@@ -34,7 +35,7 @@ def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(else
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_stream_that_is_held_without_requests_keeps_nobody(elsewhere, model):
     with (
-        serve(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,
+        serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,
         Stream(server.grpc) as stream,
     ):
         request = {"input_ids": PROMPT, "request_output_len": 3}
@@ -48,7 +49,7 @@ def test_a_stream_that_is_held_without_requests_keeps_nobody(elsewhere, model):
 
 
 def test_nothing_is_left_of_a_server_that_was_used(elsewhere):
-    with serve(settings=SLOW) as server, Stream(server.grpc) as stream:
+    with serve_fake(settings=SLOW) as server, Stream(server.grpc) as stream:
         folder = server.repository.path.parent
         stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=3)
         list(stream.until_final())

@@ -16,6 +16,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inflight.server import belongings, runtime_directory
+from inflight.testing.fake_server import make_fake_repository
 from tests.server.test_server_launch import Command, command
 
 from .clients import Stream, ask, infer, unary
@@ -27,12 +28,12 @@ SETTINGS = {"fake_engine": "vocab=3072,step_us=5000", "max_sequence_length": "20
 
 
 @pytest.fixture
-def serving(elsewhere: Path) -> Iterator[Command]:
+def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
     """The repository's models over a fake engine."""
     settings = [
         f"--set={key}={value}" for key, value in (SETTINGS | {"tokenizer_dir": str(DEMO_MODEL)}).items()
     ]
-    with command(REPOSITORY, *settings) as running:
+    with command(make_fake_repository(tmp_path / "models"), *settings) as running:
         yield running
 
 

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.testing.fake_server import serve_fake
 
 from .clients import TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
 from .footprint import Footprint
@@ -40,7 +41,7 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def server(elsewhere) -> Iterator[TritonServer]:
-    with serve(settings=FAKE, options=EXPLICIT) as running:
+    with serve_fake(settings=FAKE, options=EXPLICIT) as running:
         yield running
 
 
@@ -256,7 +257,7 @@ def test_what_a_front_end_has_in_flight_finishes_before_it_goes(server):
 
 def too_long_for_an_unload() -> None:
     """Running ones, a beam search and one that waits; 400 tokens would take 40 seconds."""
-    with serve(settings=SLOW, options=EXPLICIT) as server:
+    with serve_fake(settings=SLOW, options=EXPLICIT) as server:
         with Client(server, "ensemble") as client:
             client.ask(streaming=True)
             client.until_running()
@@ -273,7 +274,7 @@ def too_long_for_an_unload() -> None:
 
 def hanging() -> None:
     """Nobody could finish it otherwise: Triton waits for requests in flight before it unloads."""
-    with serve(settings=HANGING, options=EXPLICIT) as server:
+    with serve_fake(settings=HANGING, options=EXPLICIT) as server:
         with Client(server) as direct, Client(server, "ensemble") as by_front_end:
             direct.ask(streaming=True)
             direct.ask()

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import IterationInput, OutputConfig
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import StepFailed, Unavailable, Unsupported
@@ -79,7 +79,7 @@ def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, samp
     inbox = Inbox()
     client.stop(client.submit(request, inbox), StopReason.CANCELLED)
     client.get_inference_requests(-1)
-    config = SchedulerConfig(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, 64, False, False)
+    config = SchedulerConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
     scheduler = Scheduler(config, EngineLimits(1000, 256, 4, 16, 4))
     arrived = replace(
         request, request_id=1, arrival_time_ns=inbox.final().result.perf_metrics.arrival_time_ns

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import (
@@ -19,7 +20,7 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from tests.engine.search import Search
 
 TOKENS_PER_BLOCK = 8
@@ -28,7 +29,7 @@ TOKENS_PER_BLOCK = 8
 def load_engine(folder: Path, **changes: Any) -> TorchEngine:
     """An engine on the CPU with small blocks."""
     values = {"device": "cpu", "tokens_per_block": TOKENS_PER_BLOCK, "max_num_sequences": 6, **changes}
-    return TorchEngine.load(TorchEngineConfig(str(folder), **values))
+    return TorchEngine.load(EngineConfig(str(folder), **values))
 
 
 @dataclass(eq=False)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.config import SchedulerConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
 from inflight.errors import StepFailed

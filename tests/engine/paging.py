@@ -34,10 +34,10 @@ def load_paged(
     device: str = "cpu",
     **windows: Any,
 ) -> TorchEngine:
-    """A float32 engine; `windows` are attention_windows and sink_token_length."""
+    """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = Part.whole(model.decoder)
-    asked = windows.get("attention_windows", ()), windows.get("sink_token_length", 0)
+    asked = windows.get("max_attention_window_size", ()), windows.get("sink_token_length", 0)
     decoder = Decoder(
         model.decoder,
         load_weights(model, torch.float32, on, part),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.config import EngineConfig
 from inflight.core.request.response import Result
-from inflight.engine.torch import TorchEngineConfig
 from inflight.testing.thread_ranks import ThreadRanks
 from tests.engine.serving import Served, to_torch
 
@@ -28,7 +28,7 @@ def ranks(
         "dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8,
         "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,
     }  # fmt: skip
-    engine = ThreadRanks(TorchEngineConfig(str(folder), **values), *topology)
+    engine = ThreadRanks(EngineConfig(str(folder), **values), *topology)
     try:
         yield engine
     finally:

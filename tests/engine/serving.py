@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from inflight.config import CapacitySchedulerPolicy, EngineConfig, SchedulerConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import FloatTensor, IterationInput, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from tests.core.integrity import check_integrity
 
 CHUNK_TOKENS = 32
@@ -46,7 +46,7 @@ def config_of(way: str, **changes: Any) -> SchedulerConfig:
 def load(folder: Path, num_blocks: int, max_num_sequences: int = 4, **changes: Any) -> TorchEngine:
     """A float32 engine on the CPU with blocks of 8 tokens."""
     values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
-    config = TorchEngineConfig(
+    config = EngineConfig(
         str(folder),
         max_num_sequences=max_num_sequences,
         max_tokens_in_paged_kv_cache=values["tokens_per_block"] * num_blocks,

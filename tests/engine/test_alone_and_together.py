@@ -75,7 +75,11 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> Non
 def test_wide_windows(tmp_path: Path, dtype: str, tokens_per_block: int) -> None:
     """Where a row's window begins, another row of its tile sees more."""
     folder = make_model(tmp_path, shape=Shape(2, 64, 4, 4, 96, 300, 1024, 10_000.0))
-    changes = {"tokens_per_block": tokens_per_block, "attention_windows": (300,), "max_num_tokens": 1024}
+    changes = {
+        "tokens_per_block": tokens_per_block,
+        "max_attention_window_size": (300,),
+        "max_num_tokens": 1024,
+    }
     engine = load_native(folder, dtype, max_sequence_length=1024, max_num_sequences=2, **changes)
     prompt = tuple(number * 7 % 290 for number in range(700))
     whole = alone(engine, prompt, 3 * NUM_TOKENS)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.engine.torch import TorchEngineConfig
+from inflight.config import EngineConfig
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.engine import _find_capture
 from inflight.ranks.mapping import Mapping
@@ -41,7 +41,7 @@ def test_a_flash_attention_3_that_is_broken_leaves_2(
 @pytest.mark.parametrize(
     ("changes", "mapping", "reason"),
     [
-        ({"cuda_graphs": False}, Mapping(), "turned off"),
+        ({"cuda_graph_mode": False}, Mapping(), "turned off"),
         ({}, Mapping(tp_size=2), "several ranks"),
         ({}, Mapping(pp_size=2), "several ranks"),
     ],
@@ -51,7 +51,7 @@ def test_where_nothing_is_recorded_the_log_says_why_once(
 ) -> None:
     decoder = mock.Mock(has_fixed_shapes=True)
     with caplog.at_level(logging.INFO):
-        assert _find_capture(TorchEngineConfig("", **changes), decoder, mapping, CUDA) is None
+        assert _find_capture(EngineConfig("", **changes), decoder, mapping, CUDA) is None
     (record,) = caplog.records
     assert "without CUDA graphs" in record.message and reason in record.message
 
@@ -60,5 +60,5 @@ def test_one_gpu_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     recorder = object()
     monkeypatch.setattr("inflight.engine.torch.engine.GraphCapture", lambda device: recorder)
     decoder = mock.Mock(has_fixed_shapes=True)
-    assert _find_capture(TorchEngineConfig(""), decoder, Mapping(), CUDA) is recorder
+    assert _find_capture(EngineConfig(""), decoder, Mapping(), CUDA) is recorder
     assert not caplog.records

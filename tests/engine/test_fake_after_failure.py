@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ContextChunk, EngineLimits, ScheduledBatch, SlotStart
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.testing.fake_engine import FakeEngine, expected_beams, expected_tokens
 from tests.engine.failing import Fault, Saboteur, serve_through_faults
 

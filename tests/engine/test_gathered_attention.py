@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.torch import TorchEngineConfig
+from inflight.config import EngineConfig
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention, GatheringAttention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
@@ -119,7 +119,7 @@ def find(zoo: Zoo, kernel: Any) -> Attention:
         mock.patch(f"{place}.GATHERING", GatheringAttention(kernel)),
         mock.patch(f"{place}.check_attention", lambda *arguments: check_attention(*arguments[:-1], CPU)),
     ):
-        return _find_attention(TorchEngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
+        return _find_attention(EngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kernel", [useless, lambda query, *_, **__: torch.zeros_like(query)])
@@ -140,7 +140,7 @@ def test_a_kernel_that_is_right_is_taken(zoo: Zoo, caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == 1, "that blocks cannot be read in place"
 
 
-@pytest.mark.parametrize("windows", [{}, {"attention_windows": (12, 40), "sink_token_length": 4}])
+@pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40), "sink_token_length": 4}])
 def test_products_give_the_models_tokens(
     zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch
-from tests.engine.test_running_ahead import assert_same, undemanding
+from tests.engine.test_overlapped_iterations import assert_same, undemanding
 from tests.models.zoo import CASES, Zoo, ZooModel
 
 pytestmark = [
@@ -58,8 +58,8 @@ def test_attention_is_right_at_the_edges_of_tiles(
     ("case", "windows"),
     [
         ("llama-gqa", {}),
-        ("llama-gqa", {"attention_windows": (12, 40)}),
-        ("llama-gqa", {"attention_windows": (40,), "sink_token_length": 8}),
+        ("llama-gqa", {"max_attention_window_size": (12, 40)}),
+        ("llama-gqa", {"max_attention_window_size": (40,), "sink_token_length": 8}),
         ("mistral-window", {}),
     ],
 )
@@ -177,7 +177,7 @@ def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) ->
     """Recorded, launched one by one, and gathered, each against float32 logits of the tokens that it chose."""
     model = zoo[case]
     gathered = {"tokens_per_block": 8}  # FlashAttention 2 refuses them
-    for changes in ({}, {"cuda_graphs": False}, gathered):
+    for changes in ({}, {"cuda_graph_mode": False}, gathered):
         row = alone(_load_graphed(model, **changes), model.prompt(60), 60)
         exact = model.logits(row.tokens)[59:-1]
         error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()

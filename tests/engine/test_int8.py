@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.composition.models import load
+from inflight.build import load_model
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.decoder import Decoder
@@ -89,7 +89,7 @@ def test_ranks_serve_int8(zoo: Zoo, topology: tuple[int, int], kernels: str | No
 
 
 def _load(zoo: Zoo, **parameters: Any) -> tuple[TorchEngine, str]:
-    model = load(make_parameters(gpt_model_path=str(zoo["llama"].folder), **parameters), "", None)
+    model = load_model(make_parameters(gpt_model_path=str(zoo["llama"].folder), **parameters), "", None)
     return model.engine, model.dtype
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.config import EngineConfig
 from inflight.engine.memory import KvCacheDemand, available_cpu_memory, free_memory, plan_kv_cache
-from inflight.engine.torch import TorchEngineConfig, load_stage
 from inflight.engine.torch import engine as engine_module
+from inflight.engine.torch import load_stage
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
@@ -101,12 +102,12 @@ def test_a_length_that_the_positions_do_not_reach_fails_the_load(
     ("changes", "message"),
     [
         ({"max_tokens_in_paged_kv_cache": 16}, "the KV cache would have 2 blocks of 8 tokens"),
-        ({"dtype": "int4"}, "dtype is 'int4', expected one of float32"),
+        ({"dtype": "int4"}, "dtype is 'int4', expected float32 or"),
         (
             {"dtype": "float16", "kernels": "native"},
             "there is no compiled code: it computes in float32 and bfl",
         ),
-        ({"kernels": "fast"}, "kernels is 'fast', expected one of native, torch"),
+        ({"kernels": "fast"}, "kernels is 'fast', expected native or torch"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"max_num_sequences": 0}, "max_num_sequences is 0, expected at least 1"),
         ({"ranks_on_host": 0}, "ranks_on_host is 0, expected at least 1"),
@@ -126,7 +127,7 @@ def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
         asked.append(number)
         return 7
 
-    config = TorchEngineConfig(
+    config = EngineConfig(
         str(zoo["llama"].folder),
         device="cpu",
         tokens_per_block=8,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.config import EngineConfig
 from inflight.decoding.nan_check import find_peaks
-from inflight.engine.torch import TorchEngine, TorchEngineConfig, load_decoder
+from inflight.engine.torch import TorchEngine, load_decoder
 from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.packing import Packer, quantize
 from inflight.errors import ConfigError
@@ -46,7 +47,7 @@ def test_windows_sinks_and_blocks_of_any_size(
             load_engine(
                 model.folder,
                 kernels=kernels,
-                attention_windows=windows,
+                max_attention_window_size=windows,
                 sink_token_length=num_sinks,
                 tokens_per_block=tokens_per_block,
             ),
@@ -64,7 +65,7 @@ def test_windows_sinks_and_blocks_of_any_size(
 def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, case: str) -> None:
     served = [
         serve(
-            TorchEngine.load(TorchEngineConfig(str(zoo[case].folder), **ENGINE, kernels=kernels)),
+            TorchEngine.load(EngineConfig(str(zoo[case].folder), **ENGINE, kernels=kernels)),
             CONFIG,
             make_requests(),
         )
@@ -76,7 +77,7 @@ def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, cas
 @needs_native
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_answer_as_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
-    config = TorchEngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels="native")
+    config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels="native")
     one = serve(TorchEngine.load(config), CONFIG, make_requests())
     several = serve(ThreadRanks(config, tp_size, pp_size), CONFIG, make_requests())
     assert _tokens(several) == _tokens(one)
@@ -132,7 +133,7 @@ def test_the_largest_sizes_that_it_has_room_for(
 @needs_native
 def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
     before = len(os.listdir("/proc/self/task"))
-    engine = load_engine(zoo["llama"].folder, kernels="native", num_threads=7)
+    engine = load_engine(zoo["llama"].folder, kernels="native", engine_threads=7)
     assert len(os.listdir("/proc/self/task")) >= before + 6
     engine.close()
 
@@ -152,7 +153,7 @@ def test_threads_that_cannot_be_had_fail_the_load(zoo: Zoo, monkeypatch: pytest.
     with pytest.raises(
         ConfigError, match=r"^5 threads for the forward pass cannot be started.*engine_threads"
     ):
-        load_engine(zoo["llama"].folder, num_threads=5)
+        load_engine(zoo["llama"].folder, engine_threads=5)
 
 
 @needs_native
@@ -205,12 +206,13 @@ def test_a_load_takes_little_more_memory_than_the_model(tmp_path: Path, dtype: s
 MEMORY_PROGRAM = """
 import os, sys
 from pathlib import Path
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.config import EngineConfig
+from inflight.engine.torch import TorchEngine
 def kilobytes(name):
     text = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(name))
 folder, dtype = sys.argv[1:]
-config = TorchEngineConfig(folder, device="cpu", max_num_sequences=1, dtype=dtype, max_tokens_in_paged_kv_cache=64)
+config = EngineConfig(folder, device="cpu", max_num_sequences=1, dtype=dtype, max_tokens_in_paged_kv_cache=64)
 before = kilobytes("VmRSS:")
 engine = TorchEngine.load(config)
 print(sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")), 1024 * (kilobytes("VmHWM:") - before))

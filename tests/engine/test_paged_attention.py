@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import GATHERING
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.load_decoder import _find_attention
@@ -64,7 +65,7 @@ def requests_of(model: ZooModel) -> list[Request]:
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-@pytest.mark.parametrize("windows", [{}, {"attention_windows": (12, 40)}])
+@pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40)}])
 def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, way: str, windows: dict[str, Any]) -> None:
     model = zoo["llama-gqa"]
     requests = requests_of(model)
@@ -139,7 +140,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
 
 def find(zoo: Zoo, kernel: Any) -> Any:
     """What is chosen on a GPU whose kernel this is."""
-    config = TorchEngineConfig("", tokens_per_block=32)
+    config = EngineConfig("", tokens_per_block=32)
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with (
         mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda device: kernel()),

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from tests.engine.serving import WAYS, config_of, load, serve
 from tests.models.zoo import Zoo, ZooModel
 
@@ -48,7 +48,9 @@ def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Z
     requests = make_requests(model, SAMPLED)
     answers = []
     for policy, chunked, reuse in itertools.product(CapacitySchedulerPolicy, (False, True), (False, True)):
-        config = SchedulerConfig(policy, 24 if chunked else 512, chunked, reuse)
+        config = SchedulerConfig(
+            policy, chunked, max_num_tokens=24 if chunked else 512, enable_kv_cache_reuse=reuse
+        )
         served = serve(load(model.folder, num_blocks=20), config, requests)
         answers.append([served.tokens(request) for request in requests])
     engine = load(model.folder, num_blocks=200)

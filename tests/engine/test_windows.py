@@ -92,7 +92,7 @@ def assert_same(folder: Path, oracle: ZooModel, **settings: Any) -> None:
 @pytest.mark.parametrize("size", [1, 7, 8, 19, 50])
 def test_a_window_is_transformers_sliding_window(zoo: Zoo, size: int) -> None:
     model = zoo["mistral-no-window"]
-    assert_same(model.folder, reconfigured(model, sliding_window=size), attention_windows=(size,))
+    assert_same(model.folder, reconfigured(model, sliding_window=size), max_attention_window_size=(size,))
 
 
 def test_windows_in_some_layers_are_transformers_layer_types(zoo: Zoo) -> None:
@@ -103,7 +103,7 @@ def test_windows_in_some_layers_are_transformers_layer_types(zoo: Zoo) -> None:
         sliding_window=13,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     )
-    assert_same(model.folder, oracle, attention_windows=(MAX_POSITIONS, 13))
+    assert_same(model.folder, oracle, max_attention_window_size=(MAX_POSITIONS, 13))
 
 
 @pytest.mark.parametrize(("size", "same_as"), [(9, 9), (19, 19), (40, 19), (100_000, 19)])
@@ -111,7 +111,7 @@ def test_the_smaller_of_the_checkpoints_window_and_the_one_asked_for(
     zoo: Zoo, size: int, same_as: int
 ) -> None:
     model = zoo["mistral-window"]
-    assert_same(model.folder, reconfigured(model, sliding_window=same_as), attention_windows=(size,))
+    assert_same(model.folder, reconfigured(model, sliding_window=same_as), max_attention_window_size=(size,))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_windows_and_sinks_are_masks(zoo: Zoo, case: str, asked: tuple[int, ...]
     model = zoo[case]
     oracle = masked(model, asked, num_sinks)
     for kernels in (None, "torch"):  # both against one run of the oracle, which takes longer than they do
-        settings = {"attention_windows": asked, "sink_token_length": num_sinks, "kernels": kernels}
+        settings = {"max_attention_window_size": asked, "sink_token_length": num_sinks, "kernels": kernels}
         assert_same(model.folder, oracle, **settings)
     prompt = model.prompt(90)
     assert not torch.equal(oracle.logits(prompt), model.logits(prompt)), "the windows hide nothing"
@@ -149,7 +149,7 @@ def test_pieces_of_a_chunk(
 def assert_chunks_are_whole(model: ZooModel, chunk: int, kernels: str | None) -> None:
     """A prompt in chunks, through windows and sinks, against the oracle's."""
     oracle = masked(model, (12, 4, 30), 3)
-    settings = {"attention_windows": (12, 4, 30), "sink_token_length": 3, "kernels": kernels}
+    settings = {"max_attention_window_size": (12, 4, 30), "sink_token_length": 3, "kernels": kernels}
     driver = Driver(load_engine(model.folder, **settings))
     row = driver.start(prompt := model.prompt(90))
     driver.generate(row, 4, chunk)
@@ -161,7 +161,7 @@ def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
     """Some have less than the sinks, some less than a window, some much more, in one group of a plan."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (27, 40), 19)
-    settings = {"attention_windows": (27, 40), "sink_token_length": 19, "max_num_sequences": 8}
+    settings = {"max_attention_window_size": (27, 40), "sink_token_length": 19, "max_num_sequences": 8}
     driver = Driver(load_engine(model.folder, **settings, kernels=kernels))
     prompts = [model.prompt(length, length) for length in (2, 9, 16, 25, 33, 61, 79)]
     rows = [driver.start(prompt) for prompt in prompts]
@@ -178,7 +178,9 @@ def test_blocks_outside_a_window_are_not_read(
 ) -> None:
     monkeypatch.setattr(attention, "_PIECE_ROWS", 1)
     model = zoo["llama-gqa"]
-    engine = load_engine(model.folder, attention_windows=(12,), sink_token_length=num_sinks, kernels="torch")
+    engine = load_engine(
+        model.folder, max_attention_window_size=(12,), sink_token_length=num_sinks, kernels="torch"
+    )
     read = []
     gather = engine.runner.cache.gather
 
@@ -221,7 +223,7 @@ def test_served(zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...],
     model = zoo["llama-gqa"]
     oracle = masked(model, asked, num_sinks)
     requests = make_requests(model)
-    settings = {"attention_windows": asked, "sink_token_length": num_sinks, "kernels": kernels}
+    settings = {"max_attention_window_size": asked, "sink_token_length": num_sinks, "kernels": kernels}
     engine = load(model.folder, 27, 6, **settings)
     served = serve(engine, config_of(way, max_beam_width=3), requests)
     if way.startswith("utilization"):
@@ -239,7 +241,7 @@ def test_accepted_drafts(zoo: Zoo, kernels: str | None) -> None:
     """Right, partly right and wrong ones: rows of a draft have windows of their own."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (9, 21), 2)
-    settings = {"attention_windows": (9, 21), "sink_token_length": 2, "kernels": kernels}
+    settings = {"max_attention_window_size": (9, 21), "sink_token_length": 2, "kernels": kernels}
     driver = Driver(load_engine(model.folder, **settings))
     prompts = [model.prompt(40, seed) for seed in range(3)]
     expected = [oracle.greedy(prompt, 20) for prompt in prompts]
@@ -276,9 +278,9 @@ def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture
 
 def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
     folder, kernels = zoo["llama"].folder, "torch"
-    engine = load_engine(folder, attention_windows=(MAX_POSITIONS, 100_000), kernels=kernels)
+    engine = load_engine(folder, max_attention_window_size=(MAX_POSITIONS, 100_000), kernels=kernels)
     assert engine.runner.decoder._windows == (None,)
-    engine = load_engine(folder, attention_windows=(9, 300), max_sequence_length=64, kernels=kernels)
+    engine = load_engine(folder, max_attention_window_size=(9, 300), max_sequence_length=64, kernels=kernels)
     assert engine.runner.decoder._windows == (AttentionWindow(9), None)
 
 
@@ -286,14 +288,17 @@ def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
     ("settings", "message"),
     [
         (
-            {"attention_windows": (16, 0)},
-            "max_attention_window_size is 16,0, expected integers of at least 1",
+            {"max_attention_window_size": (16, 0)},
+            "max_attention_window_size is (16, 0), expected integers >= 1 ",
         ),
-        ({"attention_windows": (-1,)}, "max_attention_window_size is -1, expected integers of at least 1"),
-        ({"attention_windows": (1.5,)}, "max_attention_window_size is 1.5, expected integers of at least 1"),
-        ({"sink_token_length": -1}, "sink_token_length is -1, expected at least 0"),
+        ({"max_attention_window_size": (-1,)}, "max_attention_window_size is (-1,), expected integers >= 1 "),
         (
-            {"attention_windows": (100, 8), "sink_token_length": 8},
+            {"max_attention_window_size": (1.5,)},
+            "max_attention_window_size is (1.5,), expected integers >= 1 ",
+        ),
+        ({"sink_token_length": -1}, "sink_token_length is -1, expected an integer >= 0"),
+        (
+            {"max_attention_window_size": (100, 8), "sink_token_length": 8},
             "sink_token_length is 8, expected less than 8: max_attention_window_size has a window of 8",
         ),
     ],

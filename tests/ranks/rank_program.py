@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from inflight.batch_manager import GptManager
+from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
 from inflight.engine.rank_engine import RankEngine
-from inflight.engine.torch import TorchEngineConfig, load_stage
+from inflight.engine.torch import load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.hosts import gather_hosts
 from inflight.ranks.lockstep import InStep
@@ -73,7 +74,7 @@ def main() -> None:
     mapping = world.mapping(tp_size, pp_size)
     # The others would have room for more blocks than the last rank.
     blocks = requests.NUM_BLOCKS + world.size - 1 - world.rank
-    config = TorchEngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
+    config = EngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
 
     def least(number: int) -> int:
         return min(int(said) for said in world.all_gather(str(number).encode()))

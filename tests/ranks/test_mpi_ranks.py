@@ -9,7 +9,8 @@ import json
 
 import pytest
 
-from inflight.engine.torch import TorchEngine, TorchEngineConfig
+from inflight.config import EngineConfig
+from inflight.engine.torch import TorchEngine
 from tests.engine.serving import serve
 from tests.models.zoo import Zoo
 from tests.ranks import requests
@@ -27,7 +28,7 @@ def plain(found: dict) -> dict:
 )
 def test_ranks_in_step_answer_as_one(zoo: Zoo, case: str, tp_size: int, pp_size: int) -> None:
     folder = str(zoo[case].folder)
-    config = TorchEngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
+    config = EngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
     alone = TorchEngine.load(config)
     expected = requests.answers(serve(alone, requests.CONFIG, requests.make_requests()))
     stopped, faulty = requests.make_doomed()

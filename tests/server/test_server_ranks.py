@@ -11,7 +11,7 @@ from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions, TritonServer
 from inflight.server.model_sizes import check_rank_sizes
-from inflight.server.repository import Wanted, assemble, default_repository
+from inflight.server.repository import Wanted, assemble
 
 MODEL = "tensorrt_llm"
 PMIX = {"PMIX_RANK": "0"}
@@ -194,9 +194,3 @@ def test_the_demo_model_is_checked_before_anything_is_started() -> None:
     ):
         with pytest.raises(OptionError, match=message):
             TritonServer(options)
-
-
-def test_a_fake_engine_has_no_model_to_cut(tmp_path: Path) -> None:
-    wanted = {"pipeline_parallel_size": "99"}
-    settings = Wanted(settings={"fake_engine": "vocab=100"})
-    assert assemble(default_repository(), tmp_path, settings, wanted).launches[0].num_ranks == 99

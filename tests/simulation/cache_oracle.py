@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 
+from inflight.config import SchedulerConfig
 from inflight.core.kv.kv_cache_manager import PrefixMatch
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 
 

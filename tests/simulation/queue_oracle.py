@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.request import Request
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.scheduler import Scheduler
 
 from .cache_oracle import CacheOracle

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import ceil
 
+from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 from inflight.core.scheduler import Scheduler
 

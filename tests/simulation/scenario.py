@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 
 from .drawn_requests import Habits, draw_habits, draw_requests
 

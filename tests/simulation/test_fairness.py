@@ -12,10 +12,10 @@ from itertools import combinations
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import CapacitySchedulerPolicy, SchedulerConfig
 
 from .drawn_requests import draw_tokens
 from .queue_oracle import cost_of
@@ -50,7 +50,7 @@ def draw_backlog(
     policy = rng.choice(
         [CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION]
     )
-    config = SchedulerConfig(policy, 64, enable_kv_cache_reuse=rng.random() < 0.5)
+    config = SchedulerConfig(policy, max_num_tokens=64, enable_kv_cache_reuse=rng.random() < 0.5)
     return Scenario(seed, limits, config, {0: tuple(requests)}, {})
 
 

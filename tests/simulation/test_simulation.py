@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.response import Result, merge_responses
 from inflight.core.request.stop import FinishReason
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 
 from .outcome import Outcome
 from .scenario import Breakdowns, Scenario, draw, draw_with_a_bad_device

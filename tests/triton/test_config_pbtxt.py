@@ -68,9 +68,9 @@ def test_template_variables_mean_what_they_say() -> None:
     assert {t.name for t in (*config.input, *config.output) if t.name in logits} == logits
     for tensor in (*config.input, *config.output):
         assert tensor.name not in logits or tensor.data_type == model_config_pb2.TYPE_FP16
-    assert (parameters.max_num_sequences, parameters.max_queue_size) == (7, 9)
-    assert (parameters.gpt_model_path, parameters.gpt_model_type) == ("/models/x", "V1")
-    assert parameters.normalize_log_probs
+    assert (parameters.engine.max_num_sequences, parameters.scheduler.max_queue_size) == (7, 9)
+    assert (parameters.engine.gpt_model_path, parameters.gpt_model_type) == ("/models/x", "V1")
+    assert parameters.engine.normalize_log_probs
     for name in ("preprocessing", "postprocessing"):
         config, _ = filled(
             name,
@@ -98,7 +98,7 @@ def test_upstreams_parameters_load(name: str) -> None:
     given = {key: {"string_value": upstream_files.FILLED.get(key, f"${{{key}}}")} for key in keys}
     role = next(model.role for model in MODELS if model.name == name)
     parameters = read_parameters({"name": name, "max_batch_size": 4, "parameters": given}, role)
-    assert parameters.normalize_log_probs == (name == "tensorrt_llm")
+    assert parameters.engine.normalize_log_probs == (name == "tensorrt_llm")
 
 
 def test_every_folder_of_the_repository_is_a_known_model() -> None:
@@ -134,7 +134,7 @@ def test_every_parameter_is_there_and_the_file_loads(model: ModelSpec) -> None:
     assert set(config.parameters) == {spec.key for spec in PARAMETERS if model.role in spec.roles}
     given = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
     model_config = {"name": config.name, "max_batch_size": config.max_batch_size, "parameters": given}
-    assert read_parameters(model_config, model.role).max_num_sequences == config.max_batch_size
+    assert read_parameters(model_config, model.role).engine.max_num_sequences == config.max_batch_size
 
 
 def test_template_variables_are_distinct() -> None:

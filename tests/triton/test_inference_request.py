@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from inflight.batch_manager import GptManager
+from inflight.config import SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import EngineLimits
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.testing.fake_engine import FakeEngine, expected_beams, expected_log_probs, expected_tokens

@@ -15,6 +15,7 @@ import pytest
 
 from inflight.endpoint import client as endpoint_client
 from inflight.errors import ConfigError
+from inflight.testing import fake_server
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from inflight.triton.models import engine, ensemble, infer, postprocessing, preprocessing
 from inflight.triton.models.text_model import TextModel
@@ -50,7 +51,7 @@ def make_args(decoupled: bool = True, **parameters: str) -> dict[str, str]:
 
 @pytest.fixture
 def engine_model(pb_utils: FakePbUtils, folder: Path) -> Iterator[engine.TritonPythonModel]:
-    model = engine.TritonPythonModel()
+    model = fake_server.TritonPythonModel()
     model.initialize(
         make_args(
             fake_engine="vocab=26,step_us=0",
@@ -117,7 +118,7 @@ def test_a_bad_parameter_fails_the_load(pb_utils: FakePbUtils, module: object) -
 
 def test_max_beam_width_bounds_requests(pb_utils: FakePbUtils, folder: Path) -> None:
     parameters = {"fake_engine": "vocab=26,step_us=0", "engine_endpoint": str(folder / "engine.sock")}
-    model = engine.TritonPythonModel()
+    model = fake_server.TritonPythonModel()
     model.initialize(make_args(max_beam_width="2", **parameters))
     refused, fine = (make_triton_request(token_inputs(beam_width=width)) for width in (3, 2))
     model.execute([refused, fine])
@@ -130,7 +131,7 @@ def test_max_beam_width_bounds_requests(pb_utils: FakePbUtils, folder: Path) -> 
 
 def test_more_beams_than_slots_fail_the_load_and_say_why(pb_utils: FakePbUtils, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_beam_width is 9; it can be at most max_batch_size \(8\)"):
-        engine.TritonPythonModel().initialize(
+        fake_server.TritonPythonModel().initialize(
             make_args(max_beam_width="9", fake_engine="vocab=26", engine_endpoint=str(folder / "e.sock"))
         )
 
@@ -143,13 +144,13 @@ def test_a_load_that_fails_leaves_no_thread(pb_utils: FakePbUtils, folder: Path)
         record_path=str(folder / "no" / "trace"),
     )
     with pytest.raises(ConfigError, match="record_path: cannot write"):
-        engine.TritonPythonModel().initialize(args)
+        fake_server.TritonPythonModel().initialize(args)
     assert set(threading.enumerate()) == before
 
 
 @pytest.mark.parametrize(
     ("parameters", "words"),
-    [({"max_num_tokens": "4"}, "max_num_tokens is 4"), ({"fake_engine": "vocab=many"}, "fake_engine: got")],
+    [({"max_num_tokens": "4"}, "max_num_tokens is 4"), ({"max_beam_width": "9"}, "max_beam_width is 9")],
 )
 def test_parameters_that_do_not_go_together_leave_the_last_engine_alone(
     engine_model: engine.TritonPythonModel, folder: Path, monkeypatch: pytest.MonkeyPatch, parameters, words
@@ -157,7 +158,7 @@ def test_parameters_that_do_not_go_together_leave_the_last_engine_alone(
     monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)
     given = {"fake_engine": "vocab=26", "engine_endpoint": str(folder / "engine.sock")} | parameters
     with pytest.raises(ConfigError, match=words):
-        engine.TritonPythonModel().initialize(make_args(**given))
+        fake_server.TritonPythonModel().initialize(make_args(**given))
     request = make_triton_request()
     engine_model.execute([request])
     assert only_arrays(request)["output_ids"].shape == (1, 1, 7)

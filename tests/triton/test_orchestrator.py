@@ -20,6 +20,7 @@ from inflight.endpoint.supervision import EngineWatch
 from inflight.errors import ConfigError, Unavailable
 from inflight.processes import ProcessId
 from inflight.ranks import orchestrator as orchestrator_module
+from inflight.ranks import ranks_process
 from inflight.ranks.job import Job
 from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
 from tests.endpoint.factories import Inbox
@@ -27,7 +28,7 @@ from tests.triton.factories import make_parameters
 
 PATIENCE_S = 30.0
 LONG = 4000
-FAKE = {"fake_engine": "vocab=100,step_us=1000", "tensor_parallel_size": "2", "stats_check_period_ms": "1"}
+FAKE = {"gpt_model_path": "vocab=100,step_us=1000", "tensor_parallel_size": "2", "stats_check_period_ms": "1"}
 
 
 class Publisher:
@@ -102,6 +103,7 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(orchestrator_module, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(ranks_process, "_WORKER", "inflight.testing.fake_worker")
     folder = tempfile.mkdtemp(prefix="orchestrator-")
     made = Stage(folder)
     yield made
@@ -177,7 +179,7 @@ def test_pauses_grow_from_process_to_process(stage: Stage):
 def test_an_heir_with_another_job_starts_ranks_of_its_own(stage: Stage):
     class Changed(Control):
         def load(self) -> None:
-            self.successor = self._stage.make(self.heirs_guard, fake_engine="vocab=50,step_us=0")
+            self.successor = self._stage.make(self.heirs_guard, gpt_model_path="vocab=50,step_us=0")
 
     guard, control = Guard(), Changed(stage)
     engine = stage.make(guard, control)
@@ -201,11 +203,13 @@ def test_a_successor_replaces_an_engine_that_is_served(stage: Stage):
     assert first_guard.launcher is not None and first_guard.launcher.wait(0)
 
 
-def test_a_model_that_does_not_load_says_why_and_leaves_nothing(stage: Stage):
+def test_a_model_that_does_not_load_says_why_and_leaves_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
     guard = Guard()
-    wrong = {"fake_engine": "", "gpt_model_path": "/nowhere"}
+    monkeypatch.setattr(ranks_process, "_WORKER", "inflight.worker")
     with pytest.raises(ConfigError, match="/nowhere"):
-        stage.make(guard, **wrong)
+        stage.make(guard, gpt_model_path="/nowhere")
     assert guard.launcher is not None and guard.launcher.wait(0) and not Path(guard.folder).exists()
 
 

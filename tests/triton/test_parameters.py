@@ -8,13 +8,16 @@ import pytest
 
 from inflight.config import (
     PARAMETERS,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    EngineConfig,
     Parameters,
     ParameterSpec,
     Role,
+    SchedulerConfig,
     read_parameters,
     without_effect,
 )
-from inflight.core.schedule.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.errors import ConfigError
 from tests.triton.factories import make_model_config, make_parameters
 
@@ -27,16 +30,30 @@ def role_of(key: str) -> Role:
 
 
 def test_the_result_has_a_field_for_every_built_row() -> None:
-    fields = {field.name for field in dataclasses.fields(Parameters)}
-    assert fields == {spec.key for spec in PARAMETERS if spec.built} | {"max_num_sequences"}
+    parts = (Parameters, SchedulerConfig, EngineConfig)
+    fields = [
+        field.metadata["parameter"].key or field.name
+        for part in parts
+        for field in dataclasses.fields(part)
+        if "parameter" in field.metadata
+    ]
+    assert sorted(fields) == sorted(spec.key for spec in PARAMETERS if spec.built)
 
 
 def test_nothing_given() -> None:
     parameters = make_parameters(max_batch_size=16)
-    assert parameters.max_num_sequences == 16
-    assert parameters.batch_scheduler_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-    assert (parameters.tokens_per_block, parameters.max_num_tokens) == (32, 8192)
-    assert parameters.gpt_model_path is None
+    scheduler, engine = parameters.scheduler, parameters.engine
+    assert engine.max_num_sequences == 16
+    assert scheduler.policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    assert (engine.tokens_per_block, engine.max_num_tokens, scheduler.max_num_tokens) == (32, 8192, 8192)
+    assert engine.gpt_model_path is None
+
+
+def value_of(parameters: Parameters, key: str) -> object:
+    """What was read for `key`, in whichever part."""
+    name = {"batch_scheduler_policy": "policy"}.get(key, key)
+    parts = (parameters, parameters.scheduler, parameters.engine)
+    return next(getattr(part, name) for part in parts if hasattr(part, name))
 
 
 @pytest.mark.parametrize("text", ["", "${tokens_per_block}", "${anything at all}"])
@@ -93,7 +110,6 @@ GOOD = [
     ("mpirun_arguments", "--hostfile hosts", "--hostfile hosts"),
     ("rank_timeout_ms", "1000", 1000),
     ("gpu_device_ids", "1, 0", (1, 0)),
-    ("fake_engine", "vocab=1000,step_us=200", "vocab=1000,step_us=200"),
     ("tensorrt_llm_model_name", "other", "other"),
     ("add_special_tokens", "false", False),
     ("skip_special_tokens", "1", True),
@@ -102,7 +118,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("key", "text", "value"), GOOD)
 def test_good_values(key: str, text: str, value: object) -> None:
-    assert getattr(make_parameters(role_of(key), **{key: text}), key) == value
+    assert value_of(make_parameters(role_of(key), **{key: text}), key) == value
 
 
 def test_every_built_row_is_covered_above() -> None:
@@ -144,6 +160,16 @@ def test_bad_values_fail_by_name(key: str, text: str, expected: str) -> None:
     assert f"{key}: got {text!r}, expected {expected}" in str(raised.value)
 
 
+def test_v1_is_static_batching_whatever_the_policy() -> None:
+    parameters = make_parameters(gpt_model_type="V1", batch_scheduler_policy="max_utilization")
+    assert parameters.scheduler.policy is CapacitySchedulerPolicy.STATIC_BATCH
+
+
+def test_an_engine_packs_as_many_tokens_as_the_scheduler_gives_it() -> None:
+    parameters = make_parameters(max_num_tokens="512")
+    assert parameters.engine.max_num_tokens == parameters.scheduler.max_num_tokens == 512
+
+
 def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(gpt_model_type="V3")
@@ -161,11 +187,14 @@ def test_the_queues_bound_may_stand_where_upstream_has_it(
     config = make_model_config(**({} if parameter is None else {"max_queue_size": parameter}))
     if triton_queue is not None:
         config["dynamic_batching"] = {"default_queue_policy": {"max_queue_size": triton_queue}}
-    assert read_parameters(config, Role.ENGINE).max_queue_size == bound
+    assert read_parameters(config, Role.ENGINE).scheduler.max_queue_size == bound
 
 
 def test_a_dynamic_batcher_without_a_bound_is_none() -> None:
-    assert read_parameters(make_model_config() | {"dynamic_batching": {}}, Role.ENGINE).max_queue_size == 0
+    assert (
+        read_parameters(make_model_config() | {"dynamic_batching": {}}, Role.ENGINE).scheduler.max_queue_size
+        == 0
+    )
 
 
 @pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.key)

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import (
@@ -36,7 +37,6 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.errors import ConfigError, InflightError
 from inflight.file_names import native
 

@@ -55,7 +55,7 @@ class Engine(Protocol):
         """
         ...
 
-    def decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput:
+    def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
         """Choose the next token of every sampled row and remember it as the slot's last token.
 
         For a batch that samples on the device `forward` has begun that, and this waits for the tokens.

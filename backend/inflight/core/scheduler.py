@@ -12,6 +12,7 @@ is among them. Deterministic: a function of the calls alone. Called by the loop 
 
 from __future__ import annotations
 
+from inflight.config import SchedulerConfig
 from inflight.core.endings import Deadlines, Endings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
@@ -28,7 +29,6 @@ from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.schedule.batch_builder import BatchBuilder
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
-from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.schedule.running import Running
 from inflight.errors import AlreadyExists, InflightError
@@ -39,7 +39,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
-        self.limits = config.model_limits(limits)
+        self.limits = limits.model_limits(config)
         self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block)
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)

@@ -30,20 +30,22 @@ class Job(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
         """With paths that mean the same in every process."""
-        paths = {
-            name: _absolute(value)
-            for name in ("gpt_model_path", "tokenizer_dir", "record_path")
-            if (value := getattr(parameters, name))
-        }
-        return cls(replace(parameters, **paths), readable(version_dir), _absolute(endpoint_path))
+        engine = replace(parameters.engine, gpt_model_path=_absolute(parameters.engine.gpt_model_path))
+        parameters = replace(
+            parameters,
+            engine=engine,
+            tokenizer_dir=_absolute(parameters.tokenizer_dir),
+            record_path=_absolute(parameters.record_path),
+        )
+        return cls(parameters, readable(version_dir), readable(str(Path(endpoint_path).absolute())))
 
     def digest(self) -> str:
         """Equal for equal jobs."""
         return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
-def _absolute(path: str) -> str:
-    return readable(str(Path(path).absolute()))
+def _absolute(path: str | None) -> str | None:
+    return readable(str(Path(path).absolute())) if path else path
 
 
 class Orders(msgspec.Struct, frozen=True):

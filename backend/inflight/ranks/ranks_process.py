@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 _KILLED_S = 5.0
 _SHARED_MEMORY = "/dev/shm"
+_WORKER = "inflight.worker"
 _SESSION = "PRTE_MCA_prte_tmpdir_base"
 # What an mpirun or srun around the server has told it of its own ranks.
 _FOREIGN = ("PMIX_", "PMI_", "OMPI_", "PRTE_")
@@ -117,7 +118,7 @@ class RanksProcess:
 
 def _command(num_ranks: int, mpirun_arguments: str) -> list[str]:
     options = open_mpi.options(open_mpi.words(mpirun_arguments), is_one_program=True)
-    program = (sys.executable, "-m", "inflight.worker")
+    program = (sys.executable, "-m", _WORKER)
     return [open_mpi.find_mpirun(), *options, "-n", str(num_ranks), "--wdir", "/", *program]
 
 

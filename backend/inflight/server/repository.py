@@ -26,7 +26,6 @@ from inflight.server.model_sizes import check_rank_sizes
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
-FAKE_ENGINE = "fake_engine"
 RECORD_PATH = "record_path"
 ADD_SPECIAL_TOKENS = "add_special_tokens"
 MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
@@ -157,7 +156,7 @@ def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ..
         if not _is_engine(known):
             continue
         launches.append(launch := ranks.launch_of(model, known))
-        if is_filled(known[MODEL_PATH]) and not is_filled(known.get(FAKE_ENGINE)):
+        if is_filled(known[MODEL_PATH]):
             check_rank_sizes(Path(known[MODEL_PATH]), launch.tp, launch.pp)
     return tuple(launches)
 

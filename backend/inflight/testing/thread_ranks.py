@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.engine.rank_engine import RankEngine
-from inflight.engine.torch import TorchEngineConfig, load_stage
+from inflight.engine.torch import load_stage
 from inflight.ranks.mapping import Mapping
 
 
@@ -134,7 +135,7 @@ class ThreadRanks:
         failures: (rank, iteration) of every forward pass that raised.
     """
 
-    def __init__(self, config: TorchEngineConfig, tp_size: int, pp_size: int = 1) -> None:
+    def __init__(self, config: EngineConfig, tp_size: int, pp_size: int = 1) -> None:
         mappings = [Mapping(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
         self.collectives = [ThreadCollectives(meetings[m.pp_rank], m.tp_rank, tp_size) for m in mappings]

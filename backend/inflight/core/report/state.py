@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.recover.recovery import Isolation
 from inflight.core.report.stats import RequestStage, RequestStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 from inflight.core.schedule.running import Running
 
 

@@ -31,8 +31,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.request import Request
+from inflight.core.request.request import ModelLimits, Request
 from inflight.core.request.response import TopLogProbs
 
 
@@ -262,3 +263,19 @@ class EngineLimits:
             return min(1, num_in_flight)
         num_behind = int(batch.samples_on_device) if self.overlaps_iterations else self.num_micro_batches - 1
         return max(0, num_in_flight - num_behind)
+
+    def model_limits(self, config: SchedulerConfig) -> ModelLimits:
+        """What one request may ask for on this device under that configuration."""
+        longest = self.max_sequence_length - 1
+        chunked, slots = config.enable_chunked_context, self.max_num_sequences
+        return ModelLimits(
+            vocab_size=self.vocab_size,
+            max_sequence_length=self.max_sequence_length,
+            max_input_length=longest if chunked else min(longest, config.max_num_tokens),
+            num_blocks=self.num_blocks,
+            tokens_per_block=self.tokens_per_block,
+            max_beam_width=min(config.max_beam_width or slots, slots),
+            # Chunked, a draft and the last chunk fit beside a token for every other running request.
+            max_draft_length=config.max_num_tokens - (slots - 1 + self.tokens_per_block if chunked else 1),
+            max_context_tokens=1 << 62 if chunked else config.max_num_tokens,
+        )

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.llm_request import LlmRequest, RequestState
-from inflight.core.schedule.config import CapacitySchedulerPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from inflight.config import ContextChunkingPolicy
 from inflight.core.request.llm_request import LlmRequest, RequestState
-from inflight.core.schedule.config import ContextChunkingPolicy
 
 Chunks = list[tuple[LlmRequest, int]]
 """Sequences, and how many rows of context each gets."""

@@ -8,12 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight.engine.torch.config import TorchEngineConfig
     from inflight.engine.torch.engine import TorchEngine, load_stage
 
-__all__ = ["TorchEngine", "TorchEngineConfig", "load_stage"]
+__all__ = ["TorchEngine", "load_stage"]
 
-_MODULES = {"TorchEngine": "engine", "TorchEngineConfig": "config", "load_stage": "engine"}
+_MODULES = {"TorchEngine": "engine", "load_stage": "engine"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.config import EngineConfig
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ScheduledBatch
 from inflight.decoding import Decoding
 from inflight.decoding.transfer import upload
@@ -26,7 +27,6 @@ from inflight.engine.memory import KvCacheDemand, free_memory, plan_kv_cache
 from inflight.engine.packing import generation_rows, pack
 from inflight.engine.slots import SlotTable
 from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.config import TorchEngineConfig
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
@@ -168,7 +168,7 @@ class TorchEngine(ModelEngine):
         self.recorded_sizes = runner.recorded_sizes
 
     @classmethod
-    def load(cls, config: TorchEngineConfig) -> TorchEngine:
+    def load(cls, config: EngineConfig) -> TorchEngine:
         """Read a whole model and allocate its KV cache.
 
         Raises:
@@ -178,7 +178,7 @@ class TorchEngine(ModelEngine):
 
 
 def load_stage(
-    config: TorchEngineConfig,
+    config: EngineConfig,
     mapping: Mapping,
     collectives: Collectives = ALONE,
     agree: Callable[[int], int] = int,
@@ -201,17 +201,18 @@ def load_stage(
 
 @torch.inference_mode()
 def _load_runner(
-    config: TorchEngineConfig, mapping: Mapping, collectives: Collectives, agree: Callable[[int], int]
+    config: EngineConfig, mapping: Mapping, collectives: Collectives, agree: Callable[[int], int]
 ) -> TorchRunner:
     config.validate()
     device = _device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    model = read_model_description(config.model_path)
+    if config.engine_threads is not None:
+        torch.set_num_threads(config.engine_threads)
+    assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
+    model = read_model_description(config.gpt_model_path)
     max_sequence_length = _max_sequence_length(config, model.decoder)
     windows = layer_windows(
         model.decoder.sliding_windows,
-        config.attention_windows,
+        config.max_attention_window_size,
         config.sink_token_length,
         max_sequence_length,
     )
@@ -250,16 +251,18 @@ def _device(name: str | None) -> torch.device:
 
 
 def _find_capture(
-    config: TorchEngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
+    config: EngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
 ) -> Capture | None:
     """Records generation batches; None if they are not to be recorded, and the log says why."""
     if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
-    if config.cuda_graphs and mapping.world_size == 1:
+    if config.cuda_graph_mode and mapping.world_size == 1:
         return GraphCapture(device)
     _logger.info(
         "generation runs without CUDA graphs: %s",
-        "what several ranks tell each other is not recorded" if config.cuda_graphs else "they are turned off",
+        "what several ranks tell each other is not recorded"
+        if config.cuda_graph_mode
+        else "they are turned off",
     )
     return None
 
@@ -279,7 +282,7 @@ def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture
     return graphs
 
 
-def _max_sequence_length(config: TorchEngineConfig, decoder: DecoderConfig) -> int:
+def _max_sequence_length(config: EngineConfig, decoder: DecoderConfig) -> int:
     """What was asked for, or all that the positions reach. ConfigError for more than that."""
     wanted, longest = config.max_sequence_length, decoder.max_positions
     if wanted is None or wanted <= longest:
@@ -292,12 +295,12 @@ def _max_sequence_length(config: TorchEngineConfig, decoder: DecoderConfig) -> i
         )
     raise ConfigError(
         f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
-        f"{config.model_path} reach{reason}"
+        f"{config.gpt_model_path} reach{reason}"
     )
 
 
 def _num_blocks(
-    config: TorchEngineConfig,
+    config: EngineConfig,
     decoder: DecoderConfig,
     max_sequence_length: int,
     dtype: torch.dtype,

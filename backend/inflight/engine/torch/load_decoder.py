@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from inflight.config import INT8, EngineConfig
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
-from inflight.engine.torch.config import INT8, TorchEngineConfig
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.host_memory import Recycled
@@ -59,7 +59,7 @@ class _Packing(Finisher[PackedLayer, PackedHead]):
 
 
 def load_decoder(
-    config: TorchEngineConfig,
+    config: EngineConfig,
     model: ModelDescription,
     device: torch.device,
     part: Part,
@@ -93,7 +93,7 @@ def load_decoder(
 
 
 def _find_attention(
-    config: TorchEngineConfig,
+    config: EngineConfig,
     held: DecoderConfig,
     windows: tuple[AttentionWindow | None, ...],
     dtype: torch.dtype,
@@ -131,7 +131,7 @@ def _find_attention(
         return BY_PRODUCTS
 
 
-def _computed_dtype(config: TorchEngineConfig, model: ModelDescription) -> torch.dtype:
+def _computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype:
     """The dtype of activations and KV cache, and of weights unless they are int8."""
     if config.dtype is None:
         return stored_dtype(model)
@@ -139,7 +139,7 @@ def _computed_dtype(config: TorchEngineConfig, model: ModelDescription) -> torch
 
 
 def _find_library(
-    config: TorchEngineConfig, decoder: DecoderConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, decoder: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> ctypes.CDLL:
     """The compiled code; CannotBuild where torch's operators are asked for or have to do."""
     if config.kernels == "torch":
@@ -162,7 +162,7 @@ def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dty
             raise CannotBuild(f"in bfloat16 it takes even numbers, and {name} is {size}")
 
 
-def _settle_for_torch(config: TorchEngineConfig, device: torch.device, reason: CannotBuild) -> None:
+def _settle_for_torch(config: EngineConfig, device: torch.device, reason: CannotBuild) -> None:
     """Say why, and what is lost by it if it was not asked for; ConfigError if compiled code was."""
     if config.kernels == "native":
         raise ConfigError(f"kernels is native, but there is no compiled code: {reason}") from reason

@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from inflight.config import Role
+from inflight.config import Parameters, Role
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.path import endpoint_path
@@ -31,6 +31,10 @@ from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.model_args import ModelArgs, read_model_args
 from inflight.triton.model_control import TritonModelControl, has_explicit_control
 from inflight.triton.tensor_spec import Vocabulary
+
+if TYPE_CHECKING:
+    from inflight.build import LoadedModel
+    from inflight.ranks.rank_context import RankContext
 
 _EXIT_TIMEOUT_S = 10
 _FLUSH_S = 2.0
@@ -120,7 +124,15 @@ class TritonPythonModel:
         # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
         # nor memory for two engines.
         retire_predecessor(path, UNLOAD_TIMEOUT_S)
-        return build_engine(job.parameters, job.version_dir, path, self._publish)
+        return build_engine(job.parameters, job.version_dir, path, self._publish, load=self.load_model)
+
+    def load_model(
+        self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
+    ) -> LoadedModel:
+        """`inflight.build.load_model`, for an engine in this process."""
+        from inflight.build import load_model
+
+        return load_model(parameters, version_dir, rank_context)
 
     def _lead(self, job: Job, name: str) -> Leader:
         with take_seat() as seat:

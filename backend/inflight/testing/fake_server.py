@@ -1,0 +1,107 @@
+"""The fake engine in the place of a model: for a composition root, for the model that Triton loads, for a server.
+
+Of a real server only tests and benchmarks put it there, by a model repository whose engine is this file's. Its
+`fake_engine` parameter says what the fake is like: vocab=1000,step_us=200. No model, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inflight.build import LoadedModel
+from inflight.config import Parameters
+from inflight.core.schedule.batch import EngineLimits
+from inflight.errors import ConfigError
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.repository import default_repository
+from inflight.testing.fake_engine import FakeEngine
+from inflight.triton.models import engine
+
+if TYPE_CHECKING:
+    from inflight.ranks.rank_context import RankContext
+
+PARAMETER = "fake_engine"
+_MODEL = 'from inflight.testing.fake_server import TritonPythonModel\n\n__all__ = ["TritonPythonModel"]\n'
+_log = logging.getLogger(__name__)
+
+
+def load_fake(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
+    """In the place of `inflight.build.load_model`. Of several ranks each makes up the same tokens.
+
+    The checkpoint's name, `gpt_model_path` without folders, says how many token ids there are and how many
+    microseconds a forward pass takes; ConfigError if it is not of the form vocab=N,step_us=N.
+    """
+    config = parameters.engine
+    vocab_size, step_us = _parse(Path(config.gpt_model_path or "").name)
+    max_sequence_length = config.max_sequence_length or 4096
+    num_tokens = config.max_tokens_in_paged_kv_cache or config.max_num_sequences * max_sequence_length
+    limits = EngineLimits(
+        vocab_size,
+        max_sequence_length,
+        config.max_num_sequences,
+        max(1, num_tokens // config.tokens_per_block),
+        config.tokens_per_block,
+        parameters.pipeline_parallel_size,
+    )
+    _log.warning("this is a fake engine: tokens are made up, no model is loaded")
+    return LoadedModel(FakeEngine(limits, step_us * 1e-6, attend_to_all=False), "", "none", ())
+
+
+def _parse(name: str) -> tuple[int, int]:
+    values = {"vocab": 1000, "step_us": 0}
+    for part in filter(None, name.split(",")):
+        key, _, value = part.partition("=")
+        if key.strip() not in values or not value.strip().isdigit():
+            raise ConfigError(f"{PARAMETER}: got {name!r}, expected vocab=N,step_us=N")
+        values[key.strip()] = int(value)
+    return values["vocab"], values["step_us"]
+
+
+class TritonPythonModel(engine.TritonPythonModel):
+    """`tensorrt_llm` with a fake engine, in the process of the model."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """As the real one, with the parameter `fake_engine` instead of a checkpoint."""
+        config = json.loads(args["model_config"])
+        config["parameters"]["gpt_model_path"] = config["parameters"].pop(PARAMETER)
+        super().initialize({**args, "model_config": json.dumps(config)})
+
+    def load_model(
+        self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
+    ) -> LoadedModel:
+        """Makes the fake."""
+        return load_fake(parameters, version_dir, rank_context)
+
+
+def make_fake_repository(folder: Path) -> Path:
+    """Copy the models that are served by default to `folder`, with a fake engine in `tensorrt_llm`; returns it."""
+    shutil.copytree(
+        default_repository(),
+        folder,
+        ignore=shutil.ignore_patterns("demo_model", "__pycache__"),
+        dirs_exist_ok=True,
+    )
+    model = folder / "tensorrt_llm"
+    with (model / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write(f'parameters {{ key: "{PARAMETER}" value {{ string_value: "${{{PARAMETER}}}" }} }}\n')
+    (model / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
+    # Its tokenizer is for all models.
+    (model / "1" / "demo_model").symlink_to(default_repository() / "tensorrt_llm" / "1" / "demo_model")
+    return folder
+
+
+@contextmanager
+def serve_fake(settings: Mapping[str, str], options: ServerOptions | None = None) -> Iterator[TritonServer]:
+    """As `inflight.server.launch.serve`, with a fake engine: `settings` may have the parameter `fake_engine`."""
+    with (
+        tempfile.TemporaryDirectory(prefix="inflight-fake-") as folder,
+        serve(make_fake_repository(Path(folder)), settings=settings, options=options) as server,
+    ):
+        yield server
