@@ -15,11 +15,11 @@ from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
+from inflight.serving.in_flight import InFlightRequest
+from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
 from inflight.testing.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
-from inflight.triton.client_stream import ClientStream
-from inflight.triton.in_flight import InFlightRequest
-from inflight.triton.reply import PromptReply, Reply
-from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext
+from inflight.triton.requests import ServingContext
+from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
@@ -118,7 +118,7 @@ def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values:
 def make_prompt(
     outputs: frozenset[str] = ALL_OUTPUTS, options: dict[str, object] | None = None, **request: object
 ) -> Prompt:
-    return Prompt(make_request(**request), FrontEndOptions(outputs, **(options or {})))
+    return Prompt(make_request(**request), ReplyOptions(outputs, **(options or {})))
 
 
 def make_result(
@@ -159,8 +159,8 @@ def make_response(
     )
 
 
-def make_stream(sender: ResponseSender | None = None) -> ClientStream:
-    return ClientStream(sender or ResponseSender(), COMPLETE_FINAL)
+def make_stream(sender: ResponseSender | None = None) -> TritonStream:
+    return TritonStream(sender or ResponseSender(), COMPLETE_FINAL)
 
 
 def make_reply(
@@ -171,9 +171,9 @@ def make_reply(
 
 
 def make_entry(
-    triton_id: str = "", sender: ResponseSender | None = None, reply: Reply | None = None
+    client_request_id: str = "", sender: ResponseSender | None = None, reply: Reply | None = None
 ) -> InFlightRequest:
-    return InFlightRequest(triton_id, make_stream(sender), reply or make_reply())
+    return InFlightRequest(client_request_id, make_stream(sender), reply or make_reply())
 
 
 def make_request(**changes: object) -> Request:

@@ -18,7 +18,7 @@ from inflight.errors import ConfigError
 from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from inflight.triton.models import engine, ensemble, infer, postprocessing, preprocessing
 from inflight.triton.models.text_model import TextModel
-from inflight.triton.word_lists import read_word_list
+from inflight.triton.requests import read_word_list
 from tests.triton.factories import make_model_config, make_triton_request, text_inputs, token_inputs
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 from tests.triton.logging_restored import logging_restored

@@ -8,8 +8,8 @@ import pytest
 from inflight.core.request.output_config import OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.tensor import FloatTensor
-from inflight.triton.output_arrays import make_array
-from inflight.triton.reply import Output
+from inflight.serving.reply import Output
+from inflight.triton.responses import make_array
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensor_spec import TensorSpec
 from inflight.triton.tensors import OUTPUTS

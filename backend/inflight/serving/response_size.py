@@ -23,10 +23,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from inflight.core.request.request import Request
 from inflight.endpoint.frames import MAX_FRAME_BYTES
@@ -94,16 +93,21 @@ class ResponseBudget:
             self._reserved[ticket] = largest
         return ticket
 
-    def sending(self, ticket: int, response: Any) -> AbstractContextManager[None]:
-        """Around the sending of a response (Triton's) to the request of `ticket`; nothing for a small one.
-
-        Raises Unavailable, before it is sent, where there is no room for it any more.
-        """
-        return self._sending(response) if ticket else nullcontext()
-
     @contextmanager
-    def _sending(self, response: Any) -> Iterator[None]:
-        size = ResponseSize(tuple((t.name(), t.as_numpy().nbytes) for t in response.output_tensors()))
+    def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> Generator[None]:
+        """Around the sending of a response to the request of `ticket`; does nothing for a small request.
+
+        Args:
+            ticket: From `reserve`.
+            sizes: (name, bytes) of the response's tensors; looked at only where the request is large.
+
+        Raises:
+            Unavailable: There is no room for the response any more; nothing has been sent.
+        """
+        if not ticket:
+            yield
+            return
+        size = ResponseSize(tuple(sizes))
         if size.num_bytes > SMALL_BYTES:
             with self._lock:
                 self._check_space(size, [])
@@ -113,7 +117,7 @@ class ResponseBudget:
                 self._held = size
 
     def release(self, ticket: int) -> None:
-        """The request of `ticket` has been answered. 0 does nothing, nor does a second call."""
+        """Give back the room of a request that has been answered. 0 does nothing, nor does a second call."""
         if ticket:
             with self._lock:
                 self._reserved.pop(ticket, None)

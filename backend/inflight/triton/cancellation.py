@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from inflight.serving.background import give_way
-from inflight.triton.in_flight import InFlight, InFlightRequest
+from inflight.serving.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)
 _SHARE = 0.15
@@ -48,7 +48,7 @@ class CancellationWatch:
         self._clock = clock
 
     def run(self) -> None:
-        """Rounds until the registry is closed."""
+        """Ask round after round until the registry admits no more."""
         give_way()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)

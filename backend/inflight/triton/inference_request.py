@@ -15,12 +15,11 @@ import numpy as np
 from inflight.core.request.description import EngineDescription
 from inflight.core.request.request import ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.text_encoder import NoText
-from inflight.triton.requests import ServingContext, convert, wants_state, wants_stop
+from inflight.serving.text_encoder import NO_TEXT
+from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from inflight.triton.wanted_outputs import Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +54,14 @@ class InferenceRequest:
             raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
         if wants_state(reader):
             raise InvalidArgument("state is true: GptManager.state tells it")
-        prompts = convert(reader, _FLAGS_DECIDE, _context(limits), NoText())
-        if len(prompts) > 1:
-            raise InvalidArgument(f"the tensors have {len(prompts)} rows: make an InferenceRequest for each")
-        if prompts[0].options.stop_strings:
+        prompt, *others = convert(reader, _FLAGS_DECIDE, _context(limits), NO_TEXT)
+        if others:
+            raise InvalidArgument(
+                f"the tensors have {1 + len(others)} rows: make an InferenceRequest for each"
+            )
+        if prompt.options.stop_strings:
             raise Unsupported("stop_words is text, and there is no tokenizer here: send stop_words_list")
-        return replace(prompts[0].request, request_id=self.request_id)
+        return replace(prompt.request, request_id=self.request_id)
 
     def _check_name(self, name: str) -> None:
         names = [known for known, _ in INPUTS.declared(Vocabulary.TOKENS)]
