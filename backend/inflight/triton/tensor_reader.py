@@ -35,9 +35,11 @@ class InputTensor(Protocol):
 
     def name(self) -> str:
         """The name the client sent."""
+        ...
 
     def as_numpy(self) -> np.ndarray:
         """The elements; strings as an object array of bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,16 @@ from inflight.ranks.orchestrator import Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.host import (
+    ModelArgs,
+    TritonModelControl,
+    has_explicit_control,
+    import_pb_utils,
+    log_to_triton,
+    read_model_args,
+)
 from inflight.triton.leader import Leader, refuse_ranks, take_seat
-from inflight.triton.log import log_to_triton
 from inflight.triton.metrics import MetricsPublisher
-from inflight.triton.model_args import ModelArgs, read_model_args
-from inflight.triton.model_control import TritonModelControl, has_explicit_control
 from inflight.triton.tensor_spec import Vocabulary
 
 _EXIT_TIMEOUT_S = 10
@@ -37,14 +42,16 @@ _FLUSH_S = 2.0
 
 
 class _Engine(Protocol):
-    """However it runs."""
+    """An engine that runs in this process or in ranks."""
 
     @property
     def client(self) -> EngineClient:
-        """The way to it."""
+        """The front end's way to the engine."""
+        ...
 
     def close(self) -> bool:
-        """Answer everything and end it; whether nothing hangs. Idempotent."""
+        """Answer everything and end the engine; returns whether nothing hangs. Idempotent."""
+        ...
 
 
 class TritonPythonModel:
@@ -52,8 +59,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
-        import triton_python_backend_utils as pb_utils
-
+        pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         self._pb_utils = pb_utils
         self._engine: _Engine | None = None
@@ -80,7 +86,7 @@ class TritonPythonModel:
             raise
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests; their responses come later, from the sender thread."""
+        """Admit requests; their responses come later, from the sender thread."""
         assert self._front_end is not None, "Triton executes what it has initialized"
         self._front_end.execute(requests)
 

@@ -1,4 +1,8 @@
-"""`preprocessing`: text to token ids, for clients that call the steps of tensorrtllm_backend themselves."""
+"""`preprocessing` and `postprocessing`: text to token ids and back, for clients that call the steps themselves.
+
+Both have a tokenizer and answer every request on the spot. Owns the shape of their execute, and the guard that
+ends the server if this process is killed. Triton calls a model on one thread.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,89 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from inflight.config import Role
-from inflight.errors import InvalidArgument
+from inflight.errors import InflightError, InvalidArgument, StepFailed
+from inflight.server.guard import guard_in_server
+from inflight.serving.completion_text import TokenizerFinder
 from inflight.text.words import biased_ids
-from inflight.triton.models.text_model import TextModel
+from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.request_parameters import TIMEOUT, refuse_unread
 from inflight.triton.requests import NO_ID
-from inflight.triton.tensor_reader import TensorReader, decode_utf8, each_row
-from inflight.triton.text_tensors import PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS
+from inflight.triton.responses import triton_error
+from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
+from inflight.triton.tensor_spec import TensorTable, Vocabulary
+from inflight.triton.tensors import (
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+)
 from inflight.triton.word_bias import add_word_bias
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
-class TritonPythonModel(TextModel):
+class TextModel:
+    """Base of both: one response per request; one bad request of a call fails alone."""
+
+    role: Role
+    inputs: TensorTable
+    outputs: TensorTable
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the tokenizer; raises ConfigError with everything that is wrong with config.pbtxt."""
+        self._pb_utils = import_pb_utils()
+        log_to_triton(self._pb_utils)
+        self.parameters = read_model_args(args, self.role).parameters
+        self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
+        self.tokenizers.find()
+        # Last, as Triton calls no finalize where this fails.
+        self._guard = guard_in_server(args["model_name"])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request, in order."""
+        return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Dismiss the guard; there is nothing in flight."""
+        if self._guard is not None:
+            self._guard.dismiss()
+
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+        """Outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
+        raise NotImplementedError
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            given = json.loads(request.parameters() or "{}")
+            refuse_unread(
+                given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
+            )
+            reader = TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS)
+            reader.refuse_unbuilt()
+            outputs = self.convert(reader.rows())
+        except InflightError as error:
+            return self._error(error)
+        except Exception as error:
+            return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
+        wanted = set(request.requested_output_names())
+        tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
+        return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def _tensor(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
+        spec = self.outputs[name]
+        array = np.stack(arrays) if spec.is_batched else np.concatenate(arrays)
+        return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[spec.dtype]))
+
+    def _error(self, error: InflightError) -> Any:
+        return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
+
+
+class Preprocessing(TextModel):
     """QUERY to INPUT_ID, word lists to ids; the rest is handed through. A batch has a row for each prompt."""
 
     role = Role.PREPROCESSING
@@ -72,6 +143,40 @@ class TritonPythonModel(TextModel):
             return array
 
         return each_row([partial(bias, row) for row in rows])
+
+
+class Postprocessing(TextModel):
+    """TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it.
+
+    It forgets everything between calls. So the text of one streamed chunk alone may lack its leading space or end
+    inside a character; for streaming, ask a serving model for `text_output` instead.
+    """
+
+    role = Role.POSTPROCESSING
+    inputs = POSTPROCESSING_INPUTS
+    outputs = POSTPROCESSING_OUTPUTS
+
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+        """See TextModel.convert."""
+        return {"OUTPUT": each_row([partial(self._texts, row) for row in rows])}
+
+    def _texts(self, reader: TensorReader) -> np.ndarray:
+        beams = reader.array("TOKENS_BATCH")
+        if beams is None:
+            raise InvalidArgument("a value is required for TOKENS_BATCH: it is missing or empty")
+        lengths = reader.array("SEQUENCE_LENGTH")
+        if lengths is None:
+            lengths = np.full(len(beams), beams.shape[1])
+        if lengths.shape != (len(beams),) or (lengths < 0).any() or (lengths > beams.shape[1]).any():
+            raise InvalidArgument(
+                f"SEQUENCE_LENGTH must have one length from 0 to {beams.shape[1]} for each of {len(beams)} beams, "
+                f"got {lengths.tolist()}"
+            )
+        texts = [self._text(ids[:length].tolist()) for ids, length in zip(beams, lengths)]
+        return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizers.require().decode(ids, skip_special_tokens=self.parameters.skip_special_tokens)
 
 
 def _model_vocab_size(folders: Sequence[str | None]) -> int | None:
