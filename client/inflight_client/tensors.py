@@ -108,7 +108,7 @@ def state_call(model: str) -> Call:
 def state_of(result: InferResult) -> dict[str, Any] | None:
     """What the answer to `state_call` says; None if it carries nothing but the final flag."""
     array = result.as_numpy("state")
-    return None if array is None else json.loads(array.item())
+    return None if array is None else json.loads(array.ravel()[0])
 
 
 def delta_of(result: InferResult, call: Call) -> Delta | None:

@@ -17,12 +17,12 @@ from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
 from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
-from inflight.testing.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
 from inflight.triton.requests import ServingContext
 from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
+from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
 
 ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs)
 

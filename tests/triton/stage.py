@@ -6,10 +6,10 @@ from inflight.config import Role
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import FakeEngineClient, make_description, make_parameters, make_result
+from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
 from tests.triton.letters import letter_tokenizer
 
 

@@ -12,10 +12,10 @@ from inflight.serving.background import NICENESS, give_way
 from inflight.serving.in_flight import InFlight
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
-from inflight.testing.fake_pb_utils import FakePbUtils, ResponseSender
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.responses import ResponseBuilder
 from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response
+from tests.triton.fake_pb_utils import FakePbUtils, ResponseSender
 
 
 def niceness() -> int:

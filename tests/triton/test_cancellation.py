@@ -10,9 +10,9 @@ import pytest
 
 from inflight.core.request.stop import StopReason
 from inflight.serving.in_flight import Ending, InFlight
-from inflight.testing.fake_pb_utils import ResponseSender
 from inflight.triton.cancellation import CancellationWatch, CancellationWatcher
 from tests.triton.factories import FakeEngineClient, make_entry, make_request
+from tests.triton.fake_pb_utils import ResponseSender
 
 
 @dataclass

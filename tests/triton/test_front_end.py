@@ -10,7 +10,6 @@ import pytest
 from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
 from tests.text.tiny_tokenizers import tokenizer
@@ -23,6 +22,7 @@ from tests.triton.factories import (
     text_inputs,
     token_inputs,
 )
+from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of
 

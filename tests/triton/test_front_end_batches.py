@@ -11,7 +11,6 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import ConfigError, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import TritonError
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (
@@ -22,6 +21,7 @@ from tests.triton.factories import (
     text_inputs,
     token_inputs,
 )
+from tests.triton.fake_pb_utils import TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of
 

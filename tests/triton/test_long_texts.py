@@ -13,7 +13,6 @@ from inflight.core.request.stop import StopReason
 from inflight.errors import InvalidArgument
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
-from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton.front_end import FrontEnd, ServingModel
 from inflight.triton.requests import check_texts
@@ -28,6 +27,7 @@ from tests.triton.factories import (
     text_inputs,
     token_inputs,
 )
+from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.stage import Stage, error_of, value_of
 
 WAIT_S = 30

@@ -22,8 +22,6 @@ from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
 from inflight.core.report.stats import IterationStats, MemoryUsage, StaticBatchStats
 from inflight.core.request.stop import FinishReason
 from inflight.serving.memory import _torch_memory, measure_memory
-from inflight.testing.fake_metrics import FakeMetrics
-from inflight.testing.fake_pb_utils import FakePbUtils
 from inflight.triton.metric_families import Courtesy, FamilyMaker, News, lengths_between
 from inflight.triton.metric_table import (
     COUNTERS,
@@ -34,6 +32,8 @@ from inflight.triton.metric_table import (
 )
 from inflight.triton.metrics import MetricsPublisher
 from tests.prometheus import Page, parse, shown
+from tests.triton.fake_metrics import FakeMetrics
+from tests.triton.fake_pb_utils import FakePbUtils
 
 NOW = 1_785_000_000.25
 NOTHING = ServiceMetrics().snapshot()

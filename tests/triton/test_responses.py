@@ -16,9 +16,9 @@ from inflight.errors import (
     Unsupported,
 )
 from inflight.serving.reply import Output
-from inflight.testing.fake_pb_utils import FakePbUtils, TritonError
 from inflight.triton.responses import ResponseBuilder
 from tests.triton.factories import make_prompt, make_result
+from tests.triton.fake_pb_utils import FakePbUtils, TritonError
 
 BUILDER = ResponseBuilder(FakePbUtils())
 

@@ -18,7 +18,6 @@ from inflight.serving.in_flight import Ending, InFlight, InFlightRequest
 from inflight.serving.reply import Reply
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
-from inflight.testing.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.responses import ResponseBuilder
 from tests.triton.factories import (
@@ -29,6 +28,7 @@ from tests.triton.factories import (
     make_request,
     make_response,
 )
+from tests.triton.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
 from tests.triton.letters import letter_tokenizer
 
 

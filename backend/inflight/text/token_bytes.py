@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import tokenizers
 
-from inflight.text.components import Component, described
-from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS
+from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS, Component, described
 
 # By how much a normalizer can shrink a text, in bytes of UTF-8. What is missing here may leave nothing of it.
 _SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}

@@ -12,13 +12,17 @@ as `<0xE4>`. WordPiece and its like have no bytes at all.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import tokenizers
 
-from inflight.text.components import Component, described
+
+Component = dict[str, Any]
+"""A normalizer, pre-tokenizer or decoder as tokenizer.json writes it."""
 
 REPLACEMENT = "\ufffd"
 
@@ -28,6 +32,24 @@ _ANCHOR = "a"
 
 # Decoders that look at one token at a time, except for what they do at the very start of a text.
 _TOKEN_BY_TOKEN = re.compile(r"((Replace|Strip|Metaspace|WordPiece) )*(ByteFallback )?(Fuse (Strip )*)?")
+
+
+def described(component: Any, key: str) -> list[Component]:
+    """A normalizer, pre-tokenizer or decoder as tokenizer.json writes it, with sequences flattened.
+
+    Args:
+        component: Of the `tokenizers` library; None, where a tokenizer has none, is an empty list.
+        key: What a sequence calls its parts: normalizers, pretokenizers or decoders.
+    """
+
+    def flatten(part: Component) -> Iterator[Component]:
+        if part["type"] != "Sequence":
+            yield part
+            return
+        for inner in part[key]:
+            yield from flatten(inner)
+
+    return [] if component is None else list(flatten(json.loads(component.__getstate__())))
 
 
 class Utf8Decoder:
@@ -95,8 +117,10 @@ class TokenDecoder:
     def raw_bytes(self, token: str) -> bytes | None:
         """The bytes a token stands for, None for a token that stands for its text."""
         if self.is_byte_level:
-            values = [BYTE_OF_CHARACTER.get(character) for character in token]
-            return token.encode() if None in values else bytes(values)
+            try:
+                return bytes([BYTE_OF_CHARACTER[character] for character in token])
+            except KeyError:  # an added token
+                return token.encode()
         match = self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else None
 

@@ -117,4 +117,5 @@ class Tokenizer:
         """The spelling of a special token within a text; "" for an id that is none."""
         if token_id not in self._special_ids:
             return ""
-        return self.token_decoder.within_text(self._backend.id_to_token(token_id))
+        token = self._backend.id_to_token(token_id)
+        return "" if token is None else self.token_decoder.within_text(token)

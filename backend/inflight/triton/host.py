@@ -138,7 +138,7 @@ class TritonModelControl:
         self._pb_utils.unload_model(self._name)
 
     def load(self) -> None:
-        """Start the model's next process and wait until that is initialized; raises what Triton does if it fails."""
+        """Start the model's next process and wait until it is initialized; raises what Triton does if it fails."""
         self._pb_utils.load_model(self._name)
 
 
