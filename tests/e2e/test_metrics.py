@@ -11,7 +11,7 @@ from datetime import datetime
 import pytest
 
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
+from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
 from tests.prometheus import Page, parse, shown
 
 from .clients import Stream, ask, wait_until

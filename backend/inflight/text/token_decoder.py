@@ -20,7 +20,6 @@ from typing import Any
 
 import tokenizers
 
-
 Component = dict[str, Any]
 """A normalizer, pre-tokenizer or decoder as tokenizer.json writes it."""
 

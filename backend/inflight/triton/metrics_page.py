@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inflight.core.report.metrics import ServiceMetrics
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
+from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
 from inflight.triton.reference_page import between_markers
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -87,16 +88,17 @@ class TensorReader:
                 raise InvalidArgument(
                     f"{wire_name} has {size} rows and {larger} has {most}: a batch has one row for each prompt"
                 )
-        return [self] if most == 1 else [self._row(index) for index in range(most)]
+        return [self] if most == 1 else [self._with(partial(_row, index)) for index in range(most)]
 
-    def _row(self, index: int) -> TensorReader:
-        row = TensorReader((), self._table, self._vocabulary)
-        row._unknown = self._unknown
-        row._sent = {
-            name: [_Sent(sent.wire_name, _row_of(sent.array, self._table[name], index)) for sent in found]
+    def _with(self, change: Callable[[np.ndarray, TensorSpec], np.ndarray]) -> TensorReader:
+        """A reader of the same tensors with other arrays."""
+        reader = TensorReader((), self._table, self._vocabulary)
+        reader._unknown = self._unknown
+        reader._sent = {
+            name: [_Sent(sent.wire_name, change(sent.array, self._table[name])) for sent in found]
             for name, found in self._sent.items()
         }
-        return row
+        return reader
 
     def shown_name(self, name: str) -> str:
         """The name under which this request's client knows the tensor."""
@@ -154,12 +156,7 @@ class TensorReader:
 
     def detached(self) -> TensorReader:
         """A reader of copies, for when the request's own tensors may be gone."""
-        copy = TensorReader((), self._table, self._vocabulary)
-        copy._sent = {
-            name: [_Sent(sent.wire_name, sent.array.copy()) for sent in found]
-            for name, found in self._sent.items()
-        }
-        return copy
+        return self._with(lambda array, _: array.copy())
 
     def array(self, name: str) -> np.ndarray | None:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
@@ -261,7 +258,7 @@ def _num_rows(array: np.ndarray, spec: TensorSpec) -> int:
     return array.shape[0] if array.ndim == len(spec.dims) + 1 else 1
 
 
-def _row_of(array: np.ndarray, spec: TensorSpec, index: int) -> np.ndarray:
+def _row(index: int, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     if not array.size:
         return array
     return array.reshape(-1)[index : index + 1] if spec.scalar else array[index : index + 1]
