@@ -29,7 +29,7 @@ from inflight.serving.metric_table import (
     TIMESTAMP,
     HistogramFamily,
 )
-from inflight.triton.metrics import FamilyMaker, MetricsPublisher, News, lengths_between
+from inflight.triton.metrics import FamilyMaker, MetricsPublisher, MetricValues, lengths_between
 from tests.prometheus import Page, parse, shown
 from tests.triton.fake_metrics import FakeMetrics
 from tests.triton.fake_pb_utils import FakePbUtils
@@ -194,7 +194,7 @@ def test_a_histogram_of_counters_is_a_histogram(periods):
         for value in period:
             metrics.end_to_end.observe(value)
         values += period
-        update(News({}, 0, metrics.snapshot()))
+        update(MetricValues({}, 0, metrics.snapshot()))
     for page in [*pages, parse(server.page())]:
         buckets = page.cumulative("h")
         assert buckets == sorted(buckets)

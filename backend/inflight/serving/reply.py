@@ -17,7 +17,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import FinishReason
 from inflight.core.request.tensor import FloatTensor
-from inflight.serving.completion_text import CompletionText, cut
+from inflight.serving.completion_text import CompletionText, cut_at_stop
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ class Prompt:
 
 
 def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> NewText:
-    """What begins the text of each of the prompt's sequences."""
+    """A function that begins the text of each of the prompt's sequences."""
     options = prompt.options
     stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
     return lambda: CompletionText(
@@ -112,7 +112,7 @@ AS_UPSTREAM = Repetition()
 
 
 class PromptReply:
-    """The outputs of one prompt.
+    """Makes the outputs of one prompt from its results.
 
     Attributes:
         has_just_stopped: Whether the result added last has brought its sequence to a stop string.
@@ -139,7 +139,7 @@ class PromptReply:
         self.has_just_stopped = False
 
     def add(self, result: Result) -> Output | None:
-        """What is to be sent now that `result` has come; None if nothing, or nothing yet."""
+        """Add a result; returns what is to be sent now, None if nothing, or nothing yet."""
         sequence = self._sequences.get(result.sequence_index)
         if sequence is None:
             text = self._new_text() if self._new_text else None
@@ -152,7 +152,7 @@ class PromptReply:
 
 
 class Reply:
-    """The outputs of one client's request."""
+    """Makes the outputs of one client's request from the results of all of its prompts."""
 
     def __init__(self, prompts: Sequence[PromptReply], in_one: bool) -> None:
         """Args:
@@ -164,7 +164,7 @@ class Reply:
         self._held: list[Output] = []
 
     def add(self, batch_index: int, result: Result, is_last: bool) -> tuple[Output, ...]:
-        """What is to be sent now, as one response; empty if nothing is.
+        """Add a result; returns what is to be sent now, as one response, empty if nothing is.
 
         Args:
             batch_index: Whose result it is.
@@ -178,7 +178,7 @@ class Reply:
         return _joined(self._held) if is_last else ()
 
     def has_just_stopped(self, batch_index: int) -> bool:
-        """Whether with the prompt's last result its sequence has come to a stop string."""
+        """Whether the prompt's last result has brought its sequence to a stop string."""
         return self._prompts[batch_index].has_just_stopped
 
 
@@ -219,7 +219,7 @@ class _Sequence:
         if self._text is None:
             return result, None
         deltas = self._text.add(result)
-        kept = cut(result, deltas)
+        kept = cut_at_stop(result, deltas)
         # Beams run on: what is said of them may be said differently by the next response.
         if not result.is_cumulative and deltas and all(delta.stopped for delta in deltas):
             self._stopped_at = kept
@@ -248,7 +248,7 @@ class _Repeated:
         self._prompt_log_probs: tuple[float, ...] | None = None
 
     def add(self, result: Result) -> Result:
-        """`result`, with what came before it."""
+        """`result`, with what is repeated of those before it."""
         logits, prompt = result.context_logits, result.prompt_log_probs
         if logits is not None and len(logits.data) <= self._rules.max_bytes:
             self._context_logits = logits
@@ -310,7 +310,7 @@ def _as_rows(sequences: list[Output]) -> Output:
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """The one row of every part, `missing` where a part has none; None if nobody has one."""
+    """The one row of every part, `missing` where a part has none; None if no part has one."""
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)

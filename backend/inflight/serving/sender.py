@@ -38,12 +38,12 @@ class ResponseMaker(Protocol):
         ...
 
     def tensor_sizes(self, response: Any) -> Iterable[tuple[str, int]]:
-        """(name, bytes) of everything in a response that takes shared memory on its way; see `response_size`."""
+        """Tell (name, bytes) of all in a response that takes shared memory on its way; see `response_size`."""
         ...
 
 
 class Sender:
-    """One thread, from construction to `close`."""
+    """Sends on one thread, from construction to `close`."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Sender:
         self._pacing.put(response)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until everything put here has been sent, for `timeout_s` at most; whether it has. Any thread.
+        """Wait until all that was put here has been sent, for `timeout_s` at most; returns whether it has.
 
-        What `stream_interval` holds back does not count.
+        What `stream_interval` holds back does not count. Any thread.
         """
         return self._mailbox.wait_until_taken(timeout_s)
 
@@ -119,7 +119,7 @@ class Sender:
                 stream.send(message)
 
     def _message(self, arrival: Arrival, response: Response) -> Any:
-        """A response of the clients' protocol; None if there is nothing to send yet."""
+        """Make a response of the clients' protocol; None if there is nothing to send yet."""
         entry, result = arrival.entry, response.result
         if result is None:
             return self._responses.error(response.error or StepFailed("the engine gave no result"))
@@ -131,7 +131,7 @@ class Sender:
         return self._responses.outputs(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:
-        """A response could not be made or sent: the client gets an error, and the engine stops working for it."""
+        """Answer with an error because a response could not be made or sent, and stop the request."""
         entry = arrival.entry
         _log.debug("request %s could not be answered: %r", entry, error)
         failed = error if isinstance(error, InflightError) else StepFailed(f"response not sent: {error!r}")

@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.special_text(token_id) if self._skip_special_tokens else ""
 
     def flush(self) -> str:
-        """What is held back, as it is if nothing follows. Changes nothing."""
+        """The text that is held back, as it is if nothing follows. Changes nothing."""
         shown = self._shown
         text = self._not_shown_yet(self._text.rest())
         self._shown = shown
@@ -88,9 +88,9 @@ class _StreamedText:
         self._start: list[str] | None = None if decoder.is_byte_level else []
 
     def add(self, token: str) -> str:
-        """What is now certain of the text and was not before."""
+        """Add a token; returns what is certain of the text now and was not before."""
         raw = self._decoder.raw_bytes(token)
-        text = self._utf8.finish() if raw is None else self._utf8.decode(raw)
+        text = self._utf8.replace_pending() if raw is None else self._utf8.decode(raw)
         if self._start is not None:
             return self._add_to_start(self._start, token)
         return text if raw is not None else text + self._decoder.continued(token)

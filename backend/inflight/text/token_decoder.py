@@ -62,13 +62,13 @@ class Utf8Decoder:
         """The characters that `raw` completes, or breaks; a sequence that may still complete stays pending."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(raw))
 
-    def finish(self) -> str:
-        """What is pending, as invalid bytes; the next `decode` starts afresh."""
+    def replace_pending(self) -> str:
+        """Replace what is pending, as invalid bytes; the next `decode` starts afresh."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(b"", final=True))
 
     @property
     def pending(self) -> str:
-        """What `finish` would return."""
+        """What `replace_pending` would return."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.getstate()[0].decode("utf-8", self._errors))
 
     @property
@@ -78,7 +78,7 @@ class Utf8Decoder:
 
 
 class TokenDecoder:
-    """The decoder of one tokenizer.
+    """Turns one tokenizer's token strings into text.
 
     Attributes:
         is_byte_level: Every token stands for bytes, and a text is its bytes, wherever it starts.
@@ -110,7 +110,7 @@ class TokenDecoder:
         return self._join([_ANCHOR, token])[len(self._join([_ANCHOR])) :]
 
     def within_text(self, token: str) -> str:
-        """What a special token looks like within a text that special tokens are not left out of."""
+        """The text of a special token where special tokens are not left out."""
         return self.text([token]) if self.is_byte_level else self.continued(token)
 
     def raw_bytes(self, token: str) -> bytes | None:
@@ -124,7 +124,7 @@ class TokenDecoder:
         return bytes([int(match[1], 16)]) if match else None
 
     def utf8_decoder(self) -> Utf8Decoder:
-        """An incremental decoder with this tokenizer's idea of what an invalid byte looks like."""
+        """An incremental decoder that replaces invalid bytes as this tokenizer does."""
         return Utf8Decoder(replace_each_byte=not self.is_byte_level)
 
     def _join(self, tokens: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ class TritonLogHandler(logging.Handler):
         self._logger = pb_utils.Logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log one record at Triton's level of the same weight, line by line: Triton escapes the ends of lines."""
+        """Log one record at Triton's corresponding level, line by line: Triton escapes the ends of lines."""
         write = self._write(record.levelno)
         for line in self.format(record).splitlines():
             write(readable(line))

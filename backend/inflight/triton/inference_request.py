@@ -36,7 +36,7 @@ class InferenceRequest:
     tensors: Mapping[str, np.ndarray]
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """What GetInferenceRequests returns to a GptManager.
+        """Convert the tensors to the Request that GetInferenceRequests returns to a GptManager.
 
         Args:
             limits: Of the scheduler that the GptManager runs (`Scheduler.limits`).
@@ -73,7 +73,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An InputTensor."""
+    """A tensor of the map, as TensorReader takes it."""
 
     wire_name: str
     array: np.ndarray

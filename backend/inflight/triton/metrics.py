@@ -55,7 +55,7 @@ class _Publication:
 
 
 class MetricsPublisher:
-    """One thread, from construction to `close`."""
+    """Publishes on one thread, from construction to `close`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class MetricsPublisher:
         """Args:
         pb_utils: The module; metric kinds that it lacks are left out, with a line in the log.
         model_name, model_version: Labels of every metric.
-        log_stats: Takes the JSON of the statistics whenever they are published. Called on the thread.
+        log_stats: Called on the thread with the JSON of the statistics whenever they are published.
         seconds_per_call: How long to rest after a publication, for each call to the server that it took.
         """
         self._pb_utils = pb_utils
@@ -93,7 +93,7 @@ class MetricsPublisher:
 
         Args:
             stats, metrics: What was observed.
-            wall_clock_s: When.
+            wall_clock_s: When that was, in seconds since the epoch.
             memory: What the engine's process holds; None: it is this one.
         """
         with self._change:
@@ -140,7 +140,7 @@ class MetricsPublisher:
         memory = publication.memory or measure_memory()
         fields = stats.log_fields(publication.wall_clock_s, memory)
         batching = Batching.INFLIGHT if stats.static_batch is None else Batching.STATIC
-        page.show(News(fields, microseconds(publication.wall_clock_s), publication.metrics), batching)
+        page.show(MetricValues(fields, microseconds(publication.wall_clock_s), publication.metrics), batching)
         # The page first: who has read the line finds nothing older there.
         self._log_stats(json.dumps(fields))
 
@@ -149,7 +149,7 @@ class _Page:
     """The families that this server takes; one that fails is left out from then on."""
 
     def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
-        self._published: dict[str, Callable[[News], None]] = {}
+        self._published: dict[str, Callable[[MetricValues], None]] = {}
         self._batching: Batching | None = None  # known with the first statistics
         self._maker: FamilyMaker | None = None
         if (family_class := getattr(pb_utils, "MetricFamily", None)) is None:
@@ -163,14 +163,14 @@ class _Page:
         """Calls to the server so far."""
         return self._maker.num_calls if self._maker else 0
 
-    def show(self, news: News, batching: Batching) -> None:
+    def show(self, values: MetricValues, batching: Batching) -> None:
         """Bring every family up to date."""
         if self._batching is None:
             self._batching = batching
             self._add_families(batching)
         for name, update in list(self._published.items()):
             try:
-                update(news)
+                update(values)
             except Exception as error:
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
@@ -189,13 +189,13 @@ class _Page:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What is to be published.
+class MetricValues:
+    """The values of all metrics at one moment.
 
     Attributes:
         fields: The log line's, see `IterationStats.log_fields`.
-        time_us: Microseconds since the epoch: its timestamp as a number.
-        metrics: Taken at the same moment.
+        time_us: The moment, in microseconds since the epoch.
+        metrics: Counters and histograms at that moment.
     """
 
     fields: Mapping[str, int | float | str]
@@ -219,7 +219,7 @@ class FamilyMaker:
         self._labels = dict(labels)
         self.num_calls = 0
 
-    def make(self, spec: Family) -> Callable[[News], None]:
+    def make(self, spec: Family) -> Callable[[MetricValues], None]:
         """Put a family on the page; returns what brings it up to date. Both raise what the server objects to."""
         if isinstance(spec, GaugeFamily):
             return _Gauges(spec, self).update
@@ -236,7 +236,7 @@ class FamilyMaker:
             time.sleep(_PAUSE_S)
 
     def family(self, name: str, text: str, kind: str) -> Any:
-        """A family of the server's. `kind` is a constant's name; AttributeError where this server has no such kind."""
+        """A family of the server's. `kind` names a constant; AttributeError where this server has no such kind."""
         made = self._family_class(name=name, description=text, kind=getattr(self._family_class, kind))
         _keep_for_ever(made)
         self.count_call()
@@ -254,7 +254,7 @@ class FamilyMaker:
 
 
 class _Counter:
-    """A counter of the server's that is told totals."""
+    """A counter of the server's that is given totals and passes increments on."""
 
     def __init__(self, metric: Any, maker: FamilyMaker) -> None:
         self._metric = metric
@@ -262,7 +262,7 @@ class _Counter:
         self._total = 0.0
 
     def grow_to(self, total: float) -> None:
-        """Say how much there is now. Never sends a decrease: the server refuses one."""
+        """Raise the counter to `total`. Never sends a decrease: the server refuses one."""
         if total > self._total:
             self._metric.increment(total - self._total)
             self._maker.count_call()
@@ -280,9 +280,9 @@ class _Gauges:
         }
         self._last: dict[str, float] = {}  # what a predecessor has left there is not known
 
-    def update(self, news: News) -> None:
+    def update(self, values: MetricValues) -> None:
         for key, metric in self._metrics.items():
-            value = float(news.time_us if key == TIMESTAMP else news.fields[key])
+            value = float(values.time_us if key == TIMESTAMP else values.fields[key])
             if value != self._last.get(key):
                 metric.set(value)
                 self._maker.count_call()
@@ -300,8 +300,8 @@ class _Counters:
         for value in spec.values:
             self._counter(value)
 
-    def update(self, news: News) -> None:
-        for value, count in self._spec.read(news.metrics).items():
+    def update(self, values: MetricValues) -> None:
+        for value, count in self._spec.read(values.metrics).items():
             self._counter(value).grow_to(count)
 
     def _counter(self, value: str) -> _Counter:
@@ -324,9 +324,9 @@ class _HistogramCounters:
         self._total = maker.counter(total, {})
         self._count = maker.counter(count, {})
 
-    def update(self, news: News) -> None:
+    def update(self, values: MetricValues) -> None:
         # The widest bucket first: who reads meanwhile finds none that is fuller than a wider one.
-        histogram = self._read(news.metrics)
+        histogram = self._read(values.metrics)
         up_to = histogram.num_observations
         self._count.grow_to(up_to)
         self._total.grow_to(histogram.total)
@@ -346,8 +346,8 @@ class _Lengths:
         self._metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
         self._before = spec.read(_NOTHING)
 
-    def update(self, news: News) -> None:
-        now = self._read(news.metrics)
+    def update(self, values: MetricValues) -> None:
+        now = self._read(values.metrics)
         for value in lengths_between(self._before, now):
             self._metric.observe(float(value))
             self._maker.count_call()

@@ -17,7 +17,7 @@ def fill_in(page: str) -> str:
 
 
 def tables() -> str:
-    """Gauges, histograms, counters."""
+    """The tables of gauges, histograms and counters in Markdown."""
     parts = ["## Gauges", "", *_gauges(), "", "## Histograms", "", *_histograms(), ""]
     parts += [
         "Upper bounds of the buckets, beside +Inf:",

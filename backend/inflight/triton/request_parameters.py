@@ -52,7 +52,7 @@ _EXACT = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """For every prompt of the request, where it has no tensor that says otherwise. None: not given.
+    """What holds for every prompt of a request that has no tensor that says otherwise. None: not given.
 
     Attributes:
         priority: Parameter `request_priority`, in [0, 1].
@@ -71,7 +71,7 @@ NO_PARAMETERS = RequestParameters()
 def read_request_parameters(
     parameters: str, timeout_us: int, vocabulary: Vocabulary, ignored: Collection[str] = ()
 ) -> RequestParameters:
-    """What `parameters` (a JSON object) and Triton's own timeout say.
+    """Read a request's parameters, a JSON object, and Triton's own timeout.
 
     Args:
         parameters: As Triton hands them on.
@@ -132,7 +132,7 @@ def _refuse_one_phase(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: Collection[str]) -> None:
-    """HTTP generate makes a parameter of a tensor that goes by another name here, and nobody would read it."""
+    """Refuse tensors of the other vocabulary, which HTTP generate makes parameters of: nobody would read them."""
     own = {name for name, _ in INPUTS.declared(vocabulary)}
     (other,) = set(Vocabulary) - {vocabulary}
     for key in given:

@@ -184,7 +184,7 @@ class _Row:
         self._in_batch = in_batch
 
     def prompt_text(self) -> str | None:
-        """The prompt, if it came as text."""
+        """The prompt's text; None if it came as ids."""
         reader = self._reader
         reader.refuse_unbuilt()
         text = reader.text("text_input")
@@ -364,7 +364,7 @@ def wanted_outputs(
 
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
-    """What the engine has to keep for these outputs."""
+    """What the engine has to keep and send for these outputs."""
     num_top = reader.integer("num_top_log_probs")
     return OutputConfig(
         # Nobody looks at the prompt's ids without these outputs: they need not come back.
@@ -393,7 +393,7 @@ def read_identity(reader: TensorReader) -> PrefixIdentity:
 
 
 def read_retention(reader: TensorReader) -> RetentionConfig:
-    """What is said about the prompt's blocks; nothing where no tensor says anything.
+    """How long the prompt's blocks are worth keeping; the defaults where no tensor says anything.
 
     Raises InvalidArgument if a range lacks a part; the message names the tensors and their lengths.
     """
@@ -450,7 +450,7 @@ def _none_if_open(value: int | None) -> int | None:
 
 
 def read_word_list(array: np.ndarray, name: str) -> _Words:
-    """The words of a [2, n] array.
+    """The words of TensorRT-LLM's packed list, a [2, n] array.
 
     [[0], [-1]], an empty list as NVIDIA's clients send it, has no words. Ids after the last word's end are
     ignored: they fill up the shorter lists of a batch.

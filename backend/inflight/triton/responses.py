@@ -54,7 +54,7 @@ class ResponseBuilder:
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
     def tensor_sizes(self, response: Any) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of each tensor of a response."""
+        """Tell (name, bytes) of each tensor of a response."""
         for tensor in response.output_tensors():
             yield tensor.name(), tensor.as_numpy().nbytes
 
@@ -142,12 +142,12 @@ _Rows = Sequence[Sequence[Any]]
 
 
 def _scalars(value: Callable[[Output], int]) -> _Maker:
-    """Makes [prompts, 1]."""
+    """A maker of [prompts, 1]."""
     return lambda outputs: np.array([[value(output)] for output in outputs])
 
 
 def _metrics(value: Callable[[PerfMetrics], float]) -> _Maker:
-    """Makes [prompts, 1] of what each prompt took, 0 for one that does not say; None if none says."""
+    """A maker of [prompts, 1] from performance metrics, 0 for a prompt without any; None if none has any."""
 
     def make(outputs: Sequence[Output]) -> np.ndarray | None:
         metrics = [output.result.perf_metrics for output in outputs]
@@ -188,7 +188,7 @@ def _output_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
 
 
 def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type, is_padded: bool) -> _Maker:
-    """Makes [prompts, rows, longest, most candidates]."""
+    """A maker of [prompts, rows, longest, most candidates]."""
 
     def make(outputs: Sequence[Output]) -> np.ndarray | None:
         found = [output.result.top_log_probs for output in outputs]

@@ -32,7 +32,7 @@ NUMPY_TYPES: dict[str, type] = {
 
 
 class InputTensor(Protocol):
-    """What is used of `pb_utils.Tensor`."""
+    """The part of `pb_utils.Tensor` that is used here."""
 
     def name(self) -> str:
         """The name the client sent."""
@@ -111,7 +111,7 @@ class TensorReader:
         return self._vocabulary is Vocabulary.TEXT
 
     def in_client_names(self, message: str) -> str:
-        """A message about main names, about the names that this request's client knows."""
+        """The message with main names replaced by those that this request's client knows."""
         for spec in self._table.specs:
             shown = self.shown_name(spec.name)
             if shown != spec.name:
@@ -194,7 +194,7 @@ class TensorReader:
         return found.array.reshape(1)
 
     def _find(self, spec: TensorSpec) -> _Sent | None:
-        """What was sent under any of the row's names, checked; None when absent or empty."""
+        """The tensor that was sent under any of the row's names, checked; None when absent or empty."""
         found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
         for sent in found:
             dtypes = (spec.dtype, *spec.other_dtypes)
@@ -212,7 +212,7 @@ class TensorReader:
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
-    """What the reading of each row of a batch gives; an error says of which of several rows it is."""
+    """Call the reader of each row of a batch; an error says which of several rows it is about."""
     results = []
     for index, read in enumerate(readings):
         try:

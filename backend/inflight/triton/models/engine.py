@@ -55,7 +55,7 @@ class _Engine(Protocol):
 
 
 class TritonPythonModel:
-    """Token ids or text in and out, decoupled."""
+    """Serves token ids and text, with several responses to a request."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
@@ -147,7 +147,7 @@ class TritonPythonModel:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """A rank is lost: on the heartbeat's thread, once everybody is answered."""
+        """End the server because a rank is lost; called on the heartbeat's thread, once everybody is answered."""
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)

@@ -54,7 +54,7 @@ class TextModel:
         self._guard = guard_in_server(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response per request, in order."""
+        """Answer every request on the spot: one response for each, in order."""
         return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
@@ -63,7 +63,7 @@ class TextModel:
             self._guard.dismiss()
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
-        """Outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
+        """Make the outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
         raise NotImplementedError
 
     def _answer(self, request: Any) -> Any:
@@ -93,7 +93,7 @@ class TextModel:
 
 
 class Preprocessing(TextModel):
-    """QUERY to INPUT_ID, word lists to ids; the rest is handed through. A batch has a row for each prompt."""
+    """Tokenizes QUERY and the word lists, and hands the rest through. A batch has a row for each prompt."""
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
@@ -130,7 +130,7 @@ class Preprocessing(TextModel):
         return outputs
 
     def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
-        """[vocab_size] each, or [0] each if no prompt of the batch has words."""
+        """A bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
         if not any(_has_bias(row) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
@@ -146,7 +146,7 @@ class Preprocessing(TextModel):
 
 
 class Postprocessing(TextModel):
-    """TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it.
+    """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it.
 
     It forgets everything between calls. So the text of one streamed chunk alone may lack its leading space or end
     inside a character; for streaming, ask a serving model for `text_output` instead.
@@ -206,13 +206,13 @@ def _first(*ids: int | None) -> int:
 
 
 def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[np.ndarray]:
-    """[n] each, with n the length of the longest."""
+    """Each row filled up to [n], with n the length of the longest."""
     length = max(map(len, rows))
     return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
 
 
 def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[np.ndarray]:
-    """[2, n] each, with n the length of the longest; ids behind the last end offset do not count."""
+    """A packed list [2, n] for each row, with n the longest's length; ids behind the last end do not count."""
     packed = [pack_words([encode(word) for word in words if word]) for words in rows]
     ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))
     ends = _filled_up([list(array[1]) for array in packed], [-1] * len(packed))
@@ -220,7 +220,7 @@ def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[
 
 
 def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:
-    """[2, n]: all ids, then the end offset of each word, filled up with -1. No words: [[0], [-1]]."""
+    """Pack words as [2, n]: all ids, then each word's end offset, filled up with -1. No words: [[0], [-1]]."""
     flat = [token_id for word in words for token_id in word]
     if not flat:
         return np.array([[0], [-1]])
