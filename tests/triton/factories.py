@@ -17,7 +17,8 @@ from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
 from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
-from inflight.triton.requests import ServingContext
+from inflight.serving.text_encoder import NO_TEXT
+from inflight.triton.requests import Naming, ServingContext
 from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
@@ -98,7 +99,14 @@ def make_description(**changes: object) -> EngineDescription:
 
 def make_context(**changes: object) -> ServingContext:
     return replace(
-        ServingContext(make_description(), decoupled=True, exclude_input_in_output=False), **changes
+        ServingContext(
+            make_description(),
+            decoupled=True,
+            exclude_input_in_output=False,
+            naming=Naming(ALL_OUTPUTS, named=False),
+            encoder=NO_TEXT,
+        ),
+        **changes,
     )
 
 

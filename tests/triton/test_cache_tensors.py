@@ -9,7 +9,6 @@ from inflight.core.kv.prefix_identity import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
-from inflight.serving.text_encoder import NO_TEXT
 from inflight.triton.requests import Naming, convert
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
@@ -17,7 +16,7 @@ from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token
 
 def requests_of(**tensors: object) -> list[Request]:
     naming = Naming.from_triton(ALL_OUTPUTS, Vocabulary.TOKENS)
-    prompts = convert(make_reader(token_inputs(**tensors)), naming, make_context(), NO_TEXT)
+    prompts = convert(make_reader(token_inputs(**tensors)), make_context(naming=naming))
     return [prompt.request for prompt in prompts]
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.text_encoder import NO_TEXT
 from inflight.triton.request_parameters import (
     HARMLESS,
     NO_PARAMETERS,
@@ -152,7 +151,9 @@ def test_a_negative_timeout_is_said_as_it_was_sent() -> None:
 
 def converted(parameters: RequestParameters, **tensors: object) -> list[Request]:
     naming = Naming.from_triton(ALL_OUTPUTS, Vocabulary.TOKENS)
-    prompts = convert(make_reader(token_inputs(**tensors)), naming, make_context(), NO_TEXT, parameters)
+    prompts = convert(
+        make_reader(token_inputs(**tensors)), make_context(naming=naming, parameters=parameters)
+    )
     return [prompt.request for prompt in prompts]
 
 

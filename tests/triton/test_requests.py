@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from inflight.core.request.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
 from inflight.serving.reply import Prompt, ReplyOptions
-from inflight.serving.text_encoder import NO_TEXT
 from inflight.triton.requests import Naming, ServingContext, convert, wants_stop
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (
@@ -47,7 +47,8 @@ def convert_all(
 ) -> tuple[Prompt, ...]:
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
     naming = Naming.from_triton(outputs, vocabulary)
-    return convert(make_reader(inputs, vocabulary), naming, context or make_context(), Codes())
+    context = replace(context or make_context(), naming=naming, encoder=Codes())
+    return convert(make_reader(inputs, vocabulary), context)
 
 
 def convert_tokens(
@@ -263,7 +264,7 @@ def test_streaming_needs_a_decoupled_model() -> None:
 def test_no_tokenizer_is_the_encoders_refusal(tensors: dict[str, object]) -> None:
     reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
     with pytest.raises(Unsupported, match="no tokenizer"):
-        convert(reader, Naming(ALL_OUTPUTS, named=False), make_context(), NO_TEXT)
+        convert(reader, make_context())
 
 
 def test_the_specifications_off_and_upstreams_are_the_same() -> None:

@@ -56,7 +56,9 @@ def converted(
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
     every = {name for name, _ in OUTPUTS.declared(vocabulary)}
     naming = Naming.from_triton(frozenset(every) if outputs is None else outputs, vocabulary)
-    (prompt,) = convert(make_reader(inputs, vocabulary), naming, context or make_context(), Codes())
+    (prompt,) = convert(
+        make_reader(inputs, vocabulary), replace(context or make_context(), naming=naming, encoder=Codes())
+    )
     return prompt.request, prompt.options
 
 
@@ -483,7 +485,7 @@ def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> N
     """So that nobody pays for logits that upstream's config.pbtxt happens to declare."""
     declared = ["output_ids", "sequence_length", "context_logits", "a_newer_one"]
     naming = Naming.from_triton(frozenset(declared), Vocabulary.TOKENS, declared)
-    (prompt,) = convert(make_reader(token_inputs()), naming, make_context(), Codes())
+    (prompt,) = convert(make_reader(token_inputs()), make_context(naming=naming, encoder=Codes()))
     assert prompt.options.outputs == {"output_ids", "sequence_length"}
     assert not prompt.request.output.return_context_logits
 

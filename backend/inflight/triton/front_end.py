@@ -161,18 +161,13 @@ class FrontEnd:
         if wants_state(reader):
             self._ask_state(description, stream)
             return
-        requested = frozenset(triton_request.requested_output_names())
-        naming = Naming.from_triton(requested, self._model.vocabulary, self._model.outputs)
-        encoder = TextEncoder(partial(self._tokenizers.require, description.tokenizer_dir))
-        check_texts(reader, encoder, description.limits)
+        context = self._context(description, triton_request, parameters)
+        check_texts(reader, context.encoder, description.limits)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
-        start = partial(
-            self._start, entry, naming=naming, parameters=parameters, encoder=encoder, description=description
-        )
         if not self._must_wait(reader, parameters):
-            start(reader)
+            self._start(entry, reader, context)
             return
-        lane, later = client_id(reader, parameters), partial(start, reader.detached())
+        lane, later = client_id(reader, parameters), partial(self._start, entry, reader.detached(), context)
         self._in_flight.register(entry)
         self._lanes.submit(lane, partial(self._start_later, entry, later))
 
@@ -197,20 +192,11 @@ class FrontEnd:
         self._in_flight.withdraw(entry)
         self._refuse(entry.stream, error)
 
-    def _start(
-        self,
-        entry: InFlightRequest,
-        reader: TensorReader,
-        *,
-        naming: Naming,
-        parameters: RequestParameters,
-        encoder: TextEncoder,
-        description: EngineDescription,
-    ) -> None:
+    def _start(self, entry: InFlightRequest, reader: TensorReader, context: ServingContext) -> None:
         """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
-        prompts = convert(reader, naming, self._context(description), encoder, parameters)
+        prompts = convert(reader, context)
         replies = [
-            PromptReply(prompt, self._new_text(prompt, naming, description), index, self._repetition)
+            PromptReply(prompt, self._new_text(prompt, context), index, self._repetition)
             for index, prompt in enumerate(prompts)
         ]
         in_one = not self._model.decoupled
@@ -218,7 +204,9 @@ class FrontEnd:
         requests = [prompt.request for prompt in prompts]
         # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
-        entry.ticket = self._budget.reserve(requests, description.limits.vocab_size, streaming, in_one)
+        entry.ticket = self._budget.reserve(
+            requests, context.description.limits.vocab_size, streaming, in_one
+        )
         try:
             self._in_flight.start(entry, requests, self._sender.put)
         except Exception:
@@ -233,21 +221,27 @@ class FrontEnd:
             )
         self._states.ask(stream)
 
-    def _context(self, description: EngineDescription) -> ServingContext:
-        exclude = self._model.parameters.exclude_input_in_output
+    def _context(
+        self, description: EngineDescription, triton_request: Any, parameters: RequestParameters
+    ) -> ServingContext:
+        model, exclude = self._model, self._model.parameters.exclude_input_in_output
+        requested = frozenset(triton_request.requested_output_names())
         return ServingContext(
             description=description,
-            decoupled=self._model.decoupled,
+            decoupled=model.decoupled,
             exclude_input_in_output=description.exclude_input_from_output if exclude is None else exclude,
+            naming=Naming.from_triton(requested, model.vocabulary, model.outputs),
+            encoder=TextEncoder(partial(self._tokenizers.require, description.tokenizer_dir)),
+            parameters=parameters,
         )
 
-    def _new_text(self, prompt: Prompt, naming: Naming, description: EngineDescription) -> NewText | None:
+    def _new_text(self, prompt: Prompt, context: ServingContext) -> NewText | None:
         options = prompt.options
         if "text_output" not in options.outputs and not options.stop_strings:
             return None
-        needed = naming.named or options.stop_strings
+        needed = context.naming.named or options.stop_strings
         find = self._tokenizers.require if needed else self._tokenizers.find
-        tokenizer = find(description.tokenizer_dir)
+        tokenizer = find(context.description.tokenizer_dir)
         if tokenizer is None:
             return None
         return new_text(prompt, tokenizer, self._model.parameters.skip_special_tokens)

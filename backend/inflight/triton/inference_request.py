@@ -54,7 +54,7 @@ class InferenceRequest:
             raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
         if wants_state(reader):
             raise InvalidArgument("state is true: GptManager.state tells it")
-        prompt, *others = convert(reader, _FLAGS_DECIDE, _context(limits), NO_TEXT)
+        prompt, *others = convert(reader, _context(limits))
         if others:
             raise InvalidArgument(
                 f"the tensors have {1 + len(others)} rows: make an InferenceRequest for each"
@@ -89,4 +89,10 @@ _FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=Fal
 
 
 def _context(limits: ModelLimits) -> ServingContext:
-    return ServingContext(EngineDescription(limits), decoupled=True, exclude_input_in_output=False)
+    return ServingContext(
+        EngineDescription(limits),
+        decoupled=True,
+        exclude_input_in_output=False,
+        naming=_FLAGS_DECIDE,
+        encoder=NO_TEXT,
+    )

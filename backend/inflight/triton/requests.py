@@ -97,11 +97,17 @@ class ServingContext:
         description: The engine behind this model.
         decoupled: Whether a request may have more than one response.
         exclude_input_in_output: Whether the prompt is left out by default.
+        naming: Which outputs its client names.
+        encoder: Turns its texts into ids.
+        parameters: What the request says beside its tensors.
     """
 
     description: EngineDescription
     decoupled: bool
     exclude_input_in_output: bool
+    naming: Naming
+    encoder: TextEncoder
+    parameters: RequestParameters = NO_PARAMETERS
 
 
 def wants_stop(reader: TensorReader) -> bool:
@@ -141,13 +147,7 @@ def tokenizing_cost(reader: TensorReader) -> int:
     return text_encoder.tokenizing_cost(reader.text_sizes("text_input"), words)
 
 
-def convert(
-    reader: TensorReader,
-    naming: Naming,
-    context: ServingContext,
-    encoder: TextEncoder,
-    parameters: RequestParameters = NO_PARAMETERS,
-) -> tuple[Prompt, ...]:
+def convert(reader: TensorReader, context: ServingContext) -> tuple[Prompt, ...]:
     """The prompts of one Triton request, one for each row of its batch.
 
     Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came,
@@ -155,11 +155,10 @@ def convert(
     describes.
     """
     readers = reader.rows()
-    in_batch = len(readers) > 1
-    rows = [_Row(row, naming, context, encoder, parameters, in_batch) for row in readers]
+    rows = [_Row(row, context, is_in_batch=len(readers) > 1) for row in readers]
     texts = each_row([row.prompt_text for row in rows])
     to_encode = [text for text in texts if text is not None]
-    encoded = iter(encoder.prompts(to_encode) if to_encode else ())
+    encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
     ids = [None if text is None else next(encoded) for text in texts]
     return tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
 
@@ -167,21 +166,10 @@ def convert(
 class _Row:
     """One prompt's tensors, and what their meaning depends on."""
 
-    def __init__(
-        self,
-        reader: TensorReader,
-        naming: Naming,
-        context: ServingContext,
-        encoder: TextEncoder,
-        parameters: RequestParameters,
-        in_batch: bool,
-    ) -> None:
+    def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
         self._reader = reader
-        self._naming = naming
         self._context = context
-        self._encoder = encoder
-        self._parameters = parameters
-        self._in_batch = in_batch
+        self._is_in_batch = is_in_batch
 
     def prompt_text(self) -> str | None:
         """The prompt's text; None if it came as ids."""
@@ -201,10 +189,10 @@ class _Row:
 
     def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
         """The whole prompt. `encoded` has the ids of `prompt_text`; both are None for one that came as ids."""
-        reader, context, said = self._reader, self._context, self._parameters
+        reader, context, said = self._reader, self._context, self._context.parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
-            reader, self._naming, self._in_batch, context.decoupled and sampling.num_sequences > 1
+            reader, self._context.naming, self._is_in_batch, context.decoupled and sampling.num_sequences > 1
         )
         exclude_input = self._exclude_input()
         streaming = self._streaming()
@@ -221,7 +209,7 @@ class _Row:
             output=output_config(reader, wanted, exclude_input),
             stop_words=self._stop_words(stop_strings if sampling.uses_beams else ()),
             bad_words=self._bad_words(),
-            embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._encoder),
+            embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._context.encoder),
             draft=read_draft(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
             identity=read_identity(reader),
@@ -291,12 +279,12 @@ class _Row:
     def _stop_words(self, texts: tuple[str, ...]) -> _Words:
         """Stop words as ids: those that came so, and those texts that a beam search has to know as ids."""
         words = self._word_list("stop_words_list")
-        return words + tuple(ids for text in texts for ids in self._encoder.spellings(text))
+        return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
     def _bad_words(self) -> _Words:
         words = self._word_list("bad_words_list")
         texts = [text for text in self._reader.texts("bad_words") if text]
-        return words + tuple(ids for text in texts for ids in self._encoder.spellings(text))
+        return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
     def _word_list(self, name: str) -> _Words:
         try:
