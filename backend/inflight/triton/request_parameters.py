@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, str] = {
 }
 """Request parameters that clients are known to send, that nobody here reads, and why that is no loss."""
 
-TRITONS = "triton_"
+TRITON_PREFIX = "triton_"
 """Names that begin so are Triton's own, for instance triton_enable_empty_final_response."""
 
 _REQUEST_TYPE = "triton_trtllm_request_type"
@@ -110,7 +110,7 @@ def refuse_unread(
     """
     inputs = [name for name, _ in table.declared(vocabulary)]
     for key, value in given.items():
-        if key in read or key in HARMLESS or key.startswith(TRITONS):
+        if key in read or key in HARMLESS or key.startswith(TRITON_PREFIX):
             continue
         if key in inputs:
             raise InvalidArgument(f"{key} came as a request parameter: it is an input, send it as a tensor")
