@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
 from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
 from inflight.serving.text_encoder import NO_TEXT
+from inflight.triton.host import ModelArgs
 from inflight.triton.requests import Naming, ServingContext
 from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
@@ -112,6 +114,10 @@ def make_context(**changes: object) -> ServingContext:
 
 def make_parameters(role: Role = Role.ENGINE, max_batch_size: int = 8, **values: str) -> Parameters:
     return read_parameters(make_model_config(max_batch_size, **values), role)
+
+
+def make_model_args(parameters: Parameters | None = None, decoupled: bool = True) -> ModelArgs:
+    return ModelArgs("a_model", Path("a_model", "1"), decoupled, parameters or make_parameters(), {})
 
 
 def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values: str) -> dict[str, object]:

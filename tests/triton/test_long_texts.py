@@ -14,13 +14,14 @@ from inflight.errors import InvalidArgument
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
 from inflight.triton.requests import check_texts
 from inflight.triton.tensor_spec import Vocabulary
 from tests.text.tiny_tokenizers import backend
 from tests.triton.factories import (
     make_description,
     make_limits,
+    make_model_args,
     make_parameters,
     make_reader,
     make_triton_request,
@@ -64,8 +65,9 @@ class LongTextStage(Stage):
             self.pb_utils,
             self.client,
             self.client.close,
-            ServingModel(Vocabulary.TEXT, True, make_parameters(cancellation_check_period_ms="1")),
+            make_model_args(make_parameters(cancellation_check_period_ms="1")),
             TokenizerFinder(None, lambda directory: self.tokenizer),
+            Vocabulary.TEXT,
         )
 
     def wait_for_submits(self, count: int) -> None:

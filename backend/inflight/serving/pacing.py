@@ -21,7 +21,7 @@ class Pacing:
         """
         self._interval = interval
         self._hand_on = hand_on
-        # By request and sequence, what has come since something went on; a sequence is here once something has.
+        # By request and sequence: responses held back since one was let through; empty once the first has been.
         self._held: dict[int, dict[int, list[Response]]] = {}
 
     def put(self, response: Response) -> None:

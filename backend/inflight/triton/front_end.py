@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from inflight.config import Parameters
 from inflight.core.ports import EngineClient
 from inflight.core.request.description import EngineDescription
 from inflight.errors import InflightError, StepFailed, Unsupported
@@ -28,6 +26,7 @@ from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.cancellation import CancellationWatcher
+from inflight.triton.host import ModelArgs
 from inflight.triton.request_parameters import RequestParameters, read_request_parameters
 from inflight.triton.requests import (
     Naming,
@@ -55,23 +54,6 @@ _STATE_TIMEOUT_S = 5.0
 """How long the loop may take to come round; then the answer to a state request says that it hangs, and where."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServingModel:
-    """What a front end serves.
-
-    Attributes:
-        vocabulary: Whose tensor names its clients use.
-        decoupled: Whether a request may have more than one response.
-        parameters: From its config.pbtxt.
-        outputs: The data type of each output that config.pbtxt declares; without any, those of the table.
-    """
-
-    vocabulary: Vocabulary
-    decoupled: bool
-    parameters: Parameters
-    outputs: Mapping[str, str] = field(default_factory=dict)
-
-
 class FrontEnd:
     """A serving model, wherever its engine is. Triton calls it on one thread, `flush` aside."""
 
@@ -80,20 +62,23 @@ class FrontEnd:
         pb_utils: Any,
         client: EngineClient,
         close_client: Callable[[], None],
-        model: ServingModel,
+        model: ModelArgs,
         tokenizers: TokenizerFinder,
+        vocabulary: Vocabulary = Vocabulary.TOKENS,
     ) -> None:
         """Args:
         pb_utils: The `triton_python_backend_utils` module, or a fake of it.
         client: Way to the engine.
         close_client: Ends the client, or the engine with it, and has every request in flight answered.
-        model: What is served.
+        model: What its config.pbtxt says.
         tokenizers: Where its tokenizer comes from.
+        vocabulary: Whose tensor names its clients use.
         """
         self._pb_utils = pb_utils
         self._client = client
         self._close_client = close_client
         self._model = model
+        self._vocabulary = vocabulary
         self._tokenizers = tokenizers
         self._responses = ResponseBuilder(pb_utils, model.outputs)
         self._in_flight = InFlight(client)
@@ -149,10 +134,10 @@ class FrontEnd:
         parameters = read_request_parameters(
             triton_request.parameters(),
             triton_request.timeout(),
-            self._model.vocabulary,
+            self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
-        reader = TensorReader(triton_request.inputs(), INPUTS, self._model.vocabulary)
+        reader = TensorReader(triton_request.inputs(), INPUTS, self._vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())
@@ -230,7 +215,7 @@ class FrontEnd:
             description=description,
             decoupled=model.decoupled,
             exclude_input_in_output=description.exclude_input_from_output if exclude is None else exclude,
-            naming=Naming.from_triton(requested, model.vocabulary, model.outputs),
+            naming=Naming.from_triton(requested, self._vocabulary, model.outputs),
             encoder=TextEncoder(partial(self._tokenizers.require, description.tokenizer_dir)),
             parameters=parameters,
         )

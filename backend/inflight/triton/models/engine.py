@@ -24,7 +24,7 @@ from inflight.ranks.launch_mode import LaunchMode, find_launch_mode, waits_for_l
 from inflight.ranks.orchestrator import Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import (
     ModelArgs,
     TritonModelControl,
@@ -35,7 +35,6 @@ from inflight.triton.host import (
 )
 from inflight.triton.leader import Leader, refuse_ranks, take_seat
 from inflight.triton.metrics import MetricsPublisher
-from inflight.triton.tensor_spec import Vocabulary
 
 _EXIT_TIMEOUT_S = 10
 _FLUSH_S = 2.0
@@ -75,8 +74,7 @@ class TritonPythonModel:
             self._engine = engine = self._make_engine(model, path)
             tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
             tokenizers.find(engine.client.describe().tokenizer_dir)
-            serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters, model.outputs)
-            self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, serving, tokenizers)
+            self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, model, tokenizers)
             if self._guard is not None and self._mode is not LaunchMode.IN_PROCESS:
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000)
         except BaseException:  # Triton calls no finalize where initialize fails

@@ -16,7 +16,7 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.path import endpoint_path
 from inflight.server.guard import guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.tensor_spec import Vocabulary
 
@@ -39,9 +39,8 @@ class Infer:
         tokenizers = TokenizerFinder(parameters.tokenizer_dir)
         if parameters.tokenizer_dir:
             tokenizers.find()  # now rather than while the first request waits
-        serving = ServingModel(self.vocabulary, model.decoupled, parameters, model.outputs)
         client = SocketEngineClient(path)
-        self._front_end = FrontEnd(pb_utils, client, client.close, serving, tokenizers)
+        self._front_end = FrontEnd(pb_utils, client, client.close, model, tokenizers, self.vocabulary)
         # Last, as Triton calls no finalize where this fails.
         self._guard = guard_in_server(model.name)
 
