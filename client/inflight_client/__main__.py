@@ -97,7 +97,7 @@ def _shown(answer: Delta | Sequence, as_ids: bool) -> str:
 
 
 def _print_log_probs(answer: Completion | Sequence) -> None:
-    """Where they do not mix with the answer, and after it, as a terminal shows both."""
+    """Print log probabilities to standard error, where they do not mix with the answer, and after it."""
     if answer.cum_log_prob is not None:
         each = " ".join(f"{value:.4f}" for value in answer.log_probs)
         print(f"log_probs {each} sum {answer.cum_log_prob:.4f}", file=sys.stderr)

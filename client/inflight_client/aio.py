@@ -17,11 +17,11 @@ from inflight_client.tensors import (
     TEXT_MODEL,
     Call,
     Prompt,
-    delta_of,
     generate_call,
     is_final,
+    read_delta,
+    read_state,
     state_call,
-    state_of,
     stop_call,
 )
 
@@ -77,7 +77,7 @@ class AsyncClient:
     async def state(self, model: str | None = None) -> dict[str, Any]:
         """As `Client.state`."""
         call = state_call(model or self._model or IDS_MODEL)
-        (state,) = [state async for state in self._received(call, state_of)]
+        (state,) = [state async for state in self._received(call, read_state)]
         return state
 
     def _call(
@@ -93,7 +93,7 @@ class AsyncClient:
         )
 
     def _deltas(self, call: Call) -> AsyncIterator[Delta]:
-        return self._received(call, lambda result: delta_of(result, call))
+        return self._received(call, lambda result: read_delta(result, call))
 
     async def _received(
         self, call: Call, read: Callable[[grpc_aio.InferResult], _T | None]
@@ -101,7 +101,8 @@ class AsyncClient:
         if self._connection is None:
             self._connection = grpc_aio.InferenceServerClient(self._url)
         self._in_flight.add(call)
-        responses = self._connection.stream_infer(_once(call), headers=STREAM_HEADERS)
+        # tritonclient does not annotate what it returns: an asynchronous iterator that can be cancelled.
+        responses: Any = self._connection.stream_infer(_once(call), headers=STREAM_HEADERS)
         finished = False
         try:
             async for result, error in responses:

@@ -21,11 +21,11 @@ from inflight_client.tensors import (
     TEXT_MODEL,
     Call,
     Prompt,
-    delta_of,
     generate_call,
     is_final,
+    read_delta,
+    read_state,
     state_call,
-    state_of,
     stop_call,
 )
 
@@ -124,7 +124,7 @@ class Client:
         Raises:
             ServerError: UNIMPLEMENTED where parameter enable_state_requests is false.
         """
-        (state,) = self._received(state_call(model or self._model or IDS_MODEL), state_of)
+        (state,) = self._received(state_call(model or self._model or IDS_MODEL), read_state)
         return state
 
     def _call(
@@ -140,7 +140,7 @@ class Client:
         )
 
     def _deltas(self, call: Call) -> Iterator[Delta]:
-        return self._received(call, lambda result: delta_of(result, call))
+        return self._received(call, lambda result: read_delta(result, call))
 
     def _received(self, call: Call, read: Callable[[grpc.InferResult], _T | None]) -> Iterator[_T]:
         """What `read` makes of each response, as they come."""

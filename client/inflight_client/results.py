@@ -12,7 +12,7 @@ NOT_FINISHED = "NOT_FINISHED"
 
 
 class TopLogProb(NamedTuple):
-    """One of the likeliest tokens at some place."""
+    """One of the likeliest tokens at a position."""
 
     token_id: int
     log_prob: float
@@ -76,8 +76,8 @@ class Sequence:
     perf_metrics: PerfMetrics | None = None
 
 
-class _OfTheFirst:
-    """The first sequence's values: all there is, unless several were asked for; the best of beams."""
+class _FirstSequence:
+    """Gives the first sequence's values: the only one, unless several were asked for, or the best beam."""
 
     sequences: tuple[Sequence, ...]
 
@@ -127,7 +127,7 @@ class _OfTheFirst:
 
 
 @dataclass(frozen=True)
-class Delta(_OfTheFirst):
+class Delta(_FirstSequence):
     """What one response of the server says.
 
     It adds to what came before of the same sequence, unless it is cumulative: the beams of a beam search change
@@ -150,7 +150,7 @@ class Delta(_OfTheFirst):
 
 
 @dataclass(frozen=True)
-class Completion(_OfTheFirst):
+class Completion(_FirstSequence):
     """A whole answer, without the prompt.
 
     Attributes:
@@ -165,7 +165,7 @@ class Completion(_OfTheFirst):
 
 
 def completion(deltas: Iterable[Delta]) -> Completion:
-    """What `deltas` add up to."""
+    """Add up `deltas`, all of one request."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.sequence_index, []).append(delta)
@@ -179,7 +179,7 @@ def completion(deltas: Iterable[Delta]) -> Completion:
 
 
 def _sequences(deltas: list[Delta]) -> tuple[Sequence, ...]:
-    """Of the deltas of one sequence, or of one beam search."""
+    """The sequences that deltas of one sequence, or of one beam search, add up to."""
     last = deltas[-1]
     if last.is_cumulative or len(last.sequences) != 1:
         return last.sequences

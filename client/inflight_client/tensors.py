@@ -32,7 +32,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One request, ready to be sent; equal to itself only.
+    """One request that is ready to be sent. A call is equal to itself only.
 
     Attributes:
         model: Who serves it.
@@ -105,14 +105,14 @@ def state_call(model: str) -> Call:
     return Call(model, str(uuid.uuid4()), [state], [InferRequestedOutput("state")])
 
 
-def state_of(result: InferResult) -> dict[str, Any] | None:
-    """What the answer to `state_call` says; None if it carries nothing but the final flag."""
+def read_state(result: InferResult) -> dict[str, Any] | None:
+    """Read the answer to `state_call`; None if it carries nothing but the final flag."""
     array = result.as_numpy("state")
-    return None if array is None else json.loads(array.item())
+    return None if array is None else json.loads(array.ravel()[0])
 
 
-def delta_of(result: InferResult, call: Call) -> Delta | None:
-    """What a response says; None if it carries nothing but the final flag."""
+def read_delta(result: InferResult, call: Call) -> Delta | None:
+    """Read a response; None if it carries nothing but the final flag."""
     outputs = _Outputs(result)
     reasons = outputs.rows("finish_reason")
     if reasons is None:
@@ -148,41 +148,41 @@ class _Outputs:
     def sequence(self, row: int) -> results.Sequence:
         sums = self.rows("cum_log_probs")
         length = self._length(row)
-        texts, ids = self._result.as_numpy("text_output"), self._of(row, "output_ids", length)
+        texts, ids = self._result.as_numpy("text_output"), self._part(row, "output_ids", length)
         log_probs = self._log_probs(row, length)
         return results.Sequence(
             text="" if texts is None else texts.reshape(-1)[row].decode(),  # it has no batch dimension
             token_ids=() if ids is None else tuple(ids.tolist()),
-            finish_reason=self._of(row, "finish_reason").decode(),
+            finish_reason=self._part(row, "finish_reason").decode(),
             log_probs=() if log_probs is None else tuple(log_probs.tolist()),
             cum_log_prob=None if sums is None else float(sums[row]),
             top_log_probs=self._top(row, length),
-            generation_logits=self._of(row, "generation_logits", length),
+            generation_logits=self._part(row, "generation_logits", length),
             perf_metrics=self._perf_metrics(),
         )
 
     def _length(self, row: int) -> int | None:
-        """How many tokens a row has: rows are filled up to the longest. Where nobody says, there is one row."""
+        """How many tokens a row has, since rows are filled up to the longest; None where there is only one row."""
         lengths = self.rows("sequence_length")
         if lengths is None:
             lengths = self.rows(NUM_OUTPUT_TOKENS)
         return None if lengths is None else int(lengths[row])
 
-    def _of(self, row: int, name: str, length: int | None = None) -> Any:
+    def _part(self, row: int, name: str, length: int | None = None) -> Any:
         rows = self.rows(name)
         if rows is None:
             return None
         return rows[row] if length is None else rows[row][:length]
 
     def _log_probs(self, row: int, length: int | None) -> np.ndarray | None:
-        """Of this response's tokens. A response of a stream may have those of all tokens before them too."""
+        """Log probabilities of this response's tokens; a stream may repeat those of all tokens before them too."""
         rows = self.rows("output_log_probs")
         if rows is None or length is None or len(rows) > 1:
-            return self._of(row, "output_log_probs", length)
+            return self._part(row, "output_log_probs", length)
         return rows[0][len(rows[0]) - length :]
 
     def _top(self, row: int, length: int | None) -> tuple[tuple[TopLogProb, ...], ...]:
-        ids, log_probs = self._of(row, "top_log_prob_ids", length), self._of(row, "top_log_probs", length)
+        ids, log_probs = self._part(row, "top_log_prob_ids", length), self._part(row, "top_log_probs", length)
         if ids is None or log_probs is None:
             return ()
         pairs = zip(ids.tolist(), log_probs.tolist())
@@ -198,7 +198,7 @@ def _model_for(is_text: bool, options: Options) -> str:
 
 
 def _has_ragged_outputs(options: Options) -> bool:
-    """A text model says nothing of how long each row is, which beams need to be told from what fills them up."""
+    """Whether beams need their lengths, to be told from what fills them up: a text model does not say these."""
     return options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
 
 

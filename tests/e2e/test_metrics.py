@@ -11,8 +11,8 @@ from datetime import datetime
 import pytest
 
 from inflight.server.launch import ServerOptions, TritonServer
+from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
 from inflight.testing.fake_server import serve_fake
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, TIMESTAMP, Batching
 from tests.prometheus import Page, parse, shown
 
 from .clients import Stream, ask, wait_until

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -14,14 +15,16 @@ from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
-from inflight.testing.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
-from inflight.triton.client_stream import ClientStream
-from inflight.triton.in_flight import InFlightRequest
-from inflight.triton.reply import PromptReply, Reply
-from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext
+from inflight.serving.in_flight import InFlightRequest
+from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
+from inflight.serving.text_encoder import NO_TEXT
+from inflight.triton.host import ModelArgs
+from inflight.triton.requests import Naming, ServingContext
+from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
+from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
 
 ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs)
 
@@ -97,12 +100,23 @@ def make_description(**changes: object) -> EngineDescription:
 
 def make_context(**changes: object) -> ServingContext:
     return replace(
-        ServingContext(make_description(), decoupled=True, exclude_input_in_output=False), **changes
+        ServingContext(
+            make_description(),
+            decoupled=True,
+            exclude_input_in_output=False,
+            naming=Naming(ALL_OUTPUTS, named=False),
+            encoder=NO_TEXT,
+        ),
+        **changes,
     )
 
 
 def make_parameters(role: Role = Role.ENGINE, max_batch_size: int = 8, **values: str) -> Parameters:
     return read_parameters(make_model_config(max_batch_size, **values), role)
+
+
+def make_model_args(parameters: Parameters | None = None, decoupled: bool = True) -> ModelArgs:
+    return ModelArgs("a_model", Path("a_model", "1"), decoupled, parameters or make_parameters(), {})
 
 
 def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values: str) -> dict[str, object]:
@@ -117,7 +131,7 @@ def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values:
 def make_prompt(
     outputs: frozenset[str] = ALL_OUTPUTS, options: dict[str, object] | None = None, **request: object
 ) -> Prompt:
-    return Prompt(make_request(**request), FrontEndOptions(outputs, **(options or {})))
+    return Prompt(make_request(**request), ReplyOptions(outputs, **(options or {})))
 
 
 def make_result(
@@ -158,8 +172,8 @@ def make_response(
     )
 
 
-def make_stream(sender: ResponseSender | None = None) -> ClientStream:
-    return ClientStream(sender or ResponseSender(), COMPLETE_FINAL)
+def make_stream(sender: ResponseSender | None = None) -> TritonStream:
+    return TritonStream(sender or ResponseSender(), COMPLETE_FINAL)
 
 
 def make_reply(
@@ -170,9 +184,9 @@ def make_reply(
 
 
 def make_entry(
-    triton_id: str = "", sender: ResponseSender | None = None, reply: Reply | None = None
+    client_request_id: str = "", sender: ResponseSender | None = None, reply: Reply | None = None
 ) -> InFlightRequest:
-    return InFlightRequest(triton_id, make_stream(sender), reply or make_reply())
+    return InFlightRequest(client_request_id, make_stream(sender), reply or make_reply())
 
 
 def make_request(**changes: object) -> Request:

@@ -6,10 +6,16 @@ from inflight.config import Role
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
 from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import FakeEngineClient, make_description, make_parameters, make_result
+from tests.triton.factories import (
+    FakeEngineClient,
+    make_description,
+    make_model_args,
+    make_parameters,
+    make_result,
+)
+from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
 from tests.triton.letters import letter_tokenizer
 
 
@@ -25,8 +31,9 @@ class Stage:
             self.pb_utils,
             self.client,
             self.client.close,
-            ServingModel(vocabulary, decoupled, make_parameters(Role.FRONT_END, **parameters)),
+            make_model_args(make_parameters(Role.FRONT_END, **parameters), decoupled),
             TokenizerFinder(None, lambda directory: letter_tokenizer()),
+            vocabulary,
         )
 
     def take(self, request: InferenceRequest) -> ResponseSender:

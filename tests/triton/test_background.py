@@ -9,13 +9,13 @@ from typing import Any
 
 from inflight.core.request.stop import FinishReason
 from inflight.serving.background import NICENESS, give_way
+from inflight.serving.in_flight import InFlight
 from inflight.serving.response_size import ResponseBudget
-from inflight.testing.fake_pb_utils import FakePbUtils, ResponseSender
+from inflight.serving.sender import Sender
 from inflight.triton.cancellation import CancellationWatcher
-from inflight.triton.in_flight import InFlight
 from inflight.triton.responses import ResponseBuilder
-from inflight.triton.sender import Sender
 from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response
+from tests.triton.fake_pb_utils import FakePbUtils, ResponseSender
 
 
 def niceness() -> int:
@@ -71,14 +71,14 @@ class Stream(ResponseSender):
 
 def test_sending_and_asking_give_way() -> None:
     stream, in_flight = Stream(), InFlight(FakeEngineClient())
-    sender = Sender(in_flight, ResponseBuilder(FakePbUtils()), ResponseBudget(), print)
+    sender = Sender(in_flight, ResponseBuilder(FakePbUtils()), ResponseBudget())
     watcher = CancellationWatcher(in_flight, period_s=0.001)
     entry = make_entry(sender=stream)
     in_flight.start(entry, [make_request()], sender.put)
     assert stream.asked.wait(30)
     sender.put(make_response(entry.engine_ids[0], [8], FinishReason.LENGTH))
     assert len(stream.wait_final()) == 1
-    in_flight.close()
+    in_flight.stop_admitting()
     watcher.close()
     sender.close()
     assert min(stream.of_sender + stream.of_watcher) >= NICENESS

@@ -9,16 +9,14 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
-from inflight.serving.text_encoder import NoText
-from inflight.triton.requests import convert
+from inflight.triton.requests import Naming, convert
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
 
 
 def requests_of(**tensors: object) -> list[Request]:
-    naming = Naming.of(ALL_OUTPUTS, Vocabulary.TOKENS)
-    prompts = convert(make_reader(token_inputs(**tensors)), naming, make_context(), NoText())
+    naming = Naming.from_triton(ALL_OUTPUTS, Vocabulary.TOKENS)
+    prompts = convert(make_reader(token_inputs(**tensors)), make_context(naming=naming))
     return [prompt.request for prompt in prompts]
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 from inflight.core.request.stop import StopReason
-from inflight.testing.fake_pb_utils import ResponseSender
+from inflight.serving.in_flight import Ending, InFlight
 from inflight.triton.cancellation import CancellationWatch, CancellationWatcher
-from inflight.triton.in_flight import Ending, InFlight
 from tests.triton.factories import FakeEngineClient, make_entry, make_request
+from tests.triton.fake_pb_utils import ResponseSender
 
 
 @dataclass
@@ -135,5 +135,5 @@ def test_the_thread_notices_and_ends_at_close() -> None:
     sender.cancelled = True
     in_flight.start(make_entry(sender=sender), [make_request()], lambda response: None)
     assert stopped.wait(30)
-    in_flight.close()
+    in_flight.stop_admitting()
     watcher.close()

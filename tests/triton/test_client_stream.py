@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from inflight.testing.fake_pb_utils import InferenceResponse, ResponseSender
 from tests.triton.factories import make_stream
+from tests.triton.fake_pb_utils import InferenceResponse, ResponseSender
 
 
 def test_responses_and_the_end() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.testing.fake_metrics import FakeMetrics, MetricError
+from tests.triton.fake_metrics import FakeMetrics, MetricError
 
 
 @pytest.fixture

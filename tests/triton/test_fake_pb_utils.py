@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.testing.fake_pb_utils import (
+from tests.triton.fake_pb_utils import (
     COMPLETE_FINAL,
     FakePbUtils,
     InferenceRequest,

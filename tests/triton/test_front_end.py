@@ -10,19 +10,20 @@ import pytest
 from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
 from inflight.triton.tensor_spec import Vocabulary
 from tests.text.tiny_tokenizers import tokenizer
 from tests.triton.factories import (
     ALL_OUTPUTS,
     make_description,
+    make_model_args,
     make_parameters,
     make_response,
     make_triton_request,
     text_inputs,
     token_inputs,
 )
+from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of
 
@@ -106,7 +107,7 @@ def test_without_a_tokenizer_ids_are_served_and_text_is_refused() -> None:
         stage.pb_utils,
         stage.client,
         stage.client.close,
-        ServingModel(Vocabulary.TOKENS, True, make_parameters()),
+        make_model_args(),
         finder,
     )
     by_text = make_triton_request(token_inputs(input_ids=None, text_input=b"ab"))
@@ -289,8 +290,9 @@ def test_special_tokens_are_shown_where_the_parameter_says_so_and_stop_either_wa
             stage.pb_utils,
             client,
             client.close,
-            ServingModel(Vocabulary.TEXT, True, parameters),
+            make_model_args(parameters),
             TokenizerFinder(None, lambda directory: tokenizer("byte_level")),
+            Vocabulary.TEXT,
         )
         stage.client = client
         for stops, text in (([], shown), ([b"</s>"], b"the"), ([b"he</s>"], b"t")):

@@ -11,17 +11,17 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import ConfigError, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import TritonError
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
 from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (
     FakeEngineClient,
-    make_parameters,
+    make_model_args,
     make_result,
     make_triton_request,
     text_inputs,
     token_inputs,
 )
+from tests.triton.fake_pb_utils import TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of
 
@@ -202,7 +202,7 @@ def test_text_that_cannot_be_is_refused_and_not_left_out(
         stage.pb_utils,
         client,
         client.close,
-        ServingModel(Vocabulary.TOKENS, True, make_parameters()),
+        make_model_args(),
         TokenizerFinder("nowhere", fail),  # type: ignore[arg-type]
     )
     request = make_triton_request(inputs, outputs=outputs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from inflight.testing.fake_pb_utils import FakePbUtils
-from inflight.triton.log import log_to_triton
+from inflight.triton.host import log_to_triton
+from tests.triton.fake_pb_utils import FakePbUtils
 from tests.triton.logging_restored import logging_restored
 
 

@@ -12,21 +12,23 @@ import pytest
 from inflight.core.request.stop import StopReason
 from inflight.errors import InvalidArgument
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.testing.fake_pb_utils import InferenceRequest, TritonError
+from inflight.serving.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
+from inflight.triton.requests import check_texts
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.text_limits import MAX_WORDS, MAX_WORDS_BYTES, check_texts
 from tests.text.tiny_tokenizers import backend
 from tests.triton.factories import (
     make_description,
     make_limits,
+    make_model_args,
     make_parameters,
     make_reader,
     make_triton_request,
     text_inputs,
     token_inputs,
 )
+from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.stage import Stage, error_of, value_of
 
 WAIT_S = 30
@@ -63,8 +65,9 @@ class LongTextStage(Stage):
             self.pb_utils,
             self.client,
             self.client.close,
-            ServingModel(Vocabulary.TEXT, True, make_parameters(cancellation_check_period_ms="1")),
+            make_model_args(make_parameters(cancellation_check_period_ms="1")),
             TokenizerFinder(None, lambda directory: self.tokenizer),
+            Vocabulary.TEXT,
         )
 
     def wait_for_submits(self, count: int) -> None:
@@ -213,18 +216,16 @@ def test_a_batch_in_parallel_has_the_ids_of_each_alone() -> None:
 
 
 class Bound:
-    """A TextEncoder as far as bounds go: of four bytes a token, or of none."""
+    """A tokenizer as far as bounds go: of four bytes a token, or of no such bound."""
 
     def __init__(self, max_bytes: int | None = 4) -> None:
-        self._max_bytes = max_bytes
-
-    def max_bytes_per_token(self) -> int | None:
-        return self._max_bytes
+        self.max_bytes_per_token = max_bytes
 
 
 def check(max_bytes: int | None = 4, **tensors: object) -> None:
     reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
-    check_texts(reader, Bound(max_bytes), make_limits(max_input_length=10))  # type: ignore[arg-type]
+    encoder = TextEncoder(lambda: Bound(max_bytes))  # type: ignore[arg-type,return-value]
+    check_texts(reader, encoder, make_limits(max_input_length=10))
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(stage: LongTextStage) -> None:
@@ -273,4 +274,4 @@ def test_many_words_are_tokenized_beside_execute(stage: LongTextStage) -> None:
 
 def test_ids_are_not_bounded_here() -> None:
     reader = make_reader(token_inputs(input_ids=[[1] * 5000]))
-    check_texts(reader, Bound(), make_limits(max_input_length=10))  # type: ignore[arg-type]
+    check_texts(reader, NO_TEXT, make_limits(max_input_length=10))

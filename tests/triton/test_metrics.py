@@ -22,18 +22,17 @@ from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
 from inflight.core.report.stats import IterationStats, MemoryUsage, StaticBatchStats
 from inflight.core.request.stop import FinishReason
 from inflight.serving.memory import _torch_memory, measure_memory
-from inflight.testing.fake_metrics import FakeMetrics
-from inflight.testing.fake_pb_utils import FakePbUtils
-from inflight.triton.metric_families import Courtesy, FamilyMaker, News, lengths_between
-from inflight.triton.metric_table import (
+from inflight.serving.metric_table import (
     COUNTERS,
     HISTOGRAMS,
     LENGTHS,
     TIMESTAMP,
     HistogramFamily,
 )
-from inflight.triton.metrics import MetricsPublisher
+from inflight.triton.metrics import FamilyMaker, MetricsPublisher, MetricValues, lengths_between
 from tests.prometheus import Page, parse, shown
+from tests.triton.fake_metrics import FakeMetrics
+from tests.triton.fake_pb_utils import FakePbUtils
 
 NOW = 1_785_000_000.25
 NOTHING = ServiceMetrics().snapshot()
@@ -186,7 +185,7 @@ def test_a_histogram_of_counters_is_a_histogram(periods):
     """At every call: cumulative, never fuller than a wider bucket; and in the end exact."""
     server = FakeMetrics()
     spec = HistogramFamily("h", "help", "seconds", lambda metrics: metrics.end_to_end)
-    family = FamilyMaker(server.family_class, {}, Courtesy()).make(spec)
+    update = FamilyMaker(server.family_class, {}).make(spec)
     metrics, values = ServiceMetrics(), []
     pages: list[Page] = []
     said = server.said
@@ -195,7 +194,7 @@ def test_a_histogram_of_counters_is_a_histogram(periods):
         for value in period:
             metrics.end_to_end.observe(value)
         values += period
-        family.update(News({}, 0, metrics.snapshot()))
+        update(MetricValues({}, 0, metrics.snapshot()))
     for page in [*pages, parse(server.page())]:
         buckets = page.cumulative("h")
         assert buckets == sorted(buckets)

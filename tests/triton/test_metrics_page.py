@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from inflight.core.report.stats import IterationStats, MemoryUsage
-from inflight.triton.metric_table import FAMILIES
+from inflight.serving.metric_table import FAMILIES
 from inflight.triton.metrics_page import fill_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

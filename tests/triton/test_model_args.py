@@ -9,7 +9,7 @@ import pytest
 
 from inflight.config import Role
 from inflight.errors import ConfigError
-from inflight.triton.model_args import ModelArgs, read_model_args
+from inflight.triton.host import ModelArgs, read_model_args
 from tests.triton.factories import make_model_config
 
 

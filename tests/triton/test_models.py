@@ -16,11 +16,12 @@ import pytest
 from inflight.endpoint import client as endpoint_client
 from inflight.errors import ConfigError
 from inflight.testing import fake_server
-from inflight.testing.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
-from inflight.triton.models import engine, ensemble, infer, postprocessing, preprocessing
-from inflight.triton.models.text_model import TextModel
-from inflight.triton.word_lists import read_word_list
+from inflight.triton.models import engine
+from inflight.triton.models.remote import Ensemble, Infer
+from inflight.triton.models.text_models import Postprocessing, Preprocessing, TextModel
+from inflight.triton.requests import read_word_list
 from tests.triton.factories import make_model_config, make_triton_request, text_inputs, token_inputs
+from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 from tests.triton.logging_restored import logging_restored
 
@@ -86,12 +87,12 @@ def test_the_front_ends_reach_it_and_give_its_answers(
     expected = only_arrays(by_ids)["text_output"].item()
 
     args = {"tokenizer_dir": str(folder), "engine_endpoint": str(folder / "engine.sock")}
-    for module, inputs in (
-        (infer, token_inputs(input_ids=None, text_input=b"hello")),
-        (ensemble, text_inputs(text_input=b"hello")),
+    for model_class, inputs in (
+        (Infer, token_inputs(input_ids=None, text_input=b"hello")),
+        (Ensemble, text_inputs(text_input=b"hello")),
     ):
-        model = module.TritonPythonModel()
-        model.initialize(make_args(decoupled=module is ensemble, **args))
+        model = model_class()
+        model.initialize(make_args(decoupled=model_class is Ensemble, **args))
         request = make_triton_request(inputs)
         model.execute([request])
         assert only_arrays(request)["text_output"].item() == expected
@@ -99,7 +100,7 @@ def test_the_front_ends_reach_it_and_give_its_answers(
 
 
 def test_a_front_end_loads_without_an_engine_and_says_so(pb_utils: FakePbUtils, tmp_path: Path) -> None:
-    model = ensemble.TritonPythonModel()
+    model = Ensemble()
     model.initialize(make_args(engine_endpoint=str(tmp_path / "nobody.sock")))
     request = make_triton_request(text_inputs())
     model.execute([request])
@@ -110,10 +111,12 @@ def test_a_front_end_loads_without_an_engine_and_says_so(pb_utils: FakePbUtils, 
     model.finalize()
 
 
-@pytest.mark.parametrize("module", [engine, infer, ensemble, preprocessing, postprocessing])
-def test_a_bad_parameter_fails_the_load(pb_utils: FakePbUtils, module: object) -> None:
+@pytest.mark.parametrize(
+    "model_class", [engine.TritonPythonModel, Infer, Ensemble, Preprocessing, Postprocessing]
+)
+def test_a_bad_parameter_fails_the_load(pb_utils: FakePbUtils, model_class: type) -> None:
     with pytest.raises(ConfigError, match="nonsense: got 'x'"):
-        module.TritonPythonModel().initialize(make_args(nonsense="x"))  # type: ignore[attr-defined]
+        model_class().initialize(make_args(nonsense="x"))
 
 
 def test_max_beam_width_bounds_requests(pb_utils: FakePbUtils, folder: Path) -> None:
@@ -164,8 +167,8 @@ def test_parameters_that_do_not_go_together_leave_the_last_engine_alone(
     assert only_arrays(request)["output_ids"].shape == (1, 1, 7)
 
 
-def make_text_model(module: object, folder: Path | None) -> TextModel:
-    model = module.TritonPythonModel()  # type: ignore[attr-defined]
+def make_text_model(model_class: type[TextModel], folder: Path | None) -> TextModel:
+    model = model_class()
     model.initialize(make_args(decoupled=False, **({"tokenizer_dir": str(folder)} if folder else {})))
     return model
 
@@ -183,7 +186,7 @@ def words(*texts: bytes) -> np.ndarray:
 
 def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
     arrays = answer(
-        make_text_model(preprocessing, folder),
+        make_text_model(Preprocessing, folder),
         QUERY=words(b"abc"),
         REQUEST_OUTPUT_LEN=np.array([[9]], np.int32),
         STOP_WORDS_DICT=words(b"xy", b"", b"z"),
@@ -215,14 +218,14 @@ def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Pa
         "PAD_ID": np.array([[7]], np.int32),
         "PROMPT_TABLE_EXTRA_ID": np.array([[5]], np.uint64),
     }
-    arrays = answer(make_text_model(preprocessing, folder), **asked).arrays()
+    arrays = answer(make_text_model(Preprocessing, folder), **asked).arrays()
     (bias,) = arrays["EMBEDDING_BIAS"]
     assert {index: value for index, value in enumerate(bias) if value} == {1: 4.0, 2: 1.5}
     assert len(bias) == 27  # of the tokenizer
     assert arrays["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[0, 0, 0]]
     assert arrays["DECODER_INPUT_ID"].tolist() == arrays["OUT_PAD_ID"].tolist() == [[7]]
     (folder / "config.json").write_text(json.dumps({"vocab_size": 32}))
-    arrays = answer(make_text_model(preprocessing, folder), **asked).arrays()
+    arrays = answer(make_text_model(Preprocessing, folder), **asked).arrays()
     assert arrays["EMBEDDING_BIAS"].shape == (1, 32)
 
 
@@ -230,16 +233,16 @@ def test_preprocessing_ends_and_pads_with_the_tokenizers_tokens(pb_utils: FakePb
     """What tensorrtllm_backend does, so that a client that hands the ids on gets answers that end."""
     for settings, end_and_pad in (({}, [-1, -1]), ({"eos_token": "z"}, [25, 25])):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        arrays = answer(make_text_model(preprocessing, folder), QUERY=words(b"abc")).arrays()
+        arrays = answer(make_text_model(Preprocessing, folder), QUERY=words(b"abc")).arrays()
         assert [arrays[name].item() for name in ("OUT_END_ID", "OUT_PAD_ID")] == end_and_pad
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "z", "pad_token": "y"}))
-    arrays = answer(make_text_model(preprocessing, folder), QUERY=words(b"abc")).arrays()
+    arrays = answer(make_text_model(Preprocessing, folder), QUERY=words(b"abc")).arrays()
     assert arrays["OUT_PAD_ID"].item() == 24
 
 
 def test_postprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
     arrays = answer(
-        make_text_model(postprocessing, folder),
+        make_text_model(Postprocessing, folder),
         TOKENS_BATCH=np.array([[[0, 1, 2], [3, 4, 5]]], np.int32),
         SEQUENCE_LENGTH=np.array([[3, 1]], np.int32),
     ).arrays()
@@ -247,23 +250,23 @@ def test_postprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
 
 
 def test_postprocessing_takes_all_tokens_by_default(pb_utils: FakePbUtils, folder: Path) -> None:
-    response = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=np.array([[[0, 1]]], np.int32))
+    response = answer(make_text_model(Postprocessing, folder), TOKENS_BATCH=np.array([[[0, 1]]], np.int32))
     assert response.arrays()["OUTPUT"].tolist() == [b"ab"]
 
 
 def test_postprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folder: Path) -> None:
     ids = np.arange(12, dtype=np.int32).reshape(3, 2, 2)
     lengths = np.array([[2, 1], [0, 2], [2, 2]], np.int32)
-    model = make_text_model(postprocessing, folder)
+    model = make_text_model(Postprocessing, folder)
     arrays = answer(model, TOKENS_BATCH=ids, SEQUENCE_LENGTH=lengths).arrays()
     assert arrays["OUTPUT"].tolist() == [b"ab", b"c", b"", b"gh", b"ij", b"kl"]
-    whole = answer(make_text_model(postprocessing, folder), TOKENS_BATCH=ids).arrays()
+    whole = answer(make_text_model(Postprocessing, folder), TOKENS_BATCH=ids).arrays()
     assert whole["OUTPUT"].tolist() == [b"ab", b"cd", b"ef", b"gh", b"ij", b"kl"]
 
 
 def test_preprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folder: Path) -> None:
     arrays = answer(
-        make_text_model(preprocessing, folder),
+        make_text_model(Preprocessing, folder),
         QUERY=np.array([[b"abc"], [b"d"]], np.object_),
         REQUEST_OUTPUT_LEN=np.array([[9], [8]], np.int32),
         STOP_WORDS_DICT=np.array([[b"xy", b"z"], [b"a", b""]], np.object_),
@@ -286,36 +289,36 @@ def test_preprocessing_answers_every_row_of_a_batch(pb_utils: FakePbUtils, folde
 
 
 BAD_TEXT_REQUESTS = [
-    (preprocessing, {}, "a value is required for QUERY"),
-    (preprocessing, {"QUERY": words(b"\xff")}, "QUERY must be UTF-8"),
+    (Preprocessing, {}, "a value is required for QUERY"),
+    (Preprocessing, {"QUERY": words(b"\xff")}, "QUERY must be UTF-8"),
     (
-        preprocessing,
+        Preprocessing,
         {"QUERY": np.array([[b"a"], [b"\xff"]], np.object_)},
         "row 1 of the batch: QUERY must be",
     ),
     (
-        preprocessing,
+        Preprocessing,
         {"QUERY": words(b"a"), "EMBEDDING_BIAS_WORDS": words(b"a", b"b")},
         "EMBEDDING_BIAS_WORDS has 2 texts and EMBEDDING_BIAS_WEIGHTS 0 weights",
     ),
     (
-        preprocessing,
+        Preprocessing,
         {"QUERY": words(b"a"), "DECODER_QUERY": words(b"b")},
         "DECODER_QUERY is not available in this version: got 'b', expected it left out or \"\"",
     ),
     (
-        preprocessing,
+        Preprocessing,
         {"QUERY": words(b"a"), "IMAGE_BYTES": np.zeros([1, 1, 2, 2, 3], np.uint8)},
         "IMAGE_BYTES is not available",
     ),
-    (postprocessing, {}, "a value is required for TOKENS_BATCH"),
+    (Postprocessing, {}, "a value is required for TOKENS_BATCH"),
     (
-        postprocessing,
+        Postprocessing,
         {"TOKENS_BATCH": np.zeros([1, 1, 2], np.int32), "SEQUENCE_LENGTH": np.array([[3]], np.int32)},
         "SEQUENCE_LENGTH must have one length from 0 to 2 for each of 1 beams",
     ),
     (
-        postprocessing,
+        Postprocessing,
         {
             "TOKENS_BATCH": np.zeros([2, 1, 2], np.int32),
             "SEQUENCE_LENGTH": np.array([[2], [3]], np.int32),
@@ -323,31 +326,37 @@ BAD_TEXT_REQUESTS = [
         "row 1 of the batch: SEQUENCE_LENGTH must have one length from 0 to 2 for each of 1 beams",
     ),
     (
-        postprocessing,
+        Postprocessing,
         {"TOKENS_BATCH": np.zeros([2, 1, 2], np.int32), "SEQUENCE_LENGTH": np.array([[2]], np.int32)},
         "SEQUENCE_LENGTH has 1 rows and TOKENS_BATCH has 2",
     ),
 ]
 
 
-@pytest.mark.parametrize(("module", "inputs", "message"), BAD_TEXT_REQUESTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(
+    ("model_class", "inputs", "message"), BAD_TEXT_REQUESTS, ids=lambda part: str(part)[:30]
+)
 def test_text_models_answer_a_bad_request_alone(
-    pb_utils: FakePbUtils, folder: Path, module: object, inputs: dict[str, np.ndarray], message: str
+    pb_utils: FakePbUtils,
+    folder: Path,
+    model_class: type[TextModel],
+    inputs: dict[str, np.ndarray],
+    message: str,
 ) -> None:
-    error = answer(make_text_model(module, folder), **inputs).error()
+    error = answer(make_text_model(model_class, folder), **inputs).error()
     assert error is not None and message in error.message()
     assert error.code() in (TritonError.INVALID_ARG, TritonError.UNSUPPORTED)
 
 
 def test_text_models_load_without_a_tokenizer_and_say_so(pb_utils: FakePbUtils) -> None:
-    error = answer(make_text_model(preprocessing, None), QUERY=words(b"abc")).error()
+    error = answer(make_text_model(Preprocessing, None), QUERY=words(b"abc")).error()
     assert error is not None and error.code() == TritonError.UNSUPPORTED
     assert "tokenizer_dir" in error.message()
 
 
 def test_front_ends_import_no_torch() -> None:
     """Only the engine's process pays for it."""
-    modules = "infer, ensemble, preprocessing, postprocessing"
+    modules = "remote, text_models"
     code = f"from inflight.triton.models import {modules}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -356,4 +365,6 @@ def test_every_model_py_is_one_import() -> None:
     for path in (Path(__file__).parents[2] / "model_repository").glob("*/1/model.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
-        assert [alias.name for node in imports for alias in node.names] == ["TritonPythonModel"]
+        assert [alias.asname or alias.name for node in imports for alias in node.names] == [
+            "TritonPythonModel"
+        ]

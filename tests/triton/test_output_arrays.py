@@ -7,8 +7,8 @@ import pytest
 
 from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
-from inflight.triton.output_arrays import make_array
-from inflight.triton.reply import Output
+from inflight.serving.reply import Output
+from inflight.triton.responses import make_array
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensor_spec import TensorSpec
 from inflight.triton.tensors import OUTPUTS

@@ -9,16 +9,14 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.text_encoder import NoText
 from inflight.triton.request_parameters import (
     HARMLESS,
     NO_PARAMETERS,
     RequestParameters,
     read_request_parameters,
 )
-from inflight.triton.requests import convert
+from inflight.triton.requests import Naming, convert
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
 
 LARGEST = 2**63 - 1
@@ -152,8 +150,10 @@ def test_a_negative_timeout_is_said_as_it_was_sent() -> None:
 
 
 def converted(parameters: RequestParameters, **tensors: object) -> list[Request]:
-    naming = Naming.of(ALL_OUTPUTS, Vocabulary.TOKENS)
-    prompts = convert(make_reader(token_inputs(**tensors)), naming, make_context(), NoText(), parameters)
+    naming = Naming.from_triton(ALL_OUTPUTS, Vocabulary.TOKENS)
+    prompts = convert(
+        make_reader(token_inputs(**tensors)), make_context(naming=naming, parameters=parameters)
+    )
     return [prompt.request for prompt in prompts]
 
 

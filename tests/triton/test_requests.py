@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
-from inflight.serving.text_encoder import NoText
-from inflight.triton.requests import FrontEndOptions, Prompt, ServingContext, convert, wants_stop
+from inflight.serving.reply import Prompt, ReplyOptions
+from inflight.triton.requests import Naming, ServingContext, convert, wants_stop
 from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import (
     ALL_OUTPUTS,
     make_context,
@@ -46,18 +46,19 @@ def convert_all(
     **tensors: object,
 ) -> tuple[Prompt, ...]:
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
-    naming = Naming.of(outputs, vocabulary)
-    return convert(make_reader(inputs, vocabulary), naming, context or make_context(), Codes())
+    naming = Naming.from_triton(outputs, vocabulary)
+    context = replace(context or make_context(), naming=naming, encoder=Codes())
+    return convert(make_reader(inputs, vocabulary), context)
 
 
 def convert_tokens(
     context: ServingContext | None = None, outputs: frozenset[str] = ALL_OUTPUTS, **tensors: object
-) -> tuple[Request, FrontEndOptions]:
+) -> tuple[Request, ReplyOptions]:
     (prompt,) = convert_all(context, outputs, **tensors)
     return prompt.request, prompt.options
 
 
-def convert_text(context: ServingContext | None = None, **tensors: object) -> tuple[Request, FrontEndOptions]:
+def convert_text(context: ServingContext | None = None, **tensors: object) -> tuple[Request, ReplyOptions]:
     text_outputs = ALL_OUTPUTS - {"output_ids", "sequence_length"}
     (prompt,) = convert_all(context, text_outputs, Vocabulary.TEXT, **tensors)
     return prompt.request, prompt.options
@@ -263,7 +264,7 @@ def test_streaming_needs_a_decoupled_model() -> None:
 def test_no_tokenizer_is_the_encoders_refusal(tensors: dict[str, object]) -> None:
     reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
     with pytest.raises(Unsupported, match="no tokenizer"):
-        convert(reader, Naming(ALL_OUTPUTS, named=False), make_context(), NoText())
+        convert(reader, make_context())
 
 
 def test_the_specifications_off_and_upstreams_are_the_same() -> None:

@@ -15,10 +15,10 @@ from inflight.errors import (
     Unavailable,
     Unsupported,
 )
-from inflight.testing.fake_pb_utils import FakePbUtils, TritonError
-from inflight.triton.reply import Output
+from inflight.serving.reply import Output
 from inflight.triton.responses import ResponseBuilder
 from tests.triton.factories import make_prompt, make_result
+from tests.triton.fake_pb_utils import FakePbUtils, TritonError
 
 BUILDER = ResponseBuilder(FakePbUtils())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,13 +14,12 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import StepFailed, Unavailable
 from inflight.serving.completion_text import CompletionText
+from inflight.serving.in_flight import Ending, InFlight, InFlightRequest
+from inflight.serving.reply import Reply
 from inflight.serving.response_size import ResponseBudget
-from inflight.testing.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
+from inflight.serving.sender import Sender
 from inflight.text.stop_strings import StopStrings
-from inflight.triton.in_flight import Ending, InFlight, InFlightRequest
-from inflight.triton.reply import Reply
 from inflight.triton.responses import ResponseBuilder
-from inflight.triton.sender import Sender
 from tests.triton.factories import (
     FakeEngineClient,
     make_entry,
@@ -28,6 +28,7 @@ from tests.triton.factories import (
     make_request,
     make_response,
 )
+from tests.triton.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
 from tests.triton.letters import letter_tokenizer
 
 
@@ -40,8 +41,8 @@ class CountingBudget(ResponseBudget):
         self.is_full = False
 
     @contextmanager
-    def sending(self, ticket: int, response: InferenceResponse) -> Iterator[None]:
-        if self.is_full and not response.has_error():
+    def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> Iterator[None]:
+        if self.is_full and list(sizes):  # an error has no tensors
             raise Unavailable("no room for it any more")
         yield
 
@@ -55,15 +56,14 @@ class Desk:
     def __init__(self) -> None:
         self.client = FakeEngineClient()
         self.in_flight = InFlight(self.client)
-        self.log: list[str] = []
         self.budget = CountingBudget()
         self.tickets = itertools.count(1)
-        self.sender = Sender(self.in_flight, ResponseBuilder(FakePbUtils()), self.budget, self.log.append)
+        self.sender = Sender(self.in_flight, ResponseBuilder(FakePbUtils()), self.budget)
 
     def start(
-        self, stream: ResponseSender, triton_id: str = "", reply: Reply | None = None, size: int = 1
+        self, stream: ResponseSender, client_request_id: str = "", reply: Reply | None = None, size: int = 1
     ) -> InFlightRequest:
-        entry = make_entry(triton_id, stream, reply)
+        entry = make_entry(client_request_id, stream, reply)
         entry.ticket = next(self.tickets)
         self.in_flight.start(entry, [make_request()] * size, self.sender.put)
         return entry
@@ -262,7 +262,8 @@ def test_the_id_is_free_when_the_final_response_arrives(desk: Desk) -> None:
     assert seen[-1] is None
 
 
-def test_a_client_that_cannot_be_answered_is_given_up(desk: Desk) -> None:
+def test_a_client_that_cannot_be_answered_is_given_up(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "inflight.serving.sender")
     stream = ResponseSender()
     stream.failures = [RuntimeError("gone")]
     entry = desk.start(stream)
@@ -270,7 +271,7 @@ def test_a_client_that_cannot_be_answered_is_given_up(desk: Desk) -> None:
     (last,) = stream.wait_final()
     assert last.is_final and code_of(last) == TritonError.INTERNAL
     assert desk.client.stopped == [(entry.engine_ids[0], desk.client.stopped[0][1])]
-    assert len(desk.log) == 1 and "gone" in desk.log[0]
+    assert len(caplog.messages) == 1 and "gone" in caplog.messages[0]
 
 
 def test_a_final_response_that_cannot_be_sent_still_ends_the_request(desk: Desk) -> None:

@@ -11,11 +11,11 @@ import pytest
 from inflight.core.kv.retention import Retention, TokenRangeRetention
 from inflight.core.request.request import ExternalDraft, FloatTensor, Request
 from inflight.errors import Unsupported
-from inflight.triton.requests import FrontEndOptions, ServingContext, convert, wants_state, wants_stop
+from inflight.serving.reply import ReplyOptions
+from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensor_spec import NeutralRule, TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from inflight.triton.wanted_outputs import Naming
 from tests.triton.factories import (
     make_context,
     make_reader,
@@ -51,11 +51,13 @@ def converted(
     outputs: frozenset[str] | None = None,
     context: ServingContext | None = None,
     **tensors: object,
-) -> tuple[Request, FrontEndOptions]:
+) -> tuple[Request, ReplyOptions]:
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
     every = {name for name, _ in OUTPUTS.declared(vocabulary)}
-    naming = Naming.of(frozenset(every) if outputs is None else outputs, vocabulary)
-    (prompt,) = convert(make_reader(inputs, vocabulary), naming, context or make_context(), Codes())
+    naming = Naming.from_triton(frozenset(every) if outputs is None else outputs, vocabulary)
+    (prompt,) = convert(
+        make_reader(inputs, vocabulary), replace(context or make_context(), naming=naming, encoder=Codes())
+    )
     return prompt.request, prompt.options
 
 
@@ -308,7 +310,7 @@ ASKING = {
 }
 
 
-def landed(pair: tuple[Request, FrontEndOptions], path: str) -> object:
+def landed(pair: tuple[Request, ReplyOptions], path: str) -> object:
     value: object = pair[0] if hasattr(pair[0], path.split(".")[0]) else pair[1]
     for part in path.split("."):
         value = getattr(value, part)
@@ -481,8 +483,8 @@ def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec
 def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> None:
     """So that nobody pays for logits that upstream's config.pbtxt happens to declare."""
     declared = ["output_ids", "sequence_length", "context_logits", "a_newer_one"]
-    naming = Naming.of(frozenset(declared), Vocabulary.TOKENS, declared)
-    (prompt,) = convert(make_reader(token_inputs()), naming, make_context(), Codes())
+    naming = Naming.from_triton(frozenset(declared), Vocabulary.TOKENS, declared)
+    (prompt,) = convert(make_reader(token_inputs()), make_context(naming=naming, encoder=Codes()))
     assert prompt.options.outputs == {"output_ids", "sequence_length"}
     assert not prompt.request.output.return_context_logits
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 Job = Callable[[], None]
-"""Raises nothing."""
+"""Must not raise."""
 
 NOBODY = 0
 """A client without a name. Such clients may be anybody, so they do not wait for each other."""
 
 
 class ClientLanes:
-    """Runs jobs on a few threads, those of one client one after the other and in the order in which they came."""
+    """Runs jobs on a few threads: those of one client one after the other, in the order in which they came."""
 
     def __init__(self, num_threads: int) -> None:
         """Args:

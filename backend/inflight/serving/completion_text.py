@@ -23,7 +23,7 @@ from inflight.text.tokenizer import Tokenizer
 _PREFIX_TOKENS = 32
 
 NO_STOP_STRINGS = StopStrings(())
-"""Ends no text."""
+"""An empty set, which ends no text."""
 
 _T = TypeVar("_T")
 
@@ -36,7 +36,7 @@ class TokenizerFinder:
     def __init__(self, directory: str | None, load: Callable[[str], Tokenizer] = Tokenizer.from_dir) -> None:
         """Args:
         directory: Parameter tokenizer_dir; None takes the folder that the engine names.
-        load: From a folder to a tokenizer; raises for a folder that has none.
+        load: Loads the tokenizer of a folder; raises for a folder that has none.
         """
         self._directory = directory
         self._load = load
@@ -50,7 +50,7 @@ class TokenizerFinder:
         return self._found
 
     def require(self, engine_directory: str = "") -> Tokenizer:
-        """The same; raises Unsupported with the reason why there is none."""
+        """As `find`; raises Unsupported with the reason why there is none."""
         tokenizer = self.find(engine_directory)
         if tokenizer is None:
             raise Unsupported(f"this model serves no text: {self._problem}")
@@ -95,7 +95,7 @@ class CompletionText:
     Usage, once per result and in order:
 
         deltas = text.add(result)
-        result = cut(result, deltas)   # where one has stopped, it ends here with STOP_WORDS
+        result = cut_at_stop(result, deltas)   # where one has stopped, it ends here with STOP_WORDS
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CompletionText:
         self._row: _RowText | None = None
 
     def add(self, result: Result) -> tuple[TextDelta, ...]:
-        """What `result` adds, one for each of its beams (one, if there are none).
+        """Add a result; returns what it adds to the text of each of its beams (one, if there are none).
 
         Bytes of an unfinished character wait for the next one, and so does what may begin a stop string; both
         come with the sequence's last result. After a stop there is neither text nor a token to keep.
@@ -156,7 +156,7 @@ class CompletionText:
 
 
 class _RowText:
-    """The generated text of one row."""
+    """Makes the generated text of one row."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, finder: StopStringFinder | None) -> None:
         self._detokenizer = detokenizer
@@ -199,14 +199,14 @@ class _RowText:
 
 
 def new_tokens(result: Result) -> tuple[tuple[int, ...], ...]:
-    """Per beam, the result's generated tokens."""
+    """The result's generated tokens, by beam."""
     return tuple(
         ids[len(ids) - count :] for ids, count in zip(result.output_token_ids, result.num_output_tokens)
     )
 
 
-def cut(result: Result, deltas: Sequence[TextDelta]) -> Result:
-    """`result` as it is where a stop string has ended it: the tokens that count, with what belongs to them.
+def cut_at_stop(result: Result, deltas: Sequence[TextDelta]) -> Result:
+    """Cut `result` where a stop string has ended it: to the tokens that count, with what belongs to them.
 
     Rows that have stopped end with STOP_WORDS, and when all have, the sequence has ended.
     """

@@ -6,29 +6,18 @@ Any thread.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from inflight.core.report.stats import MemoryUsage
+import psutil
 
-_STATM = "/proc/self/statm"
-_RESIDENT = 1
+from inflight.core.report.stats import MemoryUsage
 
 
 def measure_memory() -> MemoryUsage:
     """Resident memory, and what torch has reserved on devices and pinned on the host."""
     gpu, pinned = _torch_memory(sys.modules.get("torch"))
-    return MemoryUsage(_resident(), gpu, pinned)
-
-
-def _resident() -> int:
-    """Bytes; 0 on a system without /proc."""
-    try:
-        with open(_STATM, encoding="ascii") as file:
-            return int(file.read().split()[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    return MemoryUsage(psutil.Process().memory_info().rss, gpu, pinned)
 
 
 def _torch_memory(torch: Any) -> tuple[int, int]:

@@ -12,20 +12,20 @@ from inflight.core.request.response import Response
 
 
 class Pacing:
-    """Of every sequence, one response for `interval` tokens, in between its first and its last."""
+    """Lets one response of a sequence through for every `interval` tokens between its first and its last."""
 
     def __init__(self, interval: int, hand_on: Callable[[Response], None]) -> None:
         """Args:
         interval: Tokens, at least 1.
-        hand_on: Takes responses in order; those of a sequence that come together are to be joined.
+        hand_on: Called with responses in order; those of a sequence that come together are to be joined.
         """
         self._interval = interval
         self._hand_on = hand_on
-        # By request and sequence, what has come since something went on; a sequence is here once something has.
+        # By request and sequence: responses held back since one was let through; empty once the first has been.
         self._held: dict[int, dict[int, list[Response]]] = {}
 
     def put(self, response: Response) -> None:
-        """Take one response; never waits."""
+        """Hold one response back or hand it on; never waits."""
         if self._interval == 1:
             self._hand_on(response)
             return
@@ -49,7 +49,7 @@ class Pacing:
 
 
 def _num_tokens(held: list[Response]) -> int:
-    """What is cumulative says again what came before it: each counts as a token."""
+    """Tokens in these responses. A cumulative one repeats what came before it, so each counts as one token."""
     return sum(
         1 if each.result.is_cumulative else len(each.result.output_token_ids[0])
         for each in held

@@ -23,10 +23,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from inflight.core.request.request import Request
 from inflight.endpoint.frames import MAX_FRAME_BYTES
@@ -94,16 +93,21 @@ class ResponseBudget:
             self._reserved[ticket] = largest
         return ticket
 
-    def sending(self, ticket: int, response: Any) -> AbstractContextManager[None]:
-        """Around the sending of a response (Triton's) to the request of `ticket`; nothing for a small one.
-
-        Raises Unavailable, before it is sent, where there is no room for it any more.
-        """
-        return self._sending(response) if ticket else nullcontext()
-
     @contextmanager
-    def _sending(self, response: Any) -> Iterator[None]:
-        size = ResponseSize(tuple((t.name(), t.as_numpy().nbytes) for t in response.output_tensors()))
+    def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> Generator[None]:
+        """Wrap the sending of a response to the request of `ticket`; does nothing for a small request.
+
+        Args:
+            ticket: From `reserve`.
+            sizes: (name, bytes) of the response's tensors; looked at only where the request is large.
+
+        Raises:
+            Unavailable: There is no room for the response any more; nothing has been sent.
+        """
+        if not ticket:
+            yield
+            return
+        size = ResponseSize(tuple(sizes))
         if size.num_bytes > SMALL_BYTES:
             with self._lock:
                 self._check_space(size, [])
@@ -113,7 +117,7 @@ class ResponseBudget:
                 self._held = size
 
     def release(self, ticket: int) -> None:
-        """The request of `ticket` has been answered. 0 does nothing, nor does a second call."""
+        """Give back the room of a request that has been answered. 0 does nothing, nor does a second call."""
         if ticket:
             with self._lock:
                 self._reserved.pop(ticket, None)
@@ -162,17 +166,17 @@ class ResponseSize:
 
     @property
     def num_bytes(self) -> int:
-        """All together."""
+        """Bytes of all outputs together."""
         return sum(size for _, size in self.outputs)
 
     @property
     def listed_bytes(self) -> int:
-        """Those that are no logits."""
+        """Bytes of the outputs that are no logits."""
         return sum(size for name, size in self.outputs if not name.endswith("logits"))
 
     @property
     def room(self) -> int:
-        """By how much a pool may grow for it: every tensor by itself, in steps."""
+        """Bytes by which a pool may grow for this response: every tensor by itself, in steps."""
         return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
 
     def fits_where(self, other: ResponseSize) -> bool:
@@ -201,7 +205,10 @@ def _refuse_what_never_works(size: ResponseSize) -> None:
 
 
 def response_size(request: Request, vocab_size: int, streaming: bool, in_one: bool) -> ResponseSize:
-    """The largest response to one prompt. Deltas that wait are joined: streamed, it may be nearly the whole."""
+    """How large the largest response to one prompt can get.
+
+    Streamed, that may be nearly the whole answer: deltas that wait are joined.
+    """
     output, new, prompt = request.output, request.max_new_tokens, request.prompt_length
     rows = request.sampling.num_outputs * (request.sampling.num_sequences if in_one else 1)
     row_bytes = vocab_size * _VALUE_BYTES
@@ -230,7 +237,7 @@ def _logits_rows(request: Request, row_bytes: int, streaming: bool) -> int:
 
 
 def _sum(sizes: Sequence[ResponseSize]) -> ResponseSize:
-    """Of responses with the same outputs."""
+    """The size of several responses with the same outputs in one."""
     together = zip(*(size.outputs for size in sizes))
     return ResponseSize(tuple((output[0][0], sum(size for _, size in output)) for output in together))
 

@@ -1,84 +1,101 @@
 """Text of requests to token ids: prompts, and the words to ban, to bias or to stop at.
 
-Owns nothing but the choice of the tokenizer. Runs on the thread that calls execute, or for long texts on one of
-those beside it, with the GIL released while a text is being tokenized.
+Owns the bounds on texts, which look at lengths alone, and what is said of a text that exceeds them. Runs on the
+thread that receives requests, or for long texts on one of those beside it, with the GIL released while a text is
+being tokenized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from inflight.errors import Unsupported
-from inflight.serving.completion_text import TokenizerFinder
+from inflight.core.request.request import ModelLimits
+from inflight.errors import InvalidArgument, Unsupported
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.words import biased_ids, word_ids
 
-Words = tuple[tuple[int, ...], ...]
+MAX_WORDS = 1024
+"""Most words to stop at, to ban or to bias in one prompt."""
+
+MAX_WORDS_BYTES = 32 * 1024
+"""Most bytes of UTF-8 in all words of one of these lists."""
+
+_BYTES_PER_WORD = 512  # of a prompt that take as long to tokenize as a word in its spellings
 
 
-class TextEncoder(Protocol):
-    """What requests need of a tokenizer; every call raises Unsupported where the model has none."""
+class TextEncoder:
+    """A model's tokenizer as requests need it; every method raises what `require_tokenizer` raises."""
+
+    def __init__(self, require_tokenizer: Callable[[], Tokenizer]) -> None:
+        """Args:
+        require_tokenizer: Returns the tokenizer; raises Unsupported where there is none.
+        """
+        self._tokenizer = require_tokenizer
 
     def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Ids of each prompt, with the special tokens that belong around it."""
-
-    def max_bytes_per_token(self) -> int | None:
-        """The most bytes of UTF-8 text that one token can stand for; None if there is no bound."""
-
-    def tokens(self, word: str) -> Sequence[int]:
-        """Ids that a bias for a word adds to, each as often as it is there."""
-
-    def spellings(self, word: str) -> Words:
-        """The ids of a word in every way in which it is likely to stand in a text."""
-
-
-class ModelTextEncoder:
-    """The tokenizer of a served model."""
-
-    def __init__(self, tokenizers: TokenizerFinder, engine_directory: str) -> None:
-        self._tokenizers = tokenizers
-        self._engine_directory = engine_directory
-
-    def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """See TextEncoder."""
         return self._tokenizer().encode_batch(texts, add_special_tokens=True)
 
-    def max_bytes_per_token(self) -> int | None:
-        """See TextEncoder."""
-        return self._tokenizer().max_bytes_per_token
-
     def tokens(self, word: str) -> Sequence[int]:
-        """See TextEncoder."""
+        """Ids that a bias for a word is added to, each as often as it is there."""
         return biased_ids(self._tokenizer(), word)
 
-    def spellings(self, word: str) -> Words:
-        """See TextEncoder."""
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The ids of a word in every way in which it is likely to stand in a text."""
         return word_ids(self._tokenizer(), word)
 
-    def _tokenizer(self) -> Tokenizer:
-        return self._tokenizers.require(self._engine_directory)
+    def check_prompt_length(self, num_bytes: int, name: str, limits: ModelLimits) -> None:
+        """Refuse a prompt that is too long for the model, whatever it says.
+
+        Args:
+            num_bytes: Its length in UTF-8.
+            name: What the client calls it.
+            limits: The model's.
+
+        Raises:
+            InvalidArgument: It has more bytes than the tokens of the longest prompt can stand for.
+            Unsupported: It is long, and there is no tokenizer.
+        """
+        max_tokens = limits.max_input_length
+        if num_bytes <= max_tokens:  # every token stands for a byte at least
+            return
+        max_bytes_per_token = self._tokenizer().max_bytes_per_token
+        if max_bytes_per_token is None or num_bytes <= max_tokens * max_bytes_per_token:
+            return
+        remedy = (
+            f"; one iteration has to hold all of a prompt (max_num_tokens is {limits.max_context_tokens}), "
+            "with the parameter enable_chunked_context it would be split over several"
+        )
+        raise InvalidArgument(
+            f"{name} has {num_bytes} bytes; this server takes prompts of at most {max_tokens} tokens, which hold "
+            f"at most {max_tokens * max_bytes_per_token} bytes of text"
+            f"{remedy if limits.max_context_tokens < limits.max_sequence_length else ''}"
+        )
 
 
-class NoText:
-    """For users without a tokenizer: refuses all text."""
-
-    def tokens(self, text: str) -> Sequence[int]:
-        """Raises Unsupported."""
-        raise _no_tokenizer()
-
-    def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Raises Unsupported."""
-        raise _no_tokenizer()
-
-    def spellings(self, word: str) -> Words:
-        """Raises Unsupported."""
-        raise _no_tokenizer()
-
-    def max_bytes_per_token(self) -> int | None:
-        """Raises Unsupported."""
-        raise _no_tokenizer()
+def _no_tokenizer() -> Tokenizer:
+    raise Unsupported("there is no tokenizer here: send token ids instead of text")
 
 
-def _no_tokenizer() -> Unsupported:
-    return Unsupported("there is no tokenizer here: send token ids instead of text")
+NO_TEXT = TextEncoder(_no_tokenizer)
+"""For users without a tokenizer: refuses all text."""
+
+
+def check_words(sizes: Sequence[int], name: str) -> None:
+    """Raise InvalidArgument if there are too many words, or too long ones.
+
+    Args:
+        sizes: Bytes of UTF-8 of each word.
+        name: What the client calls the list.
+    """
+    if len(sizes) > MAX_WORDS:
+        raise InvalidArgument(f"{name} has {len(sizes)} words; this server takes at most {MAX_WORDS}")
+    if sum(sizes) > MAX_WORDS_BYTES:
+        raise InvalidArgument(
+            f"{name} has {sum(sizes)} bytes of text; this server takes at most {MAX_WORDS_BYTES}"
+        )
+
+
+def tokenizing_cost(prompt_sizes: Sequence[int], word_sizes: Sequence[int]) -> int:
+    """Bytes of a prompt that take as long to tokenize as these prompts and words, all given in bytes."""
+    return sum(prompt_sizes) + sum(word_sizes) + _BYTES_PER_WORD * len(word_sizes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Protocol
 
 from inflight.text.token_decoder import TokenDecoder
 from inflight.text.tokenizer import Tokenizer
@@ -44,7 +43,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         decoder = tokenizer.token_decoder
-        self._text: _Text = _StreamedText(decoder) if decoder.is_token_by_token else _WholeText(decoder)
+        self._text = _StreamedText(decoder) if decoder.is_token_by_token else _WholeText(decoder)
         self._shown = self._feed_prefix(tokenizer.tokens(prefix_ids, skip_special_tokens))
 
     def add(self, ids: Sequence[int]) -> str:
@@ -57,7 +56,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.special_text(token_id) if self._skip_special_tokens else ""
 
     def flush(self) -> str:
-        """What is held back, as it is if nothing follows. Changes nothing."""
+        """The text that is held back, as it is if nothing follows. Changes nothing."""
         shown = self._shown
         text = self._not_shown_yet(self._text.rest())
         self._shown = shown
@@ -79,18 +78,8 @@ class IncrementalDetokenizer:
         return text[len(list(common)) :]
 
 
-class _Text(Protocol):
-    """A text that grows by a token at a time."""
-
-    def add(self, token: str) -> str:
-        """What is now certain of the text and was not before."""
-
-    def rest(self) -> str:
-        """What more there is of the text if it ends here. Changes nothing."""
-
-
 class _StreamedText:
-    """Text that is certain as soon as its bytes are characters."""
+    """Text that grows by a token at a time and is certain as soon as its bytes are characters."""
 
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
@@ -99,13 +88,15 @@ class _StreamedText:
         self._start: list[str] | None = None if decoder.is_byte_level else []
 
     def add(self, token: str) -> str:
+        """Add a token; returns what is certain of the text now and was not before."""
         raw = self._decoder.raw_bytes(token)
-        text = self._utf8.finish() if raw is None else self._utf8.decode(raw)
+        text = self._utf8.replace_pending() if raw is None else self._utf8.decode(raw)
         if self._start is not None:
             return self._add_to_start(self._start, token)
         return text if raw is not None else text + self._decoder.continued(token)
 
     def rest(self) -> str:
+        """What more there is of the text if it ends here. Changes nothing."""
         return self._utf8.pending if self._start is None else self._decoder.text(self._start)
 
     def _add_to_start(self, start: list[str], token: str) -> str:
@@ -118,7 +109,7 @@ class _StreamedText:
 
 
 class _WholeText:
-    """Text that is certain only once it is complete."""
+    """The same for text that is certain only once it is complete."""
 
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder

@@ -67,7 +67,7 @@ class StopStrings:
         self._match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Breadth first: a state's fallback is nearer to the root than the state."""
+        """Set the fallbacks, breadth first: a state's fallback is nearer to the root than the state."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
@@ -79,7 +79,7 @@ class StopStrings:
 
 
 class StopStringFinder:
-    """One text. The stop string that ends first counts; of several that end together, the one that begins first.
+    """Looks for stop strings in one text. That which ends first counts; of several that end together, the longest.
 
     A text may have parts that its reader does not get to see, such as special tokens. A stop string is found where
     it stands in the text that is shown, and where it stands in the text together with its hidden parts.
@@ -97,7 +97,7 @@ class StopStringFinder:
         self.stopped = False
 
     def add(self, text: str, is_shown: bool = True) -> str:
-        """What is certain to be shown now that `text` has come; up to a stop string when one completes."""
+        """Add to the text; returns what is certain to be shown now, up to a stop string when one completes."""
         if self.stopped or not text:
             return ""
         strings, full, shown = self._strings, self._full_state, self._shown_state
@@ -118,7 +118,7 @@ class StopStringFinder:
         return self._release(end - self._span(strings.depth(full), strings.depth(shown), end))
 
     def flush(self) -> str:
-        """What was held back: the text ends here, without a stop string. The last call."""
+        """End the text without a stop string; returns what was held back. The last call."""
         return "" if self.stopped else self._release(len(self._held))
 
     def copy(self) -> StopStringFinder:
@@ -136,7 +136,7 @@ class StopStringFinder:
         return max(num_full, end - start)
 
     def _release(self, end: int) -> str:
-        """What is shown of the held characters before `end`; they are not held any more."""
+        """Let go of the held characters before `end`; returns those that are shown."""
         text, marks = self._held[:end], self._marks[:end]
         self._held, self._marks = self._held[end:], self._marks[end:]
         if _HIDDEN not in marks:

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import tokenizers
 
-from inflight.text.components import Component, described
-from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS
+from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS, Component, described
 
 # By how much a normalizer can shrink a text, in bytes of UTF-8. What is missing here may leave nothing of it.
 _SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
@@ -40,7 +39,7 @@ def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _longest_token(backend: tokenizers.Tokenizer, is_byte_level: bool) -> int | None:
-    """In bytes; None if some text has no token of its own."""
+    """Bytes of the longest token; None if some text has no token of its own."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if is_byte_level and isinstance(backend.model, tokenizers.models.BPE):
         return max(map(len, vocabulary)) if vocabulary.keys() >= BYTE_OF_CHARACTER.keys() else None
@@ -64,7 +63,7 @@ def _shrinks(normalizers: list[Component]) -> int | None:
 
 
 def _replace_shrinks(part: Component) -> int | None:
-    """Of a text for a text; an expression may match anything."""
+    """By how much replacing a text by a text shrinks; None for an expression, which may match anything."""
     replaced, by = part["pattern"].get("String"), part["content"]
     if replaced is None or not by:
         return None

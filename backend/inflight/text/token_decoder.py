@@ -12,13 +12,16 @@ as `<0xE4>`. WordPiece and its like have no bytes at all.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import tokenizers
 
-from inflight.text.components import Component, described
+Component = dict[str, Any]
+"""A normalizer, pre-tokenizer or decoder as tokenizer.json writes it."""
 
 REPLACEMENT = "\ufffd"
 
@@ -28,6 +31,24 @@ _ANCHOR = "a"
 
 # Decoders that look at one token at a time, except for what they do at the very start of a text.
 _TOKEN_BY_TOKEN = re.compile(r"((Replace|Strip|Metaspace|WordPiece) )*(ByteFallback )?(Fuse (Strip )*)?")
+
+
+def described(component: Any, key: str) -> list[Component]:
+    """A normalizer, pre-tokenizer or decoder as tokenizer.json writes it, with sequences flattened.
+
+    Args:
+        component: Of the `tokenizers` library; None, where a tokenizer has none, is an empty list.
+        key: What a sequence calls its parts: normalizers, pretokenizers or decoders.
+    """
+
+    def flatten(part: Component) -> Iterator[Component]:
+        if part["type"] != "Sequence":
+            yield part
+            return
+        for inner in part[key]:
+            yield from flatten(inner)
+
+    return [] if component is None else list(flatten(json.loads(component.__getstate__())))
 
 
 class Utf8Decoder:
@@ -41,13 +62,13 @@ class Utf8Decoder:
         """The characters that `raw` completes, or breaks; a sequence that may still complete stays pending."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(raw))
 
-    def finish(self) -> str:
-        """What is pending, as invalid bytes; the next `decode` starts afresh."""
+    def replace_pending(self) -> str:
+        """Replace what is pending, as invalid bytes; the next `decode` starts afresh."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(b"", final=True))
 
     @property
     def pending(self) -> str:
-        """What `finish` would return."""
+        """What `replace_pending` would return."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.getstate()[0].decode("utf-8", self._errors))
 
     @property
@@ -57,7 +78,7 @@ class Utf8Decoder:
 
 
 class TokenDecoder:
-    """The decoder of one tokenizer.
+    """Turns one tokenizer's token strings into text.
 
     Attributes:
         is_byte_level: Every token stands for bytes, and a text is its bytes, wherever it starts.
@@ -89,19 +110,21 @@ class TokenDecoder:
         return self._join([_ANCHOR, token])[len(self._join([_ANCHOR])) :]
 
     def within_text(self, token: str) -> str:
-        """What a special token looks like within a text that special tokens are not left out of."""
+        """The text of a special token where special tokens are not left out."""
         return self.text([token]) if self.is_byte_level else self.continued(token)
 
     def raw_bytes(self, token: str) -> bytes | None:
         """The bytes a token stands for, None for a token that stands for its text."""
         if self.is_byte_level:
-            values = [BYTE_OF_CHARACTER.get(character) for character in token]
-            return token.encode() if None in values else bytes(values)
+            try:
+                return bytes([BYTE_OF_CHARACTER[character] for character in token])
+            except KeyError:  # an added token
+                return token.encode()
         match = self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else None
 
     def utf8_decoder(self) -> Utf8Decoder:
-        """An incremental decoder with this tokenizer's idea of what an invalid byte looks like."""
+        """An incremental decoder that replaces invalid bytes as this tokenizer does."""
         return Utf8Decoder(replace_each_byte=not self.is_byte_level)
 
     def _join(self, tokens: Sequence[str]) -> str:

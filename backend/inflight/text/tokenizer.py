@@ -25,7 +25,7 @@ _SMALL_BATCH = 8192
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Turns text into ids and ids into text.
 
     Attributes:
         bos_token_id: Id of the beginning-of-sequence token that the configuration files name, or None.
@@ -89,7 +89,7 @@ class Tokenizer:
         return encoding.ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The same of several texts, on all processors if there is enough of them.
+        """Ids of several texts, as `encode` gives them, on all processors if there is enough text.
 
         The library has one pool of threads, where a batch waits for all of the batches before it; a batch of one
         does not. So small batches, which others may be waiting behind, stay out of that pool.
@@ -117,4 +117,5 @@ class Tokenizer:
         """The spelling of a special token within a text; "" for an id that is none."""
         if token_id not in self._special_ids:
             return ""
-        return self.token_decoder.within_text(self._backend.id_to_token(token_id))
+        token = self._backend.id_to_token(token_id)
+        return "" if token is None else self.token_decoder.within_text(token)

@@ -46,7 +46,7 @@ _QWEN2_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
-    """A class that does not take a tokenizer.json as it is.
+    """A tokenizer class of transformers that does not take a tokenizer.json as it is.
 
     Attributes:
         parts: From the settings of tokenizer_config.json to normalizer, pre_tokenizer, decoder and changes of the

@@ -149,12 +149,12 @@ class _SpecialTokens:
         """Spellings, by role."""
 
     def all(self) -> list[str]:
-        """Their spellings, without repetitions."""
+        """The spellings of all special tokens, without repetitions."""
         tokens = [*self._named.values(), *self._extra]
         return list(dict.fromkeys(token.content for token in tokens))
 
     def missing(self, known: set[str]) -> list[AddedToken]:
-        """Those that are not among `known` spellings."""
+        """The special tokens whose spellings are not among `known`."""
         tokens = {token.content: token for token in reversed([*self._named.values(), *self._extra])}
         return [tokens[content] for content in self.all() if content not in known]
 
@@ -183,7 +183,7 @@ def _named(
 def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
-    """What a class puts before a text: its begin token, or nothing."""
+    """The post-processor that puts a class's special tokens before a text: its begin token, or nothing."""
     before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(

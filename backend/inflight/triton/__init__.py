@@ -1,5 +1,5 @@
-"""The only package that knows Triton: tensors to requests, responses to tensors, and who still waits.
+"""The only package that knows Triton: requests from its tensors, responses to its tensors, and its models.
 
-`tensors` is the table that config.pbtxt is generated from. `triton_python_backend_utils` has its classes only
-once Triton calls `initialize`, so it is taken there, as a module, and passed on.
+`tensors` has the tables that config.pbtxt is generated from. `triton_python_backend_utils` has its classes only
+once Triton calls `initialize`, so it is imported there, as a module, and passed on.
 """

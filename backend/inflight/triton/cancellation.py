@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from inflight.serving.background import give_way
-from inflight.triton.in_flight import InFlight, InFlightRequest
+from inflight.serving.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)
 _SHARE = 0.15
@@ -27,7 +27,7 @@ _SHORTEST_PAUSE_S = 0.001
 
 
 class CancellationWatch:
-    """Asks in rotation and cancels whose client is gone."""
+    """Asks about the requests in flight in rotation, and cancels those whose client is gone."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class CancellationWatch:
         self._clock = clock
 
     def run(self) -> None:
-        """Rounds until the registry is closed."""
+        """Ask round after round until the registry admits no more."""
         give_way()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)
 
     def round(self, entries: Sequence[InFlightRequest]) -> None:
-        """Ask about each once; takes a period at least, and as long as it needs to keep to its share."""
+        """Ask about each request once; takes a period at least, and as long as it needs to keep to its share."""
         started = self._clock()
         asking = 0.0
         for position, entry in enumerate(entries, start=1):
@@ -72,7 +72,7 @@ class CancellationWatch:
 
 
 class CancellationWatcher:
-    """The thread of a CancellationWatch, from construction to `close`."""
+    """Runs a CancellationWatch on a thread of its own, from construction to `close`."""
 
     def __init__(self, in_flight: InFlight, period_s: float) -> None:
         self._closing = threading.Event()
@@ -81,7 +81,7 @@ class CancellationWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the registry must be closed before."""
+        """End the thread; the registry must have stopped admitting before."""
         self._closing.set()
         self._thread.join()
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from inflight.config import PARAMETERS, ParameterSpec, Role
 from inflight.triton.tensor_spec import TensorSpec, TensorTable, Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
-from inflight.triton.text_tensors import (
+from inflight.triton.tensors import (
+    INPUTS,
+    OUTPUTS,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,

@@ -7,106 +7,99 @@ is answered alone.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from inflight.config import Parameters
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import EngineDescription
 from inflight.errors import InflightError, StepFailed, Unsupported
 from inflight.serving.client_lanes import ClientLanes
-from inflight.serving.completion_text import CompletionText, TokenizerFinder
+from inflight.serving.completion_text import TokenizerFinder
+from inflight.serving.in_flight import ClientStream, Ending, InFlight, InFlightRequest, error_of_ending
+from inflight.serving.reply import NewText, Prompt, PromptReply, Repetition, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
-from inflight.serving.text_encoder import ModelTextEncoder
-from inflight.text.stop_strings import StopStrings
+from inflight.serving.sender import Sender
+from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.cancellation import CancellationWatcher
-from inflight.triton.client_stream import ClientStream
-from inflight.triton.in_flight import Ending, InFlight, InFlightRequest, error_of_ending
-from inflight.triton.reply import NewText, PromptReply, Repetition, Reply
+from inflight.triton.host import ModelArgs
 from inflight.triton.request_parameters import RequestParameters, read_request_parameters
-from inflight.triton.requests import Prompt, ServingContext, client_of, convert, wants_state, wants_stop
-from inflight.triton.responses import ResponseBuilder
-from inflight.triton.sender import Sender
-from inflight.triton.state_requests import StateRequests
+from inflight.triton.requests import (
+    Naming,
+    ServingContext,
+    check_texts,
+    client_id,
+    convert,
+    tokenizing_cost,
+    wants_state,
+    wants_stop,
+)
+from inflight.triton.responses import ResponseBuilder, TritonStream
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
-from inflight.triton.text_limits import check_texts, tokenizing_cost
-from inflight.triton.wanted_outputs import Naming
+
+_log = logging.getLogger(__name__)
 
 _MOST_INLINE = 4096
 """Bytes of text that are tokenized in execute: about two milliseconds' worth."""
 
 _TOKENIZING_THREADS = 2
 
-
-@dataclass(frozen=True, slots=True)
-class ServingModel:
-    """Which face a front end shows.
-
-    Attributes:
-        vocabulary: Whose tensor names its clients use.
-        decoupled: Whether a request may have more than one response.
-        parameters: From its config.pbtxt.
-        outputs: The data type of each output that config.pbtxt declares; without any, those of the table.
-    """
-
-    vocabulary: Vocabulary
-    decoupled: bool
-    parameters: Parameters
-    outputs: Mapping[str, str] = field(default_factory=dict)
+_STATE_TIMEOUT_S = 5.0
+"""How long the loop may take to come round; then the answer to a state request says that it hangs, and where."""
 
 
 class FrontEnd:
-    """Everything of a serving model but where its engine is."""
+    """A serving model, wherever its engine is. Triton calls it on one thread, `flush` aside."""
 
     def __init__(
         self,
         pb_utils: Any,
         client: EngineClient,
         close_client: Callable[[], None],
-        model: ServingModel,
+        model: ModelArgs,
         tokenizers: TokenizerFinder,
+        vocabulary: Vocabulary = Vocabulary.TOKENS,
     ) -> None:
         """Args:
         pb_utils: The `triton_python_backend_utils` module, or a fake of it.
         client: Way to the engine.
         close_client: Ends the client, or the engine with it, and has every request in flight answered.
-        model: What is served.
+        model: What its config.pbtxt says.
         tokenizers: Where its tokenizer comes from.
+        vocabulary: Whose tensor names its clients use.
         """
         self._pb_utils = pb_utils
         self._client = client
         self._close_client = close_client
         self._model = model
+        self._vocabulary = vocabulary
         self._tokenizers = tokenizers
         self._responses = ResponseBuilder(pb_utils, model.outputs)
         self._in_flight = InFlight(client)
         self._budget = ResponseBudget()
         self._sender = Sender(
-            self._in_flight,
-            self._responses,
-            self._budget,
-            pb_utils.Logger.log_verbose,
-            model.parameters.stream_interval,
+            self._in_flight, self._responses, self._budget, model.parameters.stream_interval
         )
         client.add_outbox(self._sender)
         self._lanes = ClientLanes(_TOKENIZING_THREADS)
         self._repetition = Repetition(
             model.parameters.repeat_log_probs, model.parameters.max_repeated_logits_bytes
         )
-        self._states = StateRequests(client, self._responses)
+        self._states = _StateRequests(client, self._responses)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000
         )
 
     def execute(self, requests: Iterable[Any]) -> None:
-        """Take Triton's requests; every one gets a final response, now or later."""
+        """Admit or refuse Triton's requests; every one gets a final response, now or later."""
         for request in requests:
-            stream = ClientStream(
+            stream = TritonStream(
                 request.get_response_sender(), self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             )
             try:
@@ -119,32 +112,32 @@ class FrontEnd:
 
     def close(self) -> None:
         """Answer everything in flight, then release the client and the threads. Idempotent."""
-        for entry in self._in_flight.close():
+        for entry in self._in_flight.stop_admitting():
             self._in_flight.cancel(entry, Ending.UNLOAD)
         self._watcher.close()
         self._close_client()
         self._states.close()
         self._sender.close()
         # What is still being tokenized, and what the client broke its promise of a final response for.
-        for entry in self._in_flight.close():
+        for entry in self._in_flight.stop_admitting():
             self._refuse(entry.stream, error_of_ending(Ending.UNLOAD))
             self._budget.release(entry.ticket)
         self._lanes.close()
 
     def flush(self, timeout_s: float) -> None:
-        """Hand what the engine has answered to Triton, for so long at most, and nothing later. Any thread."""
+        """Hand what the engine has answered to Triton, for `timeout_s` at most, and nothing later. Any thread."""
         flushing = threading.Thread(target=self._sender.close, name="inflight-flush", daemon=True)
         flushing.start()
         flushing.join(timeout_s)
 
-    def _admit(self, triton_request: Any, stream: ClientStream) -> None:
+    def _admit(self, triton_request: Any, stream: TritonStream) -> None:
         parameters = read_request_parameters(
             triton_request.parameters(),
             triton_request.timeout(),
-            self._model.vocabulary,
+            self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
-        reader = TensorReader(triton_request.inputs(), INPUTS, self._model.vocabulary)
+        reader = TensorReader(triton_request.inputs(), INPUTS, self._vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())
@@ -153,29 +146,24 @@ class FrontEnd:
         if wants_state(reader):
             self._ask_state(description, stream)
             return
-        requested = frozenset(triton_request.requested_output_names())
-        naming = Naming.of(requested, self._model.vocabulary, self._model.outputs)
-        encoder = ModelTextEncoder(self._tokenizers, description.tokenizer_dir)
-        check_texts(reader, encoder, description.limits)
+        context = self._context(description, triton_request, parameters)
+        check_texts(reader, context.encoder, description.limits)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
-        start = partial(
-            self._start, entry, naming=naming, parameters=parameters, encoder=encoder, description=description
-        )
         if not self._must_wait(reader, parameters):
-            start(reader)
+            self._start(entry, reader, context)
             return
-        client, later = client_of(reader, parameters), partial(start, reader.detached())
+        lane, later = client_id(reader, parameters), partial(self._start, entry, reader.detached(), context)
         self._in_flight.register(entry)
-        self._lanes.submit(client, partial(self._start_later, entry, later))
+        self._lanes.submit(lane, partial(self._start_later, entry, later))
 
     def _must_wait(self, reader: TensorReader, parameters: RequestParameters) -> bool:
-        """For its own text, or for that of an earlier request of the same client."""
+        """Whether a request waits for its own text, or for that of an earlier one of the same client."""
         if tokenizing_cost(reader) > _MOST_INLINE:
             return True
-        return not self._lanes.are_idle and self._lanes.is_busy(client_of(reader, parameters))
+        return not self._lanes.are_idle and self._lanes.is_busy(client_id(reader, parameters))
 
     def _start_later(self, entry: InFlightRequest, start: Callable[[], None]) -> None:
-        """On a thread of the lanes, for a request that is registered."""
+        """Start a request that is registered already; runs on a thread of the lanes."""
         try:
             if entry.ending is Ending.NONE:
                 start()
@@ -189,20 +177,11 @@ class FrontEnd:
         self._in_flight.withdraw(entry)
         self._refuse(entry.stream, error)
 
-    def _start(
-        self,
-        entry: InFlightRequest,
-        reader: TensorReader,
-        *,
-        naming: Naming,
-        parameters: RequestParameters,
-        encoder: ModelTextEncoder,
-        description: EngineDescription,
-    ) -> None:
+    def _start(self, entry: InFlightRequest, reader: TensorReader, context: ServingContext) -> None:
         """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
-        prompts = convert(reader, naming, self._context(description), encoder, parameters)
+        prompts = convert(reader, context)
         replies = [
-            PromptReply(prompt, self._new_text(prompt, naming, description), index, self._repetition)
+            PromptReply(prompt, self._new_text(prompt, context), index, self._repetition)
             for index, prompt in enumerate(prompts)
         ]
         in_one = not self._model.decoupled
@@ -210,14 +189,16 @@ class FrontEnd:
         requests = [prompt.request for prompt in prompts]
         # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
-        entry.ticket = self._budget.reserve(requests, description.limits.vocab_size, streaming, in_one)
+        entry.ticket = self._budget.reserve(
+            requests, context.description.limits.vocab_size, streaming, in_one
+        )
         try:
             self._in_flight.start(entry, requests, self._sender.put)
         except Exception:
             self._budget.release(entry.ticket)
             raise
 
-    def _ask_state(self, description: EngineDescription, stream: ClientStream) -> None:
+    def _ask_state(self, description: EngineDescription, stream: TritonStream) -> None:
         if not description.state_enabled:
             raise Unsupported(
                 "state is true, but this server does not tell its state: parameter enable_state_requests of the "
@@ -225,35 +206,75 @@ class FrontEnd:
             )
         self._states.ask(stream)
 
-    def _context(self, description: EngineDescription) -> ServingContext:
-        exclude = self._model.parameters.exclude_input_in_output
+    def _context(
+        self, description: EngineDescription, triton_request: Any, parameters: RequestParameters
+    ) -> ServingContext:
+        model, exclude = self._model, self._model.parameters.exclude_input_in_output
+        requested = frozenset(triton_request.requested_output_names())
         return ServingContext(
             description=description,
-            decoupled=self._model.decoupled,
+            decoupled=model.decoupled,
             exclude_input_in_output=description.exclude_input_from_output if exclude is None else exclude,
+            naming=Naming.from_triton(requested, self._vocabulary, model.outputs),
+            encoder=TextEncoder(partial(self._tokenizers.require, description.tokenizer_dir)),
+            parameters=parameters,
         )
 
-    def _new_text(self, prompt: Prompt, naming: Naming, description: EngineDescription) -> NewText | None:
-        options, request = prompt.options, prompt.request
+    def _new_text(self, prompt: Prompt, context: ServingContext) -> NewText | None:
+        options = prompt.options
         if "text_output" not in options.outputs and not options.stop_strings:
             return None
-        needed = naming.named or options.stop_strings
+        needed = context.naming.named or options.stop_strings
         find = self._tokenizers.require if needed else self._tokenizers.find
-        tokenizer = find(description.tokenizer_dir)
+        tokenizer = find(context.description.tokenizer_dir)
         if tokenizer is None:
             return None
-        stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
-        return lambda: CompletionText(
-            tokenizer,
-            request.input_token_ids,
-            options.prompt_text,
-            options.include_prompt,
-            stop_strings,
-            self._model.parameters.skip_special_tokens,
-        )
+        return new_text(prompt, tokenizer, self._model.parameters.skip_special_tokens)
 
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
         try:
             stream.finish(self._responses.error(error))
         except Exception as failure:
-            self._pb_utils.Logger.log_verbose(f"a refusal could not be sent: {failure!r}")
+            _log.debug("a refusal could not be sent: %r", failure)
+
+
+class _StateRequests:
+    """Answers requests for the batcher's state on a thread of its own: an answer may take as long as an iteration.
+
+    Those who ask while an answer is being fetched share the next one. Does not know what the state says.
+    """
+
+    def __init__(self, client: EngineClient, responses: ResponseBuilder) -> None:
+        self._client = client
+        self._responses = responses
+        self._waiting: deque[TritonStream] = deque()
+        self._thread = ThreadPoolExecutor(1, "inflight-state")
+
+    def ask(self, stream: TritonStream) -> None:
+        """Have `stream` answered, soon; never waits."""
+        self._waiting.append(stream)
+        self._thread.submit(self._answer)
+
+    def close(self) -> None:
+        """Answer what was asked and end the thread; quick where the client is closed already. Idempotent."""
+        self._thread.shutdown()
+
+    def _answer(self) -> None:
+        streams = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        answer = self._read() if streams else ""
+        for stream in streams:
+            try:
+                # One response for each: Triton owns it once it is sent.
+                is_error = isinstance(answer, InflightError)
+                stream.finish(self._responses.error(answer) if is_error else self._responses.state(answer))
+            except Exception as error:
+                _log.debug("the state could not be sent: %r", error)
+
+    def _read(self) -> str | InflightError:
+        try:
+            return self._client.state(_STATE_TIMEOUT_S)
+        except InflightError as error:
+            return error
+        except Exception as error:
+            _log.exception("the state could not be read")
+            return StepFailed(f"the state could not be read: {error!r}")

@@ -14,12 +14,11 @@ import numpy as np
 
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.text_encoder import NoText
-from inflight.triton.requests import ServingContext, convert, wants_state, wants_stop
+from inflight.serving.text_encoder import NO_TEXT
+from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from inflight.triton.wanted_outputs import Naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class InferenceRequest:
     tensors: Mapping[str, np.ndarray]
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """What GetInferenceRequests returns to a GptManager.
+        """Convert the tensors to the Request that GetInferenceRequests returns to a GptManager.
 
         Args:
             limits: Of the scheduler that the GptManager runs (`Scheduler.limits`).
@@ -54,12 +53,14 @@ class InferenceRequest:
             raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
         if wants_state(reader):
             raise InvalidArgument("state is true: GptManager.state tells it")
-        prompts = convert(reader, _FLAGS_DECIDE, _context(limits), NoText())
-        if len(prompts) > 1:
-            raise InvalidArgument(f"the tensors have {len(prompts)} rows: make an InferenceRequest for each")
-        if prompts[0].options.stop_strings:
+        prompt, *others = convert(reader, _context(limits))
+        if others:
+            raise InvalidArgument(
+                f"the tensors have {1 + len(others)} rows: make an InferenceRequest for each"
+            )
+        if prompt.options.stop_strings:
             raise Unsupported("stop_words is text, and there is no tokenizer here: send stop_words_list")
-        return replace(prompts[0].request, request_id=self.request_id)
+        return replace(prompt.request, request_id=self.request_id)
 
     def _check_name(self, name: str) -> None:
         names = [known for known, _ in INPUTS.declared(Vocabulary.TOKENS)]
@@ -71,7 +72,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An InputTensor."""
+    """A tensor of the map, as TensorReader takes it."""
 
     wire_name: str
     array: np.ndarray
@@ -87,4 +88,10 @@ _FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=Fal
 
 
 def _context(limits: ModelLimits) -> ServingContext:
-    return ServingContext(EngineDescription(limits), decoupled=True, exclude_input_in_output=False)
+    return ServingContext(
+        EngineDescription(limits),
+        decoupled=True,
+        exclude_input_in_output=False,
+        naming=_FLAGS_DECIDE,
+        encoder=NO_TEXT,
+    )

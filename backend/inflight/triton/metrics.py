@@ -1,29 +1,46 @@
 """Publishes statistics and metrics on the server's metrics page, and the log line that belongs to them.
 
-Owns one thread, which makes all calls to `triton_python_backend_utils`: they wait for the server, and the loop
-must not. What comes while a publication is under way waits in a mailbox for one, where the newest wins; nothing is
-lost by that, since counters only grow. An idle server costs nothing. Does not know where the numbers come from.
+Owns one thread, which makes all calls to `triton_python_backend_utils`: each waits for the server, 20 to 60 µs,
+with the GIL held, and the loop must not. So only changes are said, other threads get a chance between calls, and a
+histogram of latencies is published as counters, whose calls are as many as its buckets however much was observed.
+What comes while a publication is under way waits in a mailbox for one, where the newest wins; nothing is lost by
+that, since counters only grow. An idle server costs nothing. Does not know where the numbers come from.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot, ServiceMetrics
 from inflight.core.report.stats import IterationStats, MemoryUsage, microseconds
 from inflight.serving.memory import measure_memory
-from inflight.triton.metric_families import Courtesy, FamilyMaker, News, Published
-from inflight.triton.metric_table import FAMILIES, Batching, GaugeFamily
+from inflight.serving.metric_table import (
+    FAMILIES,
+    TIMESTAMP,
+    Batching,
+    CounterFamily,
+    Family,
+    GaugeFamily,
+    HistogramFamily,
+    LengthFamily,
+)
 
 _SECONDS_PER_CALL = 0.001
 """A call takes about 50 µs with the GIL held: publishing takes a twentieth of the process's Python."""
 _LONGEST_PAUSE_S = 0.25
 """Unless thousands of requests a second end, each of which takes two calls."""
+
+_CALLS_WITHOUT_PAUSE = 4
+_PAUSE_S = 1e-4  # long enough for a thread that waits for the GIL to wake up and take it
+
+_NOTHING = ServiceMetrics().snapshot()
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +55,7 @@ class _Publication:
 
 
 class MetricsPublisher:
-    """One thread, from construction to `close`."""
+    """Publishes on one thread, from construction to `close`."""
 
     def __init__(
         self,
@@ -51,7 +68,7 @@ class MetricsPublisher:
         """Args:
         pb_utils: The module; metric kinds that it lacks are left out, with a line in the log.
         model_name, model_version: Labels of every metric.
-        log_stats: Takes the JSON of the statistics whenever they are published. Called on the thread.
+        log_stats: Called on the thread with the JSON of the statistics whenever they are published.
         seconds_per_call: How long to rest after a publication, for each call to the server that it took.
         """
         self._pb_utils = pb_utils
@@ -76,7 +93,7 @@ class MetricsPublisher:
 
         Args:
             stats, metrics: What was observed.
-            wall_clock_s: When.
+            wall_clock_s: When that was, in seconds since the epoch.
             memory: What the engine's process holds; None: it is this one.
         """
         with self._change:
@@ -84,7 +101,7 @@ class MetricsPublisher:
             self._change.notify()
 
     def start_over(self) -> None:
-        """What follows is of another engine, which counts from nothing: it is added to what is on the page."""
+        """Add what follows to what is on the page: it is of another engine, which counts from nothing."""
         with self._change:
             self._waiting = None
             self._engine += 1
@@ -99,24 +116,22 @@ class MetricsPublisher:
     # ---------------------------------------------------------------- on the thread
 
     def _run(self) -> None:
-        courtesy = Courtesy()
-        page, engine = _Page(self._pb_utils, self._labels, courtesy), 0
-        while (publication := self._take()) is not None:
-            num_before = courtesy.num_calls
+        page, engine = _Page(self._pb_utils, self._labels), 0
+        while (publication := self._wait()) is not None:
+            num_before = page.num_calls
             if publication.engine != engine:
-                page, engine = _Page(self._pb_utils, self._labels, courtesy), publication.engine
+                page, engine, num_before = _Page(self._pb_utils, self._labels), publication.engine, 0
             try:
                 self._publish(publication, page)
             except Exception:
                 _log.exception("statistics of iteration %d were not published", publication.stats.iteration)
-            num_calls = courtesy.num_calls - num_before
+            num_calls = page.num_calls - num_before
             self._closing.wait(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
 
-    def _take(self) -> _Publication | None:
-        """The next, or None when there will be none."""
+    def _wait(self) -> _Publication | None:
+        """Wait for the next publication; None when there will be none."""
         with self._change:
-            while self._waiting is None and not self._closing.is_set():
-                self._change.wait()
+            self._change.wait_for(lambda: self._waiting is not None or self._closing.is_set())
             publication, self._waiting = self._waiting, None
             return publication
 
@@ -125,7 +140,7 @@ class MetricsPublisher:
         memory = publication.memory or measure_memory()
         fields = stats.log_fields(publication.wall_clock_s, memory)
         batching = Batching.INFLIGHT if stats.static_batch is None else Batching.STATIC
-        page.show(News(fields, microseconds(publication.wall_clock_s), publication.metrics), batching)
+        page.show(MetricValues(fields, microseconds(publication.wall_clock_s), publication.metrics), batching)
         # The page first: who has read the line finds nothing older there.
         self._log_stats(json.dumps(fields))
 
@@ -133,30 +148,35 @@ class MetricsPublisher:
 class _Page:
     """The families that this server takes; one that fails is left out from then on."""
 
-    def __init__(self, pb_utils: Any, labels: dict[str, str], courtesy: Courtesy) -> None:
-        self._published: dict[str, Published] = {}
+    def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
+        self._published: dict[str, Callable[[MetricValues], None]] = {}
         self._batching: Batching | None = None  # known with the first statistics
         self._maker: FamilyMaker | None = None
         if (family_class := getattr(pb_utils, "MetricFamily", None)) is None:
             _log.warning("this server has no custom metrics: statistics go to the log only")
             return
-        self._maker = FamilyMaker(family_class, labels, courtesy)
+        self._maker = FamilyMaker(family_class, labels)
         self._add_families(None)
 
-    def show(self, news: News, batching: Batching) -> None:
+    @property
+    def num_calls(self) -> int:
+        """Calls to the server so far."""
+        return self._maker.num_calls if self._maker else 0
+
+    def show(self, values: MetricValues, batching: Batching) -> None:
         """Bring every family up to date."""
         if self._batching is None:
             self._batching = batching
             self._add_families(batching)
-        for name, family in list(self._published.items()):
+        for name, update in list(self._published.items()):
             try:
-                family.update(news)
+                update(values)
             except Exception as error:
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
 
     def _add_families(self, batching: Batching | None) -> None:
-        """Those of a kind of batching, or those that are there with every kind."""
+        """Add the families of a kind of batching; None: those that are there with every kind."""
         if self._maker is None:
             return
         for spec in FAMILIES:
@@ -166,3 +186,194 @@ class _Page:
                 self._published[spec.name] = self._maker.make(spec)
             except Exception as error:
                 _log.warning("metric %s is not published: %s", spec.name, error)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValues:
+    """The values of all metrics at one moment.
+
+    Attributes:
+        fields: The log line's, see `IterationStats.log_fields`.
+        time_us: The moment, in microseconds since the epoch.
+        metrics: Counters and histograms at that moment.
+    """
+
+    fields: Mapping[str, int | float | str]
+    time_us: int
+    metrics: MetricsSnapshot
+
+
+class FamilyMaker:
+    """Makes one model's families, counts the calls to the server and lets other threads run between them.
+
+    Attributes:
+        num_calls: Calls so far, those of the families too.
+    """
+
+    def __init__(self, family_class: Any, labels: Mapping[str, str]) -> None:
+        """Args:
+        family_class: `MetricFamily` of the module.
+        labels: What every metric says: which model it is of.
+        """
+        self._family_class = family_class
+        self._labels = dict(labels)
+        self.num_calls = 0
+
+    def make(self, spec: Family) -> Callable[[MetricValues], None]:
+        """Put a family on the page; returns what brings it up to date. Both raise what the server objects to."""
+        if isinstance(spec, GaugeFamily):
+            return _Gauges(spec, self).update
+        if isinstance(spec, CounterFamily):
+            return _Counters(spec, self).update
+        if isinstance(spec, HistogramFamily):
+            return _HistogramCounters(spec, self).update
+        return _Lengths(spec, self).update
+
+    def count_call(self) -> None:
+        """To be called after each call to the server."""
+        self.num_calls += 1
+        if self.num_calls % _CALLS_WITHOUT_PAUSE == 0:
+            time.sleep(_PAUSE_S)
+
+    def family(self, name: str, text: str, kind: str) -> Any:
+        """A family of the server's. `kind` names a constant; AttributeError where this server has no such kind."""
+        made = self._family_class(name=name, description=text, kind=getattr(self._family_class, kind))
+        _keep_for_ever(made)
+        self.count_call()
+        return made
+
+    def metric(self, family: Any, labels: Mapping[str, str], **options: Any) -> Any:
+        """One series of a family."""
+        made = family.Metric(labels={**self._labels, **labels}, **options)
+        self.count_call()
+        return made
+
+    def counter(self, family: Any, labels: Mapping[str, str]) -> _Counter:
+        """One series of a family of counters."""
+        return _Counter(self.metric(family, labels), self)
+
+
+class _Counter:
+    """A counter of the server's that is given totals and passes increments on."""
+
+    def __init__(self, metric: Any, maker: FamilyMaker) -> None:
+        self._metric = metric
+        self._maker = maker
+        self._total = 0.0
+
+    def grow_to(self, total: float) -> None:
+        """Raise the counter to `total`. Never sends a decrease: the server refuses one."""
+        if total > self._total:
+            self._metric.increment(total - self._total)
+            self._maker.count_call()
+            self._total = total
+
+
+class _Gauges:
+    """A family of gauges, which show values of the log line."""
+
+    def __init__(self, spec: GaugeFamily, maker: FamilyMaker) -> None:
+        self._maker = maker
+        family = maker.family(spec.name, spec.help, "GAUGE")
+        self._metrics = {
+            gauge.log_key: maker.metric(family, {spec.label: gauge.value}) for gauge in spec.gauges
+        }
+        self._last: dict[str, float] = {}  # what a predecessor has left there is not known
+
+    def update(self, values: MetricValues) -> None:
+        for key, metric in self._metrics.items():
+            value = float(values.time_us if key == TIMESTAMP else values.fields[key])
+            if value != self._last.get(key):
+                metric.set(value)
+                self._maker.count_call()
+                self._last[key] = value
+
+
+class _Counters:
+    """A family of counters; values of its label that are not declared get a counter when they are counted."""
+
+    def __init__(self, spec: CounterFamily, maker: FamilyMaker) -> None:
+        self._spec = spec
+        self._maker = maker
+        self._family = maker.family(spec.name, spec.help, "COUNTER")
+        self._counters: dict[str, _Counter] = {}
+        for value in spec.values:
+            self._counter(value)
+
+    def update(self, values: MetricValues) -> None:
+        for value, count in self._spec.read(values.metrics).items():
+            self._counter(value).grow_to(count)
+
+    def _counter(self, value: str) -> _Counter:
+        if value not in self._counters:
+            labels = {self._spec.label: value} if self._spec.label else {}
+            self._counters[value] = self._maker.counter(self._family, labels)
+        return self._counters[value]
+
+
+class _HistogramCounters:
+    """A histogram as the counters it consists of: name_bucket by `le`, name_sum and name_count."""
+
+    def __init__(self, spec: HistogramFamily, maker: FamilyMaker) -> None:
+        self._read = spec.read
+        buckets = maker.family(f"{spec.name}_bucket", f"{spec.help}; up to le", "COUNTER")
+        total = maker.family(f"{spec.name}_sum", f"{spec.help}; summed up", "COUNTER")
+        count = maker.family(f"{spec.name}_count", f"{spec.help}; how many", "COUNTER")
+        labels = [*(format(bound, ".16g") for bound in spec.read(_NOTHING).bounds), "+Inf"]
+        self._buckets = [maker.counter(buckets, {"le": label}) for label in labels]
+        self._total = maker.counter(total, {})
+        self._count = maker.counter(count, {})
+
+    def update(self, values: MetricValues) -> None:
+        # The widest bucket first: who reads meanwhile finds none that is fuller than a wider one.
+        histogram = self._read(values.metrics)
+        up_to = histogram.num_observations
+        self._count.grow_to(up_to)
+        self._total.grow_to(histogram.total)
+        for counter, count in zip(reversed(self._buckets), reversed(histogram.counts), strict=True):
+            counter.grow_to(up_to)
+            up_to -= count
+
+
+class _Lengths:
+    """A histogram of the server's kind, which takes observations one by one: one for each request that ended."""
+
+    def __init__(self, spec: LengthFamily, maker: FamilyMaker) -> None:
+        self._read = spec.read
+        self._maker = maker
+        family = maker.family(spec.name, spec.help, "HISTOGRAM")
+        buckets = [float(bound) for bound in spec.bounds]
+        self._metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
+        self._before = spec.read(_NOTHING)
+
+    def update(self, values: MetricValues) -> None:
+        now = self._read(values.metrics)
+        for value in lengths_between(self._before, now):
+            self._metric.observe(float(value))
+            self._maker.count_call()
+        self._before = now
+
+
+def _keep_for_ever(family: Any) -> None:
+    """Never let the family be deleted, not even when the interpreter ends.
+
+    Triton may start a model's next process before it ends the last one. Both have the same series then, and what
+    one deletes the other goes on writing to: tritonserver 2.51 aborts.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
+
+
+def lengths_between(before: HistogramSnapshot, now: HistogramSnapshot) -> Iterator[int]:
+    """Whole numbers that turn `before` into `now`: as many in each bucket, and the same sum.
+
+    They need not be those that were observed, but no histogram with these buckets, or some of them, can tell.
+    """
+    added = [new - old for new, old in zip(now.counts, before.counts, strict=True)]
+    lowest = [0, *(int(bound) + 1 for bound in now.bounds)]
+    highest = [*(int(bound) for bound in now.bounds), None]
+    left = round(now.total - before.total) - sum(n * low for n, low in zip(added, lowest, strict=True))
+    for count, low, high in zip(added, lowest, highest, strict=True):
+        for _ in range(count):
+            more = left if high is None else min(left, high - low)
+            left -= more
+            yield low + more

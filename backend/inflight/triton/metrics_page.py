@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inflight.core.report.metrics import ServiceMetrics
-from inflight.triton.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
+from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
 from inflight.triton.reference_page import between_markers
 
 
@@ -17,7 +17,7 @@ def fill_in(page: str) -> str:
 
 
 def tables() -> str:
-    """Gauges, histograms, counters."""
+    """The tables of gauges, histograms and counters in Markdown."""
     parts = ["## Gauges", "", *_gauges(), "", "## Histograms", "", *_histograms(), ""]
     parts += [
         "Upper bounds of the buckets, beside +Inf:",

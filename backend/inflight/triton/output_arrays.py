@@ -14,7 +14,7 @@ import numpy as np
 
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import PerfMetrics, TopLogProbs
-from inflight.triton.reply import Output
+from inflight.serving.reply import Output
 
 _NO_PAD = -1
 _Rows = Sequence[Sequence[Any]]

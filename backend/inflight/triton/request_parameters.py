@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, str] = {
 }
 """Request parameters that clients are known to send, that nobody here reads, and why that is no loss."""
 
-TRITONS = "triton_"
+TRITON_PREFIX = "triton_"
 """Names that begin so are Triton's own, for instance triton_enable_empty_final_response."""
 
 _REQUEST_TYPE = "triton_trtllm_request_type"
@@ -52,7 +52,7 @@ _EXACT = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """For every prompt of the request, where it has no tensor that says otherwise. None: not given.
+    """What holds for every prompt of a request that has no tensor that says otherwise. None: not given.
 
     Attributes:
         priority: Parameter `request_priority`, in [0, 1].
@@ -71,7 +71,7 @@ NO_PARAMETERS = RequestParameters()
 def read_request_parameters(
     parameters: str, timeout_us: int, vocabulary: Vocabulary, ignored: Collection[str] = ()
 ) -> RequestParameters:
-    """What `parameters` (a JSON object) and Triton's own timeout say.
+    """Read a request's parameters, a JSON object, and Triton's own timeout.
 
     Args:
         parameters: As Triton hands them on.
@@ -110,7 +110,7 @@ def refuse_unread(
     """
     inputs = [name for name, _ in table.declared(vocabulary)]
     for key, value in given.items():
-        if key in read or key in HARMLESS or key.startswith(TRITONS):
+        if key in read or key in HARMLESS or key.startswith(TRITON_PREFIX):
             continue
         if key in inputs:
             raise InvalidArgument(f"{key} came as a request parameter: it is an input, send it as a tensor")
@@ -132,7 +132,7 @@ def _refuse_one_phase(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: Collection[str]) -> None:
-    """HTTP generate makes a parameter of a tensor that goes by another name here, and nobody would read it."""
+    """Refuse tensors of the other vocabulary, which HTTP generate makes parameters of: nobody would read them."""
     own = {name for name, _ in INPUTS.declared(vocabulary)}
     (other,) = set(Vocabulary) - {vocabulary}
     for key in given:

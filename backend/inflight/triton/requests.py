@@ -1,33 +1,90 @@
 """From a Triton request's tensors to frozen Requests and what the front end itself has to remember of each.
 
-Owns the meaning of prompts, ends, word lists and stop requests; how tokens are chosen stands in
-`sampling_tensors`, how KV blocks are shared and kept in `cache_tensors`, what comes back in `wanted_outputs`.
-Does not register, submit or answer anything: whatever is wrong is raised before the engine knows of the request.
-Runs on the thread that calls execute, or for long texts on one of those beside it.
+Owns the meaning of prompts, ends, word lists and stop requests, of how KV blocks are shared and kept, and which
+outputs a request gets; how tokens are chosen stands in `sampling_tensors`. Does not check ranges, which
+Request.validate does, and does not register, submit or answer anything: whatever is wrong is raised before the
+engine knows of the request. Runs on the thread that calls execute, or for long texts on one of those beside it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from inflight.core.request.request import EngineDescription, Request
+import numpy as np
+
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
 from inflight.errors import InvalidArgument
+from inflight.serving import text_encoder
+from inflight.serving.reply import Prompt, ReplyOptions
 from inflight.serving.text_encoder import TextEncoder
-from inflight.triton.cache_tensors import read_identity, read_retention
 from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
 from inflight.triton.tensor_reader import TensorReader, each_row
-from inflight.triton.wanted_outputs import Naming, output_config, wanted_outputs
-from inflight.triton.word_lists import LAYOUT, Words, read_word_list
+from inflight.triton.tensor_spec import TensorSpec, Vocabulary
+from inflight.triton.tensors import OUTPUTS
 
 NO_ID = -1
 _DEFAULT_PRIORITY = 0.5
 
+MAX_WORD_IDS = 1 << 16
+"""Most ids in all words of a list together."""
+
+_WORD_LAYOUT = (
+    "The first row holds the ids of all words, the second row after each word how many ids there are so far, "
+    "filled up with -1: [[5,7,3,9,2],[3,5,-1,-1,-1]] for the words [5,7,3] and [9,2]"
+)
+
+_TEXT_LISTS = ("stop_words", "bad_words", "embedding_bias_words")
+
+_ID_OUTPUTS = frozenset({"output_ids", "sequence_length"})
+_TOP_OUTPUTS = frozenset({"top_log_prob_ids", "top_log_probs"})
+_LOG_PROB_OUTPUTS = frozenset({"output_log_probs", "cum_log_probs", "cumulative_logprob"})
+_METRIC_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics")
+
+_STARTS = "retention_token_range_starts"
+_ENDS = "retention_token_range_ends"
+_PRIORITIES = "retention_token_range_priorities"
+_DURATIONS = "retention_token_range_durations_ms"
+_OPEN_ENDED = -1  # an end that is the prompt's, and a duration that has no end
+
 _Number = TypeVar("_Number", int, float)
+_Words = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Which outputs a client names: exactly those it gets, and naming one is asking for it.
+
+    Its return_* flag need not be set then. A client that names none, as HTTP generate never does, gets what the
+    flags say.
+
+    Attributes:
+        requested: Names of outputs; all of the model's if the client named none.
+        named: Whether it named them.
+    """
+
+    requested: frozenset[str]
+    named: bool
+
+    @classmethod
+    def from_triton(
+        cls, requested: frozenset[str], vocabulary: Vocabulary, declared: Collection[str] = ()
+    ) -> Naming:
+        """Read what Triton says: all outputs of the model stand for none named.
+
+        Args:
+            requested: Names of outputs.
+            vocabulary: Whose names the model goes by.
+            declared: Names of the outputs in its config.pbtxt; without any, those of the table.
+        """
+        known = {name for name, _ in OUTPUTS.declared(vocabulary)}
+        return cls(requested & known, requested & known != (known & frozenset(declared) or known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +95,17 @@ class ServingContext:
         description: The engine behind this model.
         decoupled: Whether a request may have more than one response.
         exclude_input_in_output: Whether the prompt is left out by default.
+        naming: Which outputs its client names.
+        encoder: Turns its texts into ids.
+        parameters: What the request says beside its tensors.
     """
 
     description: EngineDescription
     decoupled: bool
     exclude_input_in_output: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FrontEndOptions:
-    """What of a prompt the engine need not know.
-
-    Attributes:
-        outputs: Names of the outputs to return, as far as there is something to say.
-        streaming: Whether the client wants responses as they come. The engine may stream all the same.
-        prompt_text: The prompt as it came, None if it came as ids.
-        include_prompt: Whether text_output starts with the prompt.
-        stop_strings: Texts that end the output.
-        vocab_size: Values in a row of logits.
-    """
-
-    outputs: frozenset[str]
-    streaming: bool = False
-    prompt_text: str | None = None
-    include_prompt: bool = False
-    stop_strings: tuple[str, ...] = ()
-    vocab_size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a Triton request.
-
-    Attributes:
-        request: For the engine; its `request_id` is 0: the engine client gives it one.
-        options: For the front end.
-    """
-
-    request: Request
-    options: FrontEndOptions
+    naming: Naming
+    encoder: TextEncoder
+    parameters: RequestParameters = NO_PARAMETERS
 
 
 def wants_stop(reader: TensorReader) -> bool:
@@ -89,18 +118,34 @@ def wants_state(reader: TensorReader) -> bool:
     return any(row.boolean("state") for row in reader.rows())
 
 
-def client_of(reader: TensorReader, parameters: RequestParameters) -> int:
-    """Whose request this is, of a batch the first prompt's; 0 for a client without a name."""
+def client_id(reader: TensorReader, parameters: RequestParameters) -> int:
+    """The id of the client whose request this is, of a batch the first prompt's; 0 for one without a name."""
     return _first(reader.rows()[0].integer("client_id"), parameters.client_id, 0)
 
 
-def convert(
-    reader: TensorReader,
-    naming: Naming,
-    context: ServingContext,
-    encoder: TextEncoder,
-    parameters: RequestParameters = NO_PARAMETERS,
-) -> tuple[Prompt, ...]:
+def check_texts(reader: TensorReader, encoder: TextEncoder, limits: ModelLimits) -> None:
+    """Refuse texts that are too long for this model, whatever they say, before anything looks at them.
+
+    Raises:
+        InvalidArgument: text_input has more bytes than the tokens of the longest prompt can stand for, or there
+            are too many words or too long ones; the message names tensor, length and bound.
+        Unsupported: A long text came, and there is no tokenizer.
+    """
+    for num_bytes in reader.text_sizes("text_input"):
+        encoder.check_prompt_length(num_bytes, "text_input", limits)
+    for name in _TEXT_LISTS:
+        if reader.text_sizes(name):
+            for row in reader.rows():
+                text_encoder.check_words(row.text_sizes(name), row.shown_name(name))
+
+
+def tokenizing_cost(reader: TensorReader) -> int:
+    """Bytes of a prompt that take as long to tokenize as all texts of this request."""
+    words = [size for name in _TEXT_LISTS for size in reader.text_sizes(name)]
+    return text_encoder.tokenizing_cost(reader.text_sizes("text_input"), words)
+
+
+def convert(reader: TensorReader, context: ServingContext) -> tuple[Prompt, ...]:
     """The prompts of one Triton request, one for each row of its batch.
 
     Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came,
@@ -108,36 +153,24 @@ def convert(
     describes.
     """
     readers = reader.rows()
-    in_batch = len(readers) > 1
-    rows = [_Row(row, naming, context, encoder, parameters, in_batch) for row in readers]
+    rows = [_Row(row, context, is_in_batch=len(readers) > 1) for row in readers]
     texts = each_row([row.prompt_text for row in rows])
     to_encode = [text for text in texts if text is not None]
-    encoded = iter(encoder.prompts(to_encode) if to_encode else ())
+    encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
     ids = [None if text is None else next(encoded) for text in texts]
     return tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
 
 
 class _Row:
-    """One prompt's tensors, and what they depend on."""
+    """One prompt's tensors, and what their meaning depends on."""
 
-    def __init__(
-        self,
-        reader: TensorReader,
-        naming: Naming,
-        context: ServingContext,
-        encoder: TextEncoder,
-        parameters: RequestParameters,
-        in_batch: bool,
-    ) -> None:
+    def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
         self._reader = reader
-        self._naming = naming
         self._context = context
-        self._encoder = encoder
-        self._parameters = parameters
-        self._in_batch = in_batch
+        self._is_in_batch = is_in_batch
 
     def prompt_text(self) -> str | None:
-        """The prompt, if it came as text."""
+        """The prompt's text; None if it came as ids."""
         reader = self._reader
         reader.refuse_unbuilt()
         text = reader.text("text_input")
@@ -153,11 +186,11 @@ class _Row:
         return text
 
     def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
-        """All of it. `encoded` has the ids of `prompt_text`; both are None for a prompt that came as ids."""
-        reader, context, said = self._reader, self._context, self._parameters
+        """The whole prompt. `encoded` has the ids of `prompt_text`; both are None for one that came as ids."""
+        reader, context, said = self._reader, self._context, self._context.parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
-            reader, self._naming, self._in_batch, context.decoupled and sampling.num_sequences > 1
+            reader, self._context.naming, self._is_in_batch, context.decoupled and sampling.num_sequences > 1
         )
         exclude_input = self._exclude_input()
         streaming = self._streaming()
@@ -174,7 +207,7 @@ class _Row:
             output=output_config(reader, wanted, exclude_input),
             stop_words=self._stop_words(stop_strings if sampling.uses_beams else ()),
             bad_words=self._bad_words(),
-            embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._encoder),
+            embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._context.encoder),
             draft=read_draft(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
             identity=read_identity(reader),
@@ -184,7 +217,7 @@ class _Row:
             allotted_time_ms=_first(reader.integer("allotted_time_ms"), said.allotted_time_ms, 0),
         )
         self._validate(request, streaming, prompt_text is not None)
-        options = FrontEndOptions(
+        options = ReplyOptions(
             outputs=wanted,
             streaming=streaming,
             prompt_text=prompt_text,
@@ -228,7 +261,7 @@ class _Row:
         return streaming
 
     def _end_ids(self, is_text: bool) -> tuple[int, ...]:
-        """Absent: the defaults, which differ for text and ids. An explicit -1 means none either way."""
+        """Without end_id the defaults, which differ for text and ids; an explicit -1 means none either way."""
         end_id = self._reader.integer("end_id")
         if end_id is None:
             description = self._context.description
@@ -241,21 +274,21 @@ class _Row:
             raise InvalidArgument(f"pad_id must be >= -1 (-1: none), got {pad_id}")
         return None if pad_id == NO_ID else pad_id
 
-    def _stop_words(self, texts: tuple[str, ...]) -> Words:
-        """As ids, and those texts that a beam search has to know as ids."""
+    def _stop_words(self, texts: tuple[str, ...]) -> _Words:
+        """Stop words as ids: those that came so, and those texts that a beam search has to know as ids."""
         words = self._word_list("stop_words_list")
-        return words + tuple(ids for text in texts for ids in self._encoder.spellings(text))
+        return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
-    def _bad_words(self) -> Words:
+    def _bad_words(self) -> _Words:
         words = self._word_list("bad_words_list")
         texts = [text for text in self._reader.texts("bad_words") if text]
-        return words + tuple(ids for text in texts for ids in self._encoder.spellings(text))
+        return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
-    def _word_list(self, name: str) -> Words:
+    def _word_list(self, name: str) -> _Words:
         try:
             array = self._reader.array(name)
         except InvalidArgument as error:
-            raise InvalidArgument(f"{error}. {LAYOUT}") from None
+            raise InvalidArgument(f"{error}. {_WORD_LAYOUT}") from None
         return () if array is None else read_word_list(array, self._reader.shown_name(name))
 
     def _exclude_input(self) -> bool:
@@ -277,7 +310,167 @@ class _Row:
 
 
 def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:
-    """A tensor is the prompt's own; a parameter is said once for all prompts of a request."""
+    """The prompt's own tensor if it came, else the parameter, which holds for all prompts of a request."""
     if tensor is not None:
         return tensor
     return default if parameter is None else parameter
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def wanted_outputs(
+    reader: TensorReader, naming: Naming, tells_prompts_apart: bool, tells_sequences_apart: bool
+) -> frozenset[str]:
+    """Names of the outputs to return, as far as there is something to say.
+
+    Args:
+        reader: One prompt's tensors, for the flags.
+        naming: What the client named.
+        tells_prompts_apart: Whether responses of several prompts come one by one.
+        tells_sequences_apart: Whether responses of several sequences do.
+    """
+    if naming.named:
+        return naming.requested
+    left_out: set[str] = set()
+    if reader.boolean("return_finish_reason") is False:
+        left_out.add("finish_reason")
+    if not tells_prompts_apart:
+        left_out.add("batch_index")
+    if not tells_sequences_apart:
+        left_out.add("sequence_index")
+    return frozenset(
+        spec.name
+        for spec in OUTPUTS.specs
+        if spec.name in naming.requested
+        and spec.name not in left_out
+        and spec.built
+        and _is_asked_for(spec, reader)
+    )
+
+
+def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
+    """What the engine has to keep and send for these outputs."""
+    num_top = reader.integer("num_top_log_probs")
+    return OutputConfig(
+        # Nobody looks at the prompt's ids without these outputs: they need not come back.
+        exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,
+        return_log_probs=bool(wanted & _LOG_PROB_OUTPUTS),
+        num_top_log_probs=(1 if num_top is None else num_top) if wanted & _TOP_OUTPUTS else 0,
+        return_prompt_log_probs="prompt_log_probs" in wanted,
+        return_context_logits="context_logits" in wanted,
+        return_generation_logits="generation_logits" in wanted,
+        return_perf_metrics=bool(wanted & _METRIC_OUTPUTS),
+    )
+
+
+def _is_asked_for(spec: TensorSpec, reader: TensorReader) -> bool:
+    if spec.asked_by == "num_top_log_probs":
+        return bool(reader.integer(spec.asked_by))
+    return not spec.asked_by or bool(reader.boolean(spec.asked_by))
+
+
+# ---------------------------------------------------------------- the KV cache
+
+
+def read_identity(reader: TensorReader) -> PrefixIdentity:
+    """What the prompt's KV blocks depend on besides its tokens."""
+    return PrefixIdentity(cache_salt_id=reader.integer("cache_salt_id") or 0)
+
+
+def read_retention(reader: TensorReader) -> RetentionConfig:
+    """How long the prompt's blocks are worth keeping; the defaults where no tensor says anything.
+
+    Raises InvalidArgument if a range lacks a part; the message names the tensors and their lengths.
+    """
+    return RetentionConfig(_retention_ranges(reader), _decode_retention(reader))
+
+
+def _retention_ranges(reader: TensorReader) -> tuple[TokenRangeRetention, ...]:
+    starts = _integers(reader, _STARTS)
+    if starts is None:
+        for name in (_ENDS, _PRIORITIES, _DURATIONS):
+            if _integers(reader, name) is not None:
+                raise InvalidArgument(f"{_STARTS} must be provided: {name} came without it")
+        return ()
+    ends = _beside(reader, _ENDS, len(starts))
+    priorities = _beside(reader, _PRIORITIES, len(starts))
+    has_durations = _integers(reader, _DURATIONS) is not None
+    durations = _beside(reader, _DURATIONS, len(starts)) if has_durations else [_OPEN_ENDED] * len(starts)
+    return tuple(
+        TokenRangeRetention(start, _none_if_open(end), Retention(priority, _none_if_open(duration)))
+        for start, end, priority, duration in zip(starts, ends, priorities, durations, strict=True)
+    )
+
+
+def _decode_retention(reader: TensorReader) -> Retention | None:
+    priority = reader.integer("retention_decode_priority")
+    duration = reader.integer("retention_decode_duration_ms")
+    if priority is None and duration is None:
+        return None
+    return Retention(DEFAULT_PRIORITY if priority is None else priority, _none_if_open(duration))
+
+
+def _beside(reader: TensorReader, name: str, length: int) -> list[int]:
+    """Returns the tensor `name`, which must have a number for each of `length` ranges."""
+    values = _integers(reader, name)
+    if values is None:
+        raise InvalidArgument(f"{name} must be provided: {_STARTS} has {length} ranges")
+    if len(values) != length:
+        raise InvalidArgument(
+            f"Invalid {name} length. Expected length {length}, as {_STARTS} has, got length {len(values)}"
+        )
+    return values
+
+
+def _integers(reader: TensorReader, name: str) -> list[int] | None:
+    array = reader.array(name)
+    return None if array is None else array.tolist()
+
+
+def _none_if_open(value: int | None) -> int | None:
+    return None if value == _OPEN_ENDED else value
+
+
+# ---------------------------------------------------------------- word lists
+
+
+def read_word_list(array: np.ndarray, name: str) -> _Words:
+    """The words of TensorRT-LLM's packed list, a [2, n] array.
+
+    [[0], [-1]], an empty list as NVIDIA's clients send it, has no words. Ids after the last word's end are
+    ignored: they fill up the shorter lists of a batch.
+
+    Args:
+        array: Integers, without the batch dimension.
+        name: The tensor's name for the client.
+
+    Raises:
+        InvalidArgument: There are too many ids, or the rows or the end offsets are wrong; then the message shows
+            the layout by an example.
+    """
+    if array.ndim != 2 or array.shape[0] != 2:
+        raise _broken(name, f"must have two rows, shape [1, 2, n], got shape {list(array.shape)}")
+    if array.shape[1] > MAX_WORD_IDS:
+        raise InvalidArgument(
+            f"{name} has {array.shape[1]} ids; this server takes at most {MAX_WORD_IDS} in a list of words"
+        )
+    ids, ends = array.tolist()
+    count = ends.index(NO_ID) if NO_ID in ends else len(ends)
+    if any(end != NO_ID for end in ends[count:]):
+        raise _broken(name, f"has an end offset after -1 in its second row: {_shown(ends)}")
+    starts = [0, *ends[: count - 1]] if count else []
+    for start, end in zip(starts, ends):
+        if end <= start:
+            raise _broken(name, f"has an end offset {end} after {start}: they must grow, {_shown(ends)}")
+        if end > len(ids):
+            raise _broken(name, f"has the end offset {end}, but {len(ids)} ids")
+    return tuple(tuple(ids[start:end]) for start, end in zip(starts, ends))
+
+
+def _broken(name: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{name} {problem}. {_WORD_LAYOUT}")
+
+
+def _shown(values: list[int]) -> str:
+    return f"[{', '.join(map(str, values[:8]))}{', …' if len(values) > 8 else ''}]"

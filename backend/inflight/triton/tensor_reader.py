@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -31,13 +32,15 @@ NUMPY_TYPES: dict[str, type] = {
 
 
 class InputTensor(Protocol):
-    """What is used of `pb_utils.Tensor`."""
+    """The part of `pb_utils.Tensor` that is used here."""
 
     def name(self) -> str:
         """The name the client sent."""
+        ...
 
     def as_numpy(self) -> np.ndarray:
         """The elements; strings as an object array of bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +88,17 @@ class TensorReader:
                 raise InvalidArgument(
                     f"{wire_name} has {size} rows and {larger} has {most}: a batch has one row for each prompt"
                 )
-        return [self] if most == 1 else [self._row(index) for index in range(most)]
+        return [self] if most == 1 else [self._with(partial(_row, index)) for index in range(most)]
 
-    def _row(self, index: int) -> TensorReader:
-        row = TensorReader((), self._table, self._vocabulary)
-        row._unknown = self._unknown
-        row._sent = {
-            name: [_Sent(sent.wire_name, _row_of(sent.array, self._table[name], index)) for sent in found]
+    def _with(self, change: Callable[[np.ndarray, TensorSpec], np.ndarray]) -> TensorReader:
+        """A reader of the same tensors with other arrays."""
+        reader = TensorReader((), self._table, self._vocabulary)
+        reader._unknown = self._unknown
+        reader._sent = {
+            name: [_Sent(sent.wire_name, change(sent.array, self._table[name])) for sent in found]
             for name, found in self._sent.items()
         }
-        return row
+        return reader
 
     def shown_name(self, name: str) -> str:
         """The name under which this request's client knows the tensor."""
@@ -107,7 +111,7 @@ class TensorReader:
         return self._vocabulary is Vocabulary.TEXT
 
     def in_client_names(self, message: str) -> str:
-        """A message about main names, about the names that this request's client knows."""
+        """The message with main names replaced by those that this request's client knows."""
         for spec in self._table.specs:
             shown = self.shown_name(spec.name)
             if shown != spec.name:
@@ -152,12 +156,7 @@ class TensorReader:
 
     def detached(self) -> TensorReader:
         """A reader of copies, for when the request's own tensors may be gone."""
-        copy = TensorReader((), self._table, self._vocabulary)
-        copy._sent = {
-            name: [_Sent(sent.wire_name, sent.array.copy()) for sent in found]
-            for name, found in self._sent.items()
-        }
-        return copy
+        return self._with(lambda array, _: array.copy())
 
     def array(self, name: str) -> np.ndarray | None:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
@@ -195,7 +194,7 @@ class TensorReader:
         return found.array.reshape(1)
 
     def _find(self, spec: TensorSpec) -> _Sent | None:
-        """What was sent under any of the row's names, checked; None when absent or empty."""
+        """The tensor that was sent under any of the row's names, checked; None when absent or empty."""
         found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
         for sent in found:
             dtypes = (spec.dtype, *spec.other_dtypes)
@@ -213,7 +212,7 @@ class TensorReader:
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
-    """What the reading of each row of a batch gives; an error says of which of several rows it is."""
+    """Call the reader of each row of a batch; an error says which of several rows it is about."""
     results = []
     for index, read in enumerate(readings):
         try:
@@ -259,7 +258,7 @@ def _num_rows(array: np.ndarray, spec: TensorSpec) -> int:
     return array.shape[0] if array.ndim == len(spec.dims) + 1 else 1
 
 
-def _row_of(array: np.ndarray, spec: TensorSpec, index: int) -> np.ndarray:
+def _row(index: int, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     if not array.size:
         return array
     return array.reshape(-1)[index : index + 1] if spec.scalar else array[index : index + 1]

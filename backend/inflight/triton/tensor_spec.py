@@ -1,6 +1,6 @@
 """What one tensor is: its names, data type and shape, and which values of it ask for nothing.
 
-Owns the vocabulary of the tables in `tensors` and `text_tensors`. Knows neither numpy nor Triton's Python
+Owns the vocabulary of the tables in `tensors`. Knows neither numpy nor Triton's Python
 objects, so that config.pbtxt can be written from the tables anywhere. Pure.
 """
 
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Vocabulary(Enum):
-    """Whose names a model's tensors go by: `tensorrt_llm`'s or those of `ensemble`."""
+    """The two sets of names that tensors go by: `tensorrt_llm`'s and `ensemble`'s."""
 
     TOKENS = "tokens"
     TEXT = "text"

@@ -1,5 +1,6 @@
-"""THE table of tensors of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`: nothing else spells a data type.
+"""THE tables of tensors: nothing else spells a data type.
 
+`INPUTS` and `OUTPUTS` are those of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`.
 The specification's names, shapes and types come first (Inference Request); then what tensorrtllm_backend adds,
 so that its clients work unchanged; then this project's own. config.pbtxt is generated from here. Rows with a
 `neutral` value are declared and not built: any other value is refused, never ignored.
@@ -8,10 +9,15 @@ so that its clients work unchanged; then this project's own. config.pbtxt is gen
 that does so is served too.
 
 `ensemble` also takes the names of tensorrtllm_backend's `tensorrt_llm_bls` and of TensorRT-LLM's `llmapi` model
-(`sampling_param_*`).
+(`sampling_param_*`). The tensors of `preprocessing` and `postprocessing` go by tensorrtllm_backend's names. Those
+that only image, video and encoder-decoder models have are declared as there, and the outputs among them never
+come.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
 
@@ -29,25 +35,40 @@ _NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 # Of no effect beside a tensor that has to be neutral itself.
 _ANY = Neutral(NeutralRule.ANY)
 
+
+def _both(name: str, dtype: str, meaning: str, dims: tuple[int, ...] = (), **more: Any) -> TensorSpec:
+    """A tensor that goes by one name in both vocabularies."""
+    return TensorSpec(name, dtype, dims, meaning, text_names=(name,), **more)
+
+
+def _text_only(
+    name: str, dtype: str, meaning: str, neutral: Neutral | None = None, dims: tuple[int, ...] = ()
+) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral, text_only=True)
+
+
+def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), text_alias: str = "") -> TensorSpec:
+    text_names = (name, *aliases, *([text_alias] if text_alias else []))
+    return TensorSpec(name, "BOOL", (), meaning, aliases, text_names)
+
+
+def _of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, meaning, neutral=_NO_TEXT if dtype == "BYTES" else _EMPTY)
+
+
+_MAX_TOKENS = ("max_tokens", "sampling_param_max_tokens")
 _PROMPT = (
     TensorSpec("input_ids", "INT32", (-1,), "prompt token ids; or text_input"),
     TensorSpec("input_lengths", "INT32", (), "how many of input_ids count; all by default"),
-    TensorSpec("text_input", "BYTES", (), "prompt as UTF-8 text", text_names=("text_input",)),
-    TensorSpec(
-        "request_output_len",
-        "INT32",
-        (),
-        "most tokens to generate; required",
-        (),
-        ("max_tokens", "sampling_param_max_tokens"),
-    ),
+    _both("text_input", "BYTES", "prompt as UTF-8 text"),
+    TensorSpec("request_output_len", "INT32", (), "most tokens to generate; required", (), _MAX_TOKENS),
     TensorSpec(
         "streaming", "BOOL", (), "respond at every iteration instead of once", (), ("stream", "streaming")
     ),
-    TensorSpec("stop", "BOOL", (), "end the request in flight with this request's id", (), ("stop",)),
-    TensorSpec("state", "BOOL", (), "ask for what the batcher is doing, and nothing else", (), ("state",)),
-    TensorSpec("end_id", "INT32", (), "token that ends the sequence; -1: none", (), ("end_id",)),
-    TensorSpec("pad_id", "INT32", (), "fills ragged outputs; -1 by default", (), ("pad_id",)),
+    _both("stop", "BOOL", "end the request in flight with this request's id"),
+    _both("state", "BOOL", "ask for what the batcher is doing, and nothing else"),
+    _both("end_id", "INT32", "token that ends the sequence; -1: none"),
+    _both("pad_id", "INT32", "fills ragged outputs; -1 by default"),
     TensorSpec(
         "stop_words_list", "INT32", (2, -1), "ids over end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]; returned"
     ),
@@ -60,21 +81,10 @@ _PROMPT = (
         (),
         ("stop_words", "sampling_param_stop"),
     ),
-    TensorSpec(
-        "bad_words", "BYTES", (-1,), "texts not to generate, in their usual tokens", (), ("bad_words",)
-    ),
+    _both("bad_words", "BYTES", "texts not to generate, in their usual tokens", (-1,)),
     TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits"),
-    TensorSpec(
-        "embedding_bias_words", "BYTES", (-1,), "texts whose tokens to bias", (), ("embedding_bias_words",)
-    ),
-    TensorSpec(
-        "embedding_bias_weights",
-        "FP32",
-        (-1,),
-        "added for each token of its text",
-        (),
-        ("embedding_bias_weights",),
-    ),
+    _both("embedding_bias_words", "BYTES", "texts whose tokens to bias", (-1,)),
+    _both("embedding_bias_weights", "FP32", "added for each token of its text", (-1,)),
 )
 
 _SAMPLING = (
@@ -184,23 +194,11 @@ _BEAMS = (
 )
 
 
-def _flag(
-    name: str, meaning: str, aliases: tuple[str, ...] = (), text_aliases: tuple[str, ...] = ()
-) -> TensorSpec:
-    return TensorSpec(name, "BOOL", (), meaning, aliases, (name, *aliases, *text_aliases))
-
-
-def _text_only(
-    name: str, dtype: str, dims: tuple[int, ...], meaning: str, neutral: Neutral | None = None
-) -> TensorSpec:
-    return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral, text_only=True)
-
-
 _WANTED = (
     _flag(
         "exclude_input_in_output",
         "leave the prompt out; default: the model's parameter",
-        text_aliases=("sampling_param_exclude_input_from_output",),
+        text_alias="sampling_param_exclude_input_from_output",
     ),
     _flag("return_num_input_tokens", "adds output num_input_tokens"),
     _flag("return_num_output_tokens", "adds output num_output_tokens"),
@@ -212,41 +210,28 @@ _WANTED = (
         "return_perf_metrics",
         "adds times, blocks and draft counts",
         ("return_kv_cache_reuse_stats",),
-        ("sampling_param_return_perf_metrics",),
+        "sampling_param_return_perf_metrics",
     ),
-    TensorSpec("num_top_log_probs", "INT32", (), "likeliest tokens to report", (), ("num_top_log_probs",)),
-    _text_only("return_finish_reason", "BOOL", (), "false: leave output finish_reason out"),
-    _text_only("return_cumulative_logprob", "BOOL", (), "adds output cumulative_logprob"),
-    _text_only("return_stop_reason", "BOOL", (), "which stop word it was", _FALSE),
+    _both("num_top_log_probs", "INT32", "likeliest tokens to report"),
+    _text_only("return_finish_reason", "BOOL", "false: leave output finish_reason out"),
+    _text_only("return_cumulative_logprob", "BOOL", "adds output cumulative_logprob"),
+    _text_only("return_stop_reason", "BOOL", "which stop word it was", _FALSE),
 )
 
 _ADAPTERS = (
-    TensorSpec(
-        "prompt_embedding_table",
-        "FP16",
-        (-1, -1),
-        "[rows, hidden]",
-        (),
-        ("prompt_embedding_table",),
-        _EMPTY,
-        other_dtypes=("FP32",),
+    _both(
+        "prompt_embedding_table", "FP16", "[rows, hidden]", (-1, -1), neutral=_EMPTY, other_dtypes=("FP32",)
     ),
-    TensorSpec("prompt_vocab_size", "INT32", (), "rows of that table", (), ("prompt_vocab_size",), _ANY),
-    TensorSpec(
-        "prompt_table_extra_ids",
-        "UINT64",
-        (-1,),
-        "one per prompt token; 0: text",
-        neutral=_ZERO,
-    ),
-    _text_only("prompt_table_extra_id", "UINT64", (), "of all rows of that table", _ZERO),
-    TensorSpec("lora_task_id", "UINT64", (), "names the adapter", (), ("lora_task_id",), _EMPTY),
-    TensorSpec("lora_weights", "FP16", (-1, -1), "[modules, D*Hi + Ho*D]", (), ("lora_weights",), _EMPTY),
-    TensorSpec("lora_config", "INT32", (-1, 3), "rows module, layer, rank", (), ("lora_config",), _EMPTY),
-    _text_only("lora_id", "UINT64", (), "names the adapter", _EMPTY),
-    _text_only("lora_name", "BYTES", (), "names the adapter", _NO_TEXT),
-    _text_only("lora_path", "BYTES", (), "folder of the adapter", _NO_TEXT),
-    _text_only("lora_ckpt_source", "BYTES", (), "format of that folder", _NO_TEXT),
+    _both("prompt_vocab_size", "INT32", "rows of that table", neutral=_ANY),
+    TensorSpec("prompt_table_extra_ids", "UINT64", (-1,), "one per prompt token; 0: text", neutral=_ZERO),
+    _text_only("prompt_table_extra_id", "UINT64", "of all rows of that table", _ZERO),
+    _both("lora_task_id", "UINT64", "names the adapter", neutral=_EMPTY),
+    _both("lora_weights", "FP16", "[modules, D*Hi + Ho*D]", (-1, -1), neutral=_EMPTY),
+    _both("lora_config", "INT32", "rows module, layer, rank", (-1, 3), neutral=_EMPTY),
+    _text_only("lora_id", "UINT64", "names the adapter", _EMPTY),
+    _text_only("lora_name", "BYTES", "names the adapter", _NO_TEXT),
+    _text_only("lora_path", "BYTES", "folder of the adapter", _NO_TEXT),
+    _text_only("lora_ckpt_source", "BYTES", "format of that folder", _NO_TEXT),
 )
 
 _DRAFTS = (
@@ -262,17 +247,10 @@ _DRAFTS = (
     TensorSpec("lookahead_window_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_ngram_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_verification_set_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
-    TensorSpec(
-        "prompt_lookup_num_tokens",
-        "INT32",
-        (),
-        "most tokens to guess from what came before; 0: off",
-        (),
-        ("prompt_lookup_num_tokens",),
-    ),
-    _text_only("num_draft_tokens", "INT32", (), "tokens to draft with another model", _ZERO),
-    _text_only("use_draft_logits", "BOOL", (), "accept these by chance", _FALSE),
-    _text_only("sampling_param_best_of", "INT32", (), "sequences to choose the best of", _values(0, 1)),
+    _both("prompt_lookup_num_tokens", "INT32", "most tokens to guess from what came before; 0: off"),
+    _text_only("num_draft_tokens", "INT32", "tokens to draft with another model", _ZERO),
+    _text_only("use_draft_logits", "BOOL", "accept these by chance", _FALSE),
+    _text_only("sampling_param_best_of", "INT32", "sequences to choose the best of", _values(0, 1)),
 )
 
 _OTHER_MODELS = (
@@ -289,72 +267,63 @@ _OTHER_MODELS = (
         "decoder_input_ids", "INT32", (-1,), "prompt of the decoder beside an encoder", neutral=_PAD_ID
     ),
     TensorSpec("decoder_input_lengths", "INT32", (), "how many of these count", neutral=_values(0, 1)),
-    _text_only("decoder_text_input", "BYTES", (), "prompt of the decoder beside an encoder", _NO_TEXT),
-    TensorSpec(
-        "cross_attention_mask",
-        "BOOL",
-        (-1, -1),
-        "[prompt tokens, image tiles] they attend to",
-        neutral=_EMPTY,
-    ),
+    _text_only("decoder_text_input", "BYTES", "prompt of the decoder beside an encoder", _NO_TEXT),
+    _of_other_models("cross_attention_mask", "BOOL", (-1, -1), "[prompt tokens, image tiles] they attend to"),
     TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether none is attended to", neutral=_FALSE),
-    TensorSpec("mrope_rotary_cos_sin", "FP32", (-1,), "rotations of image tokens", neutral=_EMPTY),
+    _of_other_models("mrope_rotary_cos_sin", "FP32", (-1,), "rotations of image tokens"),
     TensorSpec("mrope_position_deltas", "INT64", (1,), "shift of positions after images", neutral=_ZERO),
-    TensorSpec(
-        "context_phase_params", "UINT8", (-1,), "what another server's context phase left", neutral=_EMPTY
-    ),
-    _text_only("image_input", "FP16", (-1, 3, -1, -1), "pixels of images", _EMPTY),
-    _text_only("image_bytes_input", "UINT8", (-1, -1, -1, -1), "images", _EMPTY),
-    _text_only("image_url_input", "BYTES", (), "where an image is", _NO_TEXT),
-    _text_only("image_url", "BYTES", (-1,), "where images are", _NO_TEXT),
-    _text_only("video_bytes_input", "UINT8", (-1, -1, -1, -1), "frames of a video", _EMPTY),
+    _of_other_models("context_phase_params", "UINT8", (-1,), "what another server's context phase left"),
+    _text_only("image_input", "FP16", "pixels of images", _EMPTY, (-1, 3, -1, -1)),
+    _text_only("image_bytes_input", "UINT8", "images", _EMPTY, (-1, -1, -1, -1)),
+    _text_only("image_url_input", "BYTES", "where an image is", _NO_TEXT),
+    _text_only("image_url", "BYTES", "where images are", _NO_TEXT, (-1,)),
+    _text_only("video_bytes_input", "UINT8", "frames of a video", _EMPTY, (-1, -1, -1, -1)),
 )
 
-
-def _guide(name: str, meaning: str) -> TensorSpec:
-    return TensorSpec(name, "BYTES", (1,), meaning, (), (name,), _NO_TEXT)
-
-
-def _retention(name: str, meaning: str, dims: tuple[int, ...] = (-1,)) -> TensorSpec:
-    return TensorSpec(f"retention_{name}", "INT32", dims, meaning, (), (f"retention_{name}",))
-
-
 _GUIDES = (
-    _guide("guided_decoding_guide_type", "json, json_schema, regex or ebnf_grammar"),
-    _guide("guided_decoding_guide", "the schema, expression or grammar"),
+    _both(
+        "guided_decoding_guide_type",
+        "BYTES",
+        "json, json_schema, regex or ebnf_grammar",
+        (1,),
+        neutral=_NO_TEXT,
+    ),
+    _both("guided_decoding_guide", "BYTES", "the schema, expression or grammar", (1,), neutral=_NO_TEXT),
 )
 
 _CACHE = (
-    _retention("token_range_starts", "prompt ranges whose KV blocks get a priority of their own"),
-    _retention("token_range_ends", "-1: the prompt's end"),
-    _retention("token_range_priorities", "0 .. 100; lower ones are evicted first; 35 by default"),
-    _retention("token_range_durations_ms", "then the default again; -1: never; never by default"),
-    _retention("decode_priority", "of generated blocks", ()),
-    _retention("decode_duration_ms", "of generated blocks; -1: for ever", ()),
-    TensorSpec(
-        "cache_salt_id", "UINT64", (), "share KV blocks under this salt only; 0", (), ("cache_salt_id",)
+    _both(
+        "retention_token_range_starts",
+        "INT32",
+        "prompt ranges whose KV blocks get a priority of their own",
+        (-1,),
     ),
+    _both("retention_token_range_ends", "INT32", "-1: the prompt's end", (-1,)),
+    _both(
+        "retention_token_range_priorities",
+        "INT32",
+        "0 .. 100; lower ones are evicted first; 35 by default",
+        (-1,),
+    ),
+    _both(
+        "retention_token_range_durations_ms",
+        "INT32",
+        "then the default again; -1: never; never by default",
+        (-1,),
+    ),
+    _both("retention_decode_priority", "INT32", "of generated blocks"),
+    _both("retention_decode_duration_ms", "INT32", "of generated blocks; -1: for ever"),
+    _both("cache_salt_id", "UINT64", "share KV blocks under this salt only; 0"),
 )
 
 _QUEUE = (
-    TensorSpec("priority", "FP32", (), "0 .. 1, higher first; 0.5 by default", (), ("priority",)),
-    TensorSpec("client_id", "UINT64", (), "whose request it is; clients take turns; 0", (), ("client_id",)),
-    TensorSpec("allotted_time_ms", "INT32", (), "deadline; 0: none", (), ("allotted_time_ms",)),
+    _both("priority", "FP32", "0 .. 1, higher first; 0.5 by default"),
+    _both("client_id", "UINT64", "whose request it is; clients take turns; 0"),
+    _both("allotted_time_ms", "INT32", "deadline; 0: none"),
 )
 
 INPUTS = TensorTable(
-    (
-        *_PROMPT,
-        *_SAMPLING,
-        *_BEAMS,
-        *_WANTED,
-        *_ADAPTERS,
-        *_DRAFTS,
-        *_GUIDES,
-        *_CACHE,
-        *_QUEUE,
-        *_OTHER_MODELS,
-    ),
+    _PROMPT + _SAMPLING + _BEAMS + _WANTED + _ADAPTERS + _DRAFTS + _GUIDES + _CACHE + _QUEUE + _OTHER_MODELS
 )
 
 
@@ -362,37 +331,27 @@ _NEW, _SO_FAR, _SAME = InStream.NEW, InStream.SO_FAR, InStream.SAME
 
 
 def _output(
-    name: str,
-    dtype: str,
-    dims: tuple[int, ...],
-    in_stream: InStream | None,
-    meaning: str,
-    asked_by: str = "",
-    is_batched: bool = True,
+    name: str, dtype: str, dims: tuple[int, ...], in_stream: InStream | None, meaning: str, **more: Any
 ) -> TensorSpec:
-    # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
-    text_names = () if name in ("output_ids", "sequence_length") else (name,)
-    return TensorSpec(
-        name,
-        dtype,
-        dims,
-        meaning,
-        (),
-        text_names,
-        asked_by=asked_by,
-        in_stream=in_stream,
-        is_batched=is_batched,
-    )
+    return TensorSpec(name, dtype, dims, meaning, text_names=(name,), in_stream=in_stream, **more)
+
+
+def _asked(
+    name: str, dtype: str, dims: tuple[int, ...], in_stream: InStream, meaning: str, flag: str = ""
+) -> TensorSpec:
+    """An output that its own return_* flag asks for, or the input `flag`."""
+    return _output(name, dtype, dims, in_stream, meaning, asked_by=flag or f"return_{name}")
 
 
 def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
-    return _output(name, dtype, (1,), _SO_FAR, meaning, "return_perf_metrics")
+    return _asked(name, dtype, (1,), _SO_FAR, meaning, "return_perf_metrics")
 
 
 OUTPUTS = TensorTable(
     (
-        _output("output_ids", "INT32", (-1, -1), _NEW, "[beams, n]; streaming: the new tokens"),
-        _output("sequence_length", "INT32", (-1,), _NEW, "[beams] ids in this response"),
+        # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
+        TensorSpec("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens", in_stream=_NEW),
+        TensorSpec("sequence_length", "INT32", (-1,), "[beams] ids in this response", in_stream=_NEW),
         _output(
             "text_output",
             "BYTES",
@@ -404,28 +363,14 @@ OUTPUTS = TensorTable(
         _output("finish_reason", "BYTES", (-1,), _SO_FAR, "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
         _output("batch_index", "INT32", (1,), _SAME, "which prompt of a batch; only then"),
         _output("sequence_index", "INT32", (1,), _SAME, "which of num_return_sequences; only then"),
-        _output("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens", "return_num_input_tokens"),
-        _output(
-            "num_output_tokens",
-            "INT32",
-            (1,),
-            _NEW,
-            "generated in this response, first beam's",
-            "return_num_output_tokens",
-        ),
-        _output("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
-        TensorSpec(
-            "cumulative_logprob",
-            "FP32",
-            (-1,),
-            "as cum_log_probs",
-            (),
-            ("cumulative_logprob",),
-            asked_by="return_cumulative_logprob",
-            in_stream=_SO_FAR,
+        _asked("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens"),
+        _asked("num_output_tokens", "INT32", (1,), _NEW, "generated in this response, first beam's"),
+        _asked("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
+        replace(
+            _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs"),
             text_only=True,
         ),
-        _output(
+        _asked(
             "output_log_probs",
             "FP32",
             (-1, -1),
@@ -433,29 +378,13 @@ OUTPUTS = TensorTable(
             "[beams, n] of generated tokens",
             "return_log_probs",
         ),
-        _output("top_log_prob_ids", "INT32", (-1, -1, -1), _NEW, "[beams, n, k]", "num_top_log_probs"),
-        _output(
+        _asked("top_log_prob_ids", "INT32", (-1, -1, -1), _NEW, "[beams, n, k]", "num_top_log_probs"),
+        _asked(
             "top_log_probs", "FP32", (-1, -1, -1), _NEW, "[beams, n, k] likeliest first", "num_top_log_probs"
         ),
-        _output(
-            "prompt_log_probs",
-            "FP32",
-            (-1,),
-            _SAME,
-            "[prompt tokens], the first 0",
-            "return_prompt_log_probs",
-        ),
-        _output(
-            "context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]", "return_context_logits"
-        ),
-        _output(
-            "generation_logits",
-            "FP32",
-            (-1, -1, -1),
-            _NEW,
-            "[beams, n, vocab_size]",
-            "return_generation_logits",
-        ),
+        _asked("prompt_log_probs", "FP32", (-1,), _SAME, "[prompt tokens], the first 0"),
+        _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]"),
+        _asked("generation_logits", "FP32", (-1, -1, -1), _NEW, "[beams, n, vocab_size]"),
         _metric("kv_cache_alloc_new_blocks", "KV blocks taken for the prompt"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
         _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
@@ -467,13 +396,66 @@ OUTPUTS = TensorTable(
         _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
         _metric("total_accepted_draft_tokens", "draft tokens accepted"),
         _metric("total_draft_tokens", "draft tokens verified"),
-        TensorSpec(
-            "context_phase_params",
-            "UINT8",
-            (-1,),
-            "never: this server does both phases itself",
-            neutral=_EMPTY,
+        _of_other_models(
+            "context_phase_params", "UINT8", (-1,), "never: this server does both phases itself"
         ),
-        _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", "state"),
+        _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", asked_by="state"),
     )
+)
+
+PREPROCESSING_INPUTS = TensorTable(
+    (
+        TensorSpec("QUERY", "BYTES", (1,), "prompt as UTF-8 text; required"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
+        TensorSpec("BAD_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
+        TensorSpec("STOP_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
+        TensorSpec("EMBEDDING_BIAS_WORDS", "BYTES", (-1,), "texts whose tokens to bias"),
+        TensorSpec("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,), "added for each token of its text"),
+        TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
+        TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
+        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of table rows, of which text has none"),
+        _of_other_models("DECODER_QUERY", "BYTES", (1,), "text for the decoder beside an encoder"),
+        _of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "images"),
+        _of_other_models("IMAGE_URL", "BYTES", (1,), "where an image is"),
+        _of_other_models("IMAGES", "BYTES", (-1,), "images"),
+        _of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
+    )
+)
+
+PREPROCESSING_OUTPUTS = TensorTable(
+    (
+        TensorSpec("INPUT_ID", "INT32", (-1,), "prompt token ids"),
+        TensorSpec("REQUEST_INPUT_LEN", "INT32", (1,), "their number"),
+        TensorSpec("DECODER_INPUT_ID", "INT32", (-1,), "the padding id alone"),
+        TensorSpec("REQUEST_DECODER_INPUT_LEN", "INT32", (1,), "1"),
+        TensorSpec("BAD_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's bad_words_list"),
+        TensorSpec("STOP_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's stop_words_list"),
+        TensorSpec("EMBEDDING_BIAS", "FP32", (-1,), "[vocab_size], or empty without words"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (-1,), "handed through"),
+        TensorSpec("OUT_END_ID", "INT32", (1,), "handed through"),
+        TensorSpec("OUT_PAD_ID", "INT32", (1,), "handed through"),
+        TensorSpec(
+            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "with PROMPT_TABLE_EXTRA_ID: a 0 per token"
+        ),
+        _of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "of image models"),
+        _of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "of image models"),
+        _of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "of image models"),
+        _of_other_models("CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1), "of image models"),
+        _of_other_models("IMAGE_SIZES", "INT64", (-1, 2), "of image models"),
+        _of_other_models("IS_VIDEO_INPUT", "BOOL", (1,), "of video models"),
+        _of_other_models("ATTENTION_MASK", "INT64", (-1,), "of image models"),
+        _of_other_models("IMAGE_GRID_THW", "INT64", (3,), "of image models"),
+        _of_other_models("VISION_INPUT_ID", "INT32", (-1,), "of image models"),
+    )
+)
+
+POSTPROCESSING_INPUTS = TensorTable(
+    (
+        TensorSpec("TOKENS_BATCH", "INT32", (-1, -1), "[beams, n] token ids; required"),
+        TensorSpec("SEQUENCE_LENGTH", "INT32", (-1,), "[beams] how many of them count; all by default"),
+    )
+)
+
+POSTPROCESSING_OUTPUTS = TensorTable(
+    (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
 )

@@ -1,5 +1,5 @@
 """Triton loads this file; the model is in the package `inflight`."""
 
-from inflight.triton.models.ensemble import TritonPythonModel
+from inflight.triton.models.remote import Ensemble as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

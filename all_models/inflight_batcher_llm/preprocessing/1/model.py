@@ -1,5 +1,5 @@
 """Triton loads this file; the model is in the package `inflight`."""
 
-from inflight.triton.models.preprocessing import TritonPythonModel
+from inflight.triton.models.text_models import Preprocessing as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -24,13 +24,17 @@ from inflight.ranks.launch_mode import LaunchMode, find_launch_mode, waits_for_l
 from inflight.ranks.orchestrator import Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.triton.front_end import FrontEnd, ServingModel
+from inflight.triton.front_end import FrontEnd
+from inflight.triton.host import (
+    ModelArgs,
+    TritonModelControl,
+    has_explicit_control,
+    import_pb_utils,
+    log_to_triton,
+    read_model_args,
+)
 from inflight.triton.leader import Leader, refuse_ranks, take_seat
-from inflight.triton.log import log_to_triton
 from inflight.triton.metrics import MetricsPublisher
-from inflight.triton.model_args import ModelArgs, read_model_args
-from inflight.triton.model_control import TritonModelControl, has_explicit_control
-from inflight.triton.tensor_spec import Vocabulary
 
 if TYPE_CHECKING:
     from inflight.build import LoadedModel
@@ -41,23 +45,24 @@ _FLUSH_S = 2.0
 
 
 class _Engine(Protocol):
-    """However it runs."""
+    """An engine that runs in this process or in ranks."""
 
     @property
     def client(self) -> EngineClient:
-        """The way to it."""
+        """The front end's way to the engine."""
+        ...
 
     def close(self) -> bool:
-        """Answer everything and end it; whether nothing hangs. Idempotent."""
+        """Answer everything and end the engine; returns whether nothing hangs. Idempotent."""
+        ...
 
 
 class TritonPythonModel:
-    """Token ids or text in and out, decoupled."""
+    """Serves token ids and text, with several responses to a request."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
-        import triton_python_backend_utils as pb_utils
-
+        pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         self._pb_utils = pb_utils
         self._engine: _Engine | None = None
@@ -73,8 +78,7 @@ class TritonPythonModel:
             self._engine = engine = self._make_engine(model, path)
             tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
             tokenizers.find(engine.client.describe().tokenizer_dir)
-            serving = ServingModel(Vocabulary.TOKENS, model.decoupled, model.parameters, model.outputs)
-            self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, serving, tokenizers)
+            self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, model, tokenizers)
             if self._guard is not None and self._mode is not LaunchMode.IN_PROCESS:
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000)
         except BaseException:  # Triton calls no finalize where initialize fails
@@ -84,7 +88,7 @@ class TritonPythonModel:
             raise
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests; their responses come later, from the sender thread."""
+        """Admit requests; their responses come later, from the sender thread."""
         assert self._front_end is not None, "Triton executes what it has initialized"
         self._front_end.execute(requests)
 
@@ -153,7 +157,7 @@ class TritonPythonModel:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """A rank is lost: on the heartbeat's thread, once everybody is answered."""
+        """End the server because a rank is lost; called on the heartbeat's thread, once everybody is answered."""
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)

@@ -1,8 +1,8 @@
-"""A serving model without an engine of its own: it talks to the engine endpoint of `tensorrt_llm`.
+"""`tensorrt_llm_infer` and `ensemble`: serving models that talk to the engine endpoint of `tensorrt_llm`.
 
-Owns nothing but its front end, and the guard that ends the server if this process is killed. Loads whether or not
-the engine is there yet, imports no torch, and answers UNAVAILABLE until the engine can be reached. Triton calls it
-on one thread.
+Each owns nothing but its front end, and the guard that ends the server if this process is killed. Loads whether or
+not the engine is there yet, imports no torch, and answers UNAVAILABLE until the engine can be reached. Triton
+calls it on one thread.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.path import endpoint_path
 from inflight.server.guard import guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.triton.front_end import FrontEnd, ServingModel
-from inflight.triton.log import log_to_triton
-from inflight.triton.model_args import read_model_args
+from inflight.triton.front_end import FrontEnd
+from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.tensor_spec import Vocabulary
 
 
-class RemoteModel:
-    """Base of the front ends; they differ in the names of their tensors and in what config.pbtxt says."""
+class Infer:
+    """`tensorrt_llm_infer`: the tensors of `tensorrt_llm`, one response, for HTTP infer and unary gRPC.
+
+    Not decoupled, and still many requests in flight: it answers after execute has returned.
+    """
 
     vocabulary = Vocabulary.TOKENS
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the front end; raises ConfigError with everything that is wrong with config.pbtxt."""
-        import triton_python_backend_utils as pb_utils
-
+        pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         model = read_model_args(args, Role.FRONT_END)
         parameters = model.parameters
@@ -38,14 +39,13 @@ class RemoteModel:
         tokenizers = TokenizerFinder(parameters.tokenizer_dir)
         if parameters.tokenizer_dir:
             tokenizers.find()  # now rather than while the first request waits
-        serving = ServingModel(self.vocabulary, model.decoupled, parameters, model.outputs)
         client = SocketEngineClient(path)
-        self._front_end = FrontEnd(pb_utils, client, client.close, serving, tokenizers)
+        self._front_end = FrontEnd(pb_utils, client, client.close, model, tokenizers, self.vocabulary)
         # Last, as Triton calls no finalize where this fails.
         self._guard = guard_in_server(model.name)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests; their responses come later, from the sender thread."""
+        """Admit requests; their responses come later, from the sender thread."""
         self._front_end.execute(requests)
 
     def finalize(self) -> None:
@@ -53,3 +53,12 @@ class RemoteModel:
         self._front_end.close()
         if self._guard is not None:
             self._guard.dismiss()
+
+
+class Ensemble(Infer):
+    """`ensemble`: text in, text out, under tensorrtllm_backend's names (`max_tokens`, `top_k`, `stream`, …).
+
+    A decoupled front end and no Triton ensemble, because Triton passes no cancellation on to an ensemble's steps.
+    """
+
+    vocabulary = Vocabulary.TEXT

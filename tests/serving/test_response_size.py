@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
@@ -15,7 +14,6 @@ from inflight.serving.response_size import (
     ResponseBudget,
     response_size,
 )
-from inflight.testing.fake_pb_utils import InferenceResponse, Tensor
 
 MIB = 1 << 20
 VOCABULARY = 1 << 18  # a row of logits is 1 MiB
@@ -59,8 +57,8 @@ def reserve(budget: ResponseBudget, *requests: Request, streaming: bool = False,
     return budget.reserve(requests, VOCABULARY, streaming, in_one)
 
 
-def response_of(mib: int) -> InferenceResponse:
-    return InferenceResponse([Tensor("generation_logits", np.zeros(mib << 18, np.float32))])
+def response_of(mib: int) -> list[tuple[str, int]]:
+    return [("generation_logits", mib << 20)]
 
 
 def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
@@ -211,8 +209,7 @@ def test_two_tensors_that_fitted_say_nothing_of_one_as_large_as_both() -> None:
     memory = Memory(total_mib=64, free_mib=60)
     budget = ResponseBudget(memory)
     ticket = reserve(budget, with_logits(20))
-    two = InferenceResponse([Tensor(name, np.zeros(10 << 18, np.float32)) for name in ("a", "b")])
-    with budget.sending(ticket, two):
+    with budget.sending(ticket, [("a", 10 << 20), ("b", 10 << 20)]):
         pass
     budget.release(ticket)
     memory.free = 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inflight.testing.fake_metrics import FakeMetrics
+from tests.triton.fake_metrics import FakeMetrics
 
 COMPLETE_FINAL = 1
 _WAIT_S = 30.0

@@ -1,63 +1,79 @@
-"""The thread that answers: takes responses as the engine makes them and hands them to Triton.
+"""The thread that answers: takes responses as the engine makes them and hands them to their clients.
 
-Owns the sending of everything but refusals and the answers to `state` and `stop`. A send through the Python stub
-costs more than the engine may wait for, so the engine only puts responses into a mailbox; streams that have fallen
-behind, as they do where the model computes on all processors, get what waits for them in one response, the
-longest-waiting first. Text is made here too. Does not know where responses come from.
+Owns the sending of everything but refusals and what needs no engine. A send may cost more than the engine may wait
+for, so the engine only puts responses into a mailbox; streams that have fallen behind, as they do where the model
+computes on all processors, get what waits for them in one response, the longest-waiting first. Text is made here
+too. Does not know where responses come from, nor the clients' protocol.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from inflight.core.request.response import Response
 from inflight.endpoint.mailbox import Mailbox
 from inflight.errors import InflightError, StepFailed
 from inflight.serving.background import give_way
+from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
 from inflight.serving.pacing import Pacing
+from inflight.serving.reply import Output
 from inflight.serving.response_size import ResponseBudget
-from inflight.triton.in_flight import Arrival, Ending, InFlight, error_of_ending
-from inflight.triton.responses import ResponseBuilder
+
+_log = logging.getLogger(__name__)
+
+
+class ResponseMaker(Protocol):
+    """Makes a protocol's responses, which `ClientStream.send` and `finish` take."""
+
+    def outputs(self, outputs: Sequence[Output]) -> Any:
+        """One response with all these outputs."""
+        ...
+
+    def error(self, error: InflightError) -> Any:
+        """A response that carries an error."""
+        ...
+
+    def tensor_sizes(self, response: Any) -> Iterable[tuple[str, int]]:
+        """Tell (name, bytes) of all in a response that takes shared memory on its way; see `response_size`."""
+        ...
 
 
 class Sender:
-    """One thread, from construction to `close`."""
+    """Sends on one thread, from construction to `close`."""
 
     def __init__(
         self,
         in_flight: InFlight,
-        responses: ResponseBuilder,
+        responses: ResponseMaker,
         budget: ResponseBudget,
-        log: Callable[[str], None],
         stream_interval: int = 1,
     ) -> None:
         """Args:
         in_flight: Where the clients of responses are found.
-        responses: Makes Triton's responses.
+        responses: Makes the responses of the clients' protocol.
         budget: Knows whether there is room for a response, and gets it back when a request has been answered.
-        log: Takes a line about a client that could not be answered.
         stream_interval: As the parameter.
         """
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
-        self._log = log
         self._mailbox = Mailbox()
         self._pacing = Pacing(stream_interval, self._mailbox.put)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
     def put(self, response: Response) -> None:
-        """Take one response from the engine; never waits."""
+        """Queue one response of the engine's; never waits."""
         self._pacing.put(response)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until everything put here has been sent, for `timeout_s` at most; whether it has. Any thread.
+        """Wait until all that was put here has been sent, for `timeout_s` at most; returns whether it has.
 
-        What `stream_interval` holds back does not count.
+        What `stream_interval` holds back does not count. Any thread.
         """
         return self._mailbox.wait_until_taken(timeout_s)
 
@@ -68,7 +84,7 @@ class Sender:
 
     def _run(self) -> None:
         give_way()
-        # One at a time: what is not taken yet goes on joining.
+        # One at a time: what still waits goes on joining.
         while waiting := self._mailbox.get(limit=1):
             for response in waiting:
                 self._deliver(response)
@@ -96,28 +112,28 @@ class Sender:
             if arrival.is_last:
                 stream.finish()
             return
-        with self._budget.sending(arrival.entry.ticket, message):
+        with self._budget.sending(arrival.entry.ticket, self._responses.tensor_sizes(message)):
             if arrival.is_last:
                 stream.finish(message)
             else:
                 stream.send(message)
 
     def _message(self, arrival: Arrival, response: Response) -> Any:
-        """A Triton response; None if there is nothing to send yet."""
+        """Make a response of the clients' protocol; None if there is nothing to send yet."""
         entry, result = arrival.entry, response.result
         if result is None:
             return self._responses.error(response.error or StepFailed("the engine gave no result"))
         if entry.ending is not Ending.NONE:
             return self._responses.error(entry.send_failure or error_of_ending(entry.ending))
-        outputs = entry.reply.take(arrival.batch_index, result, arrival.is_last)
+        outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped(arrival.batch_index):
             self._in_flight.stop_sequence(response.request_id, result.sequence_index)
         return self._responses.outputs(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:
-        """A response could not be made or sent: the client gets an error, and the engine stops working for it."""
+        """Answer with an error because a response could not be made or sent, and stop the request."""
         entry = arrival.entry
-        self._log(f"request {entry} could not be answered: {error!r}")
+        _log.debug("request %s could not be answered: %r", entry, error)
         failed = error if isinstance(error, InflightError) else StepFailed(f"response not sent: {error!r}")
         if not arrival.is_last:
             entry.send_failure = failed
@@ -126,4 +142,4 @@ class Sender:
         try:
             entry.stream.finish(self._responses.error(failed))
         except Exception as last:
-            self._log(f"request {entry} could not be ended: {last!r}")
+            _log.debug("request %s could not be ended: %r", entry, last)

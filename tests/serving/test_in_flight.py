@@ -11,9 +11,9 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable
-from inflight.testing.fake_pb_utils import ResponseSender
-from inflight.triton.in_flight import Arrival, Ending, InFlight, InFlightRequest
+from inflight.serving.in_flight import Arrival, Ending, InFlight, InFlightRequest
 from tests.triton.factories import FakeEngineClient, make_entry, make_request
+from tests.triton.fake_pb_utils import ResponseSender
 
 
 def ignore(response: Response) -> None:
@@ -25,14 +25,14 @@ def make_in_flight(client: FakeEngineClient | None = None) -> tuple[InFlight, Fa
     return InFlight(client), client
 
 
-def start(in_flight: InFlight, triton_id: str = "", sender: ResponseSender | None = None) -> InFlightRequest:
-    entry = make_entry(triton_id, sender)
+def start(in_flight: InFlight, request_id: str = "", sender: ResponseSender | None = None) -> InFlightRequest:
+    entry = make_entry(request_id, sender)
     in_flight.start(entry, [make_request()], ignore)
     return entry
 
 
-def start_batch(in_flight: InFlight, size: int, triton_id: str = "") -> InFlightRequest:
-    entry = make_entry(triton_id)
+def start_batch(in_flight: InFlight, size: int, request_id: str = "") -> InFlightRequest:
+    entry = make_entry(request_id)
     in_flight.start(entry, [make_request() for _ in range(size)], ignore)
     return entry
 
@@ -82,7 +82,7 @@ def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
     assert [engine_id for engine_id, _ in client.stopped] == [entry.engine_ids[0], entry.engine_ids[2]]
     assert finish(in_flight, entry) == [None] * 3
     start(in_flight, "a")
-    assert len(in_flight.close()) == 1
+    assert len(in_flight.stop_admitting()) == 1
 
 
 def test_a_batch_is_refused_as_a_whole() -> None:
@@ -99,7 +99,7 @@ def test_a_batch_is_refused_as_a_whole() -> None:
         start_batch(in_flight, 3, "a")
     assert [engine_id for engine_id, _ in client.stopped] == list(client.submitted)
     assert [in_flight.arrive(engine_id, is_final=True) for engine_id in client.submitted] == [None, None]
-    assert in_flight.close() == ()
+    assert in_flight.stop_admitting() == ()
 
 
 def test_one_sequence_of_one_prompt_may_be_stopped_for_its_text() -> None:
@@ -220,7 +220,7 @@ def test_waiting_ends_with_the_first_request_and_at_close() -> None:
     finish(in_flight, entry)
     closing = threading.Thread(target=lambda: seen.append(in_flight.wait_for_requests()))
     closing.start()
-    assert in_flight.close() == ()
+    assert in_flight.stop_admitting() == ()
     closing.join()
     assert seen[-1] == ()
 
@@ -228,7 +228,7 @@ def test_waiting_ends_with_the_first_request_and_at_close() -> None:
 def test_closed_takes_nothing_more() -> None:
     in_flight, _ = make_in_flight()
     entry = start(in_flight)
-    assert in_flight.close() == (entry,)
+    assert in_flight.stop_admitting() == (entry,)
     with pytest.raises(Unavailable, match="unloaded"):
         start(in_flight)
 
@@ -237,9 +237,9 @@ def test_closed_takes_nothing_more() -> None:
 
 
 def register(
-    in_flight: InFlight, triton_id: str = "", sender: ResponseSender | None = None
+    in_flight: InFlight, request_id: str = "", sender: ResponseSender | None = None
 ) -> InFlightRequest:
-    entry = make_entry(triton_id, sender)
+    entry = make_entry(request_id, sender)
     in_flight.register(entry)
     return entry
 
@@ -300,7 +300,7 @@ def test_an_id_whose_client_is_gone_before_the_start_gives_way() -> None:
 def test_nothing_starts_once_closed() -> None:
     in_flight, client = make_in_flight()
     entry = register(in_flight)
-    assert in_flight.close() == (entry,)
+    assert in_flight.stop_admitting() == (entry,)
     with pytest.raises(Unavailable):
         in_flight.start(entry, [make_request()], ignore)
     assert not client.submitted

@@ -12,8 +12,8 @@ from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import CompletionText
+from inflight.serving.reply import AS_UPSTREAM, Output, PromptReply, Repetition, Reply
 from inflight.text.stop_strings import StopStrings
-from inflight.triton.reply import AS_UPSTREAM, Output, PromptReply, Repetition, Reply
 from tests.triton.factories import make_beams, make_prompt, make_reply, make_result
 from tests.triton.letters import letter_tokenizer
 
@@ -66,7 +66,7 @@ class Talk:
 
     def take(self, result: Result, is_last: bool | None = None) -> Output | None:
         is_last = result.is_sequence_final if is_last is None else is_last
-        outputs = self.reply.take(0, result, is_last)
+        outputs = self.reply.add(0, result, is_last)
         return outputs[0] if outputs else None
 
     def said(self, *results: Result) -> list[tuple[str, tuple[str, ...] | None, str]]:
@@ -240,16 +240,16 @@ def test_a_sequence_that_was_cut_short_is_a_row_of_what_there_was() -> None:
 
 def test_a_batch_in_one_response_is_in_its_order() -> None:
     reply = make_reply(make_prompt(), make_prompt(), make_prompt(), in_one=True)
-    assert reply.take(2, delta("c", LENGTH), is_last=False) == ()
-    assert reply.take(0, delta("a", LENGTH), is_last=False) == ()
-    outputs = reply.take(1, delta("b", LENGTH), is_last=True)
+    assert reply.add(2, delta("c", LENGTH), is_last=False) == ()
+    assert reply.add(0, delta("a", LENGTH), is_last=False) == ()
+    outputs = reply.add(1, delta("b", LENGTH), is_last=True)
     assert [output.batch_index for output in outputs] == [0, 1, 2]
     assert [text_of(output.result.output_token_ids[0]) for output in outputs] == ["a", "b", "c"]
 
 
 def test_a_batch_that_comes_apart_is_tagged() -> None:
     reply = make_reply(make_prompt(), make_prompt())
-    (output,) = reply.take(1, delta("b", LENGTH), is_last=False)
+    (output,) = reply.add(1, delta("b", LENGTH), is_last=False)
     assert output.batch_index == 1
 
 

@@ -1,9 +1,9 @@
-"""What goes back for one Triton request: the engine's results in, outputs to be sent out.
+"""What goes back for one client's request: the engine's results in, outputs to be sent out.
 
-A Triton request is one prompt or a batch of them, each an engine request of its own, and each of these has one or
-several sequences. Owns what is held back: results that are gathered because the client wants one response where
-the engine gives several, and whatever comes after a text stop string. Owns what is said again in every response of
-a stream. Knows neither tensors nor Triton. Belongs to the sender thread.
+A client's request is one prompt or a batch of them, each an engine request of its own with one or several
+sequences. Owns what is held back: results that are gathered because the client wants one response where
+the engine gives several, and whatever comes after a text stop string. Owns what is repeated in every response of a
+stream. Knows no protocol. Belongs to the sender thread.
 """
 
 from __future__ import annotations
@@ -13,18 +13,68 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
-from inflight.core.request.request import FloatTensor
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import FinishReason
-from inflight.serving.completion_text import CompletionText, cut
-from inflight.triton.requests import Prompt
+from inflight.serving.completion_text import CompletionText, cut_at_stop
+from inflight.text.stop_strings import StopStrings
+from inflight.text.tokenizer import Tokenizer
 
 NewText = Callable[[], CompletionText]
-"""Makes the text of one more sequence."""
+"""Begins the text of one more sequence."""
 
 _T = TypeVar("_T")
+_ResultAndTexts = tuple[Result, tuple[str, ...] | None]
 _NO_LOGITS = FloatTensor((0, 0), b"")
 _FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """What the reply to a prompt depends on and the engine need not know.
+
+    Attributes:
+        outputs: What the client wants back, by the names of its protocol.
+        streaming: Whether the client wants responses as they come. The engine may stream all the same.
+        prompt_text: The prompt as it came, None if it came as ids.
+        include_prompt: Whether the text starts with the prompt.
+        stop_strings: Texts that end the output.
+        vocab_size: Values in a row of logits.
+    """
+
+    outputs: frozenset[str]
+    streaming: bool = False
+    prompt_text: str | None = None
+    include_prompt: bool = False
+    stop_strings: tuple[str, ...] = ()
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a client's request.
+
+    Attributes:
+        request: For the engine; its `request_id` is 0: the engine client gives it one.
+        options: For its reply.
+    """
+
+    request: Request
+    options: ReplyOptions
+
+
+def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> NewText:
+    """A function that begins the text of each of the prompt's sequences."""
+    options = prompt.options
+    stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
+    return lambda: CompletionText(
+        tokenizer,
+        prompt.request.input_token_ids,
+        options.prompt_text,
+        options.include_prompt,
+        stop_strings,
+        skip_special_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +84,8 @@ class Output:
     Attributes:
         prompt: What was asked.
         result: The tokens and what belongs to them, a row for each beam or sequence.
-        texts: Per row, for text_output; None if there is no text.
-        batch_index: Which of the Triton request's prompts it is.
+        texts: The text of each row; None if there is no text.
+        batch_index: Which of the request's prompts it is.
     """
 
     prompt: Prompt
@@ -46,10 +96,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What every response of a stream says again, as those of tensorrtllm_backend do.
+    """What every response of a stream repeats, as those of tensorrtllm_backend do.
 
     Attributes:
-        log_probs: Whether the log probabilities of all tokens so far; else those of its own tokens.
+        log_probs: Whether it has the log probabilities of all tokens so far; else those of its own tokens.
         max_bytes: How large context outputs may be to be repeated; larger ones come in the first response alone.
     """
 
@@ -61,10 +111,10 @@ AS_UPSTREAM = Repetition()
 
 
 class PromptReply:
-    """The outputs of one prompt.
+    """Makes the outputs of one prompt from its results.
 
     Attributes:
-        has_just_stopped: Whether with the result taken last a stop string has ended its sequence.
+        has_just_stopped: Whether the result added last has brought its sequence to a stop string.
     """
 
     def __init__(
@@ -76,9 +126,9 @@ class PromptReply:
     ) -> None:
         """Args:
         prompt: What was asked.
-        new_text: For its text; None if it has none.
-        batch_index: Which of the Triton request's prompts it is.
-        repetition: What every response of a stream says again.
+        new_text: Makes the text of each sequence; None if the prompt has no text.
+        batch_index: Which of the request's prompts it is.
+        repetition: What every response of a stream repeats.
         """
         self._prompt = prompt
         self._new_text = new_text
@@ -87,21 +137,21 @@ class PromptReply:
         self._sequences: dict[int, _Sequence] = {}
         self.has_just_stopped = False
 
-    def take(self, result: Result) -> Output | None:
-        """What `result` gives to be sent; None if nothing, or nothing yet."""
+    def add(self, result: Result) -> Output | None:
+        """Add a result; returns what is to be sent now, None if nothing, or nothing yet."""
         sequence = self._sequences.get(result.sequence_index)
         if sequence is None:
             text = self._new_text() if self._new_text else None
             sequence = _Sequence(self._prompt, text, self._repetition)
             self._sequences[result.sequence_index] = sequence
         was_stopped = sequence.stopped
-        taken = sequence.take(result)
+        output = sequence.add(result)
         self.has_just_stopped = sequence.stopped and not was_stopped
-        return Output(self._prompt, *taken, self._batch_index) if taken else None
+        return Output(self._prompt, *output, self._batch_index) if output else None
 
 
 class Reply:
-    """The outputs of one Triton request."""
+    """Makes the outputs of one client's request from the results of all of its prompts."""
 
     def __init__(self, prompts: Sequence[PromptReply], in_one: bool) -> None:
         """Args:
@@ -112,27 +162,27 @@ class Reply:
         self._in_one = in_one
         self._held: list[Output] = []
 
-    def take(self, batch_index: int, result: Result, is_last: bool) -> tuple[Output, ...]:
-        """What is to be sent now, as one response; empty if nothing is.
+    def add(self, batch_index: int, result: Result, is_last: bool) -> tuple[Output, ...]:
+        """Add a result; returns what is to be sent now, as one response, empty if nothing is.
 
         Args:
             batch_index: Whose result it is.
             result: From the engine.
             is_last: Whether no prompt of this request has another result to come.
         """
-        output = self._prompts[batch_index].take(result)
+        output = self._prompts[batch_index].add(result)
         if not self._in_one:
             return (output,) if output else ()
         self._held += [output] if output else []
         return _joined(self._held) if is_last else ()
 
     def has_just_stopped(self, batch_index: int) -> bool:
-        """Whether with the prompt's last result its sequence has come to a stop string."""
+        """Whether the prompt's last result has brought its sequence to a stop string."""
         return self._prompts[batch_index].has_just_stopped
 
 
 class _Sequence:
-    """One sequence, or the beams of one search."""
+    """The reply to one sequence, or to the beams of one search."""
 
     def __init__(self, prompt: Prompt, text: CompletionText | None, repetition: Repetition) -> None:
         self._prompt = prompt
@@ -142,39 +192,39 @@ class _Sequence:
         self._repeated = _Repeated(repetition) if repeats else None
         # The engine streams where text has to be looked at before anyone knows whether it goes on.
         self._gathers = prompt.request.streaming and not prompt.options.streaming
-        self._gathered: list[tuple[Result, tuple[str, ...] | None]] = []
+        self._gathered: list[_ResultAndTexts] = []
         self._stopped_at: Result | None = None
 
     @property
     def stopped(self) -> bool:
         return self._stopped_at is not None
 
-    def take(self, result: Result) -> tuple[Result, tuple[str, ...] | None] | None:
+    def add(self, result: Result) -> _ResultAndTexts | None:
         is_last = result.is_sequence_final
         if self._stopped_at is not None:
             if not is_last:
                 return None
-            taken = (_after_stop(self._stopped_at, result), None if self._text is None else ("",))
+            result, texts = _after_stop(self._stopped_at, result), None if self._text is None else ("",)
         else:
-            taken = self._with_text(result)
+            result, texts = self._with_text(result)
         if self._repeated is not None:
-            return self._repeated.add(taken[0]), taken[1]
+            return self._repeated.add(result), texts
         if not self._gathers:
-            return taken
-        self._gathered.append(taken)
+            return result, texts
+        self._gathered.append((result, texts))
         return self._whole() if is_last else None
 
-    def _with_text(self, result: Result) -> tuple[Result, tuple[str, ...] | None]:
+    def _with_text(self, result: Result) -> _ResultAndTexts:
         if self._text is None:
             return result, None
         deltas = self._text.add(result)
-        kept = cut(result, deltas)
+        kept = cut_at_stop(result, deltas)
         # Beams run on: what is said of them may be said differently by the next response.
         if not result.is_cumulative and deltas and all(delta.stopped for delta in deltas):
             self._stopped_at = kept
         return kept, tuple(delta.text for delta in deltas)
 
-    def _whole(self) -> tuple[Result, tuple[str, ...] | None]:
+    def _whole(self) -> _ResultAndTexts:
         """Everything gathered, as a request that is not streamed gets it."""
         result = merge_responses([Response(0, result) for result, _ in self._gathered]).result
         assert result is not None
@@ -188,7 +238,7 @@ class _Sequence:
 
 
 class _Repeated:
-    """What the responses of one stream have said, as far as the next ones say it again."""
+    """What the responses of one stream have said, as far as the next ones repeat it."""
 
     def __init__(self, rules: Repetition) -> None:
         self._rules = rules
@@ -197,7 +247,7 @@ class _Repeated:
         self._prompt_log_probs: tuple[float, ...] | None = None
 
     def add(self, result: Result) -> Result:
-        """`result`, with what came before it."""
+        """`result`, with what is repeated of those before it."""
         logits, prompt = result.context_logits, result.prompt_log_probs
         if logits is not None and len(logits.data) <= self._rules.max_bytes:
             self._context_logits = logits
@@ -216,7 +266,7 @@ class _Repeated:
 
 
 def _after_stop(stopped_at: Result, last: Result) -> Result:
-    """The last result of a sequence that a stop string had ended before: nothing more, but what it took."""
+    """The last result of a sequence that a stop string had ended before: no more tokens, but its metrics."""
     return replace(
         stopped_at,
         output_token_ids=((),),
@@ -259,7 +309,7 @@ def _as_rows(sequences: list[Output]) -> Output:
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """The one row of every part, `missing` where a part has none; None if nobody has one."""
+    """The one row of every part, `missing` where a part has none; None if no part has one."""
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)

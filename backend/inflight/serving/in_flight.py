@@ -1,7 +1,7 @@
-"""Who still waits for an answer: Triton's request ids, the engine's ids, and the clients behind them.
+"""Who still waits for an answer: the clients' request ids, the engine's ids, and the clients behind them.
 
-Owns the requests in flight of one model instance and what may be done to them: start, stop, cancel, finish.
-Does not know tensors or how answers are sent. Any thread; one lock, never held while sending a response.
+Owns the requests in flight of one front end and what may be done to them: start, stop, cancel. Does not know
+protocols or how answers are sent. Any thread; one lock, never held while sending a response.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol
 
 from inflight.core.ports import EngineClient, SendResponseCallback
 from inflight.core.request.request import Request
@@ -22,8 +23,23 @@ from inflight.errors import (
     StepFailed,
     Unavailable,
 )
-from inflight.triton.client_stream import ClientStream
-from inflight.triton.reply import Reply
+from inflight.serving.reply import Reply
+
+
+class ClientStream(Protocol):
+    """One client's end of one request, in its protocol."""
+
+    def send(self, response: Any) -> None:
+        """Send one response of several."""
+        ...
+
+    def finish(self, response: Any = None) -> None:
+        """Send the last response, or none, and end the request. Only the first call does anything."""
+        ...
+
+    def is_cancelled(self) -> bool:
+        """Whether the client cancelled or went away; false once the request is finished."""
+        ...
 
 
 class Ending(Enum):
@@ -46,21 +62,21 @@ def error_of_ending(ending: Ending) -> InflightError:
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One Triton request between execute and its final response: a prompt, or a batch of them.
+    """One client's request between its arrival and its final response: a prompt, or a batch of them.
 
     Attributes:
-        triton_id: The client's request id, "" if it gave none.
+        client_request_id: The id that the client gave it, "" if it gave none.
         stream: The way back to the client.
         reply: Makes its outputs. Touched by the sender thread only, once the engine knows of the request.
         ticket: Of `ResponseBudget`, to release when it is answered; 0 until the engine knows of the request.
         engine_ids: What its prompts run under. Written once, by InFlight.
         num_unfinished: Prompts whose final response has not come. Written by InFlight.
-        ending: Written by InFlight.
+        ending: Why it was ended early. Written by InFlight.
         is_stopped: Whether a stop request came before the engine knew of it. Written by InFlight.
         send_failure: Why a response could not be sent. Touched by the sender thread only.
     """
 
-    triton_id: str
+    client_request_id: str
     stream: ClientStream
     reply: Reply
     ticket: int = 0
@@ -72,7 +88,7 @@ class InFlightRequest:
 
     def __str__(self) -> str:
         """For log lines."""
-        return self.triton_id or "/".join(map(str, self.engine_ids))
+        return self.client_request_id or "/".join(map(str, self.engine_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,7 @@ class Arrival:
     """Whose response has come.
 
     Attributes:
-        entry: The Triton request.
+        entry: The client's request.
         batch_index: Which of its prompts.
         is_last: Whether nothing more comes for any of them; then the request is forgotten already, and its id may
             be used again.
@@ -92,25 +108,25 @@ class Arrival:
 
 
 class InFlight:
-    """The registry. A Triton id is unique among requests in flight; the empty one is no id at all."""
+    """The registry. A client's request id is unique among requests in flight; the empty one is no id at all."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._changed = threading.Condition(threading.Lock())
         self._entries: dict[InFlightRequest, None] = {}  # in order of arrival
         self._by_engine_id: dict[int, tuple[InFlightRequest, int]] = {}
-        self._by_triton_id: dict[str, InFlightRequest] = {}
+        self._by_client_id: dict[str, InFlightRequest] = {}
         self._closed = False
 
     def register(self, entry: InFlightRequest) -> None:
-        """Take `entry` before it is known what the engine is to do for it; `start` or `withdraw` follows.
+        """Register `entry` before it is known what the engine is to do for it; `start` or `withdraw` follows.
 
         Its id is in flight from here on. A stop or a cancellation that comes meanwhile counts when it starts.
         Raises AlreadyExists if the id is in flight, unless the client that sent it is gone: that request is
-        cancelled then. Raises Unavailable when closed.
+        cancelled then. Raises Unavailable after `stop_admitting`.
         """
         with self._changed:
-            self._take(entry)
+            self._register(entry)
 
     def withdraw(self, entry: InFlightRequest) -> None:
         """Forget an entry that does not start."""
@@ -130,7 +146,7 @@ class InFlight:
             if is_known:
                 self._check_goes_on(entry)
             else:
-                self._take(entry)
+                self._register(entry)
             # Under the lock, so that a response that comes before submit returns finds its entry.
             try:
                 entry.engine_ids = self._submit(requests, on_response)
@@ -144,12 +160,12 @@ class InFlight:
         if entry.is_stopped:
             self._stop_all(entry.engine_ids)
 
-    def stop(self, triton_id: str) -> None:
+    def stop(self, client_request_id: str) -> None:
         """End the request with this id, which gets a normal last response; an unknown id is ignored."""
-        if not triton_id:
+        if not client_request_id:
             raise InvalidArgument("Cannot send stop request without specifying a request_id")
         with self._changed:
-            entry = self._by_triton_id.get(triton_id)
+            entry = self._by_client_id.get(client_request_id)
             if entry is not None and not entry.engine_ids:
                 entry.is_stopped = True
         if entry is not None:
@@ -177,7 +193,7 @@ class InFlight:
         self._stop_all(running)
 
     def arrive(self, engine_id: int, is_final: bool) -> Arrival | None:
-        """Whose response has come, None if nobody waits for it; a final one is counted."""
+        """Count a final response; returns whose response has come, None if nobody waits for it."""
         with self._changed:
             found = self._by_engine_id.get(engine_id)
             if found is None:
@@ -191,13 +207,13 @@ class InFlight:
             return Arrival(entry, batch_index, is_last=not entry.num_unfinished)
 
     def wait_for_requests(self) -> tuple[InFlightRequest, ...]:
-        """Everything in flight, as soon as there is something; empty once closed."""
+        """Everything in flight, as soon as there is something; empty after `stop_admitting`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._entries)
             return () if self._closed else tuple(self._entries)
 
-    def close(self) -> tuple[InFlightRequest, ...]:
-        """Take no more requests; returns what is still in flight."""
+    def stop_admitting(self) -> tuple[InFlightRequest, ...]:
+        """Refuse new requests from now on; returns what is still in flight."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -209,22 +225,24 @@ class InFlight:
         if self._closed:
             raise error_of_ending(Ending.UNLOAD)
 
-    def _take(self, entry: InFlightRequest) -> None:
+    def _register(self, entry: InFlightRequest) -> None:
         if self._closed:
             raise Unavailable("the model is being unloaded")
-        self._make_room_for(entry.triton_id)
+        self._make_room_for(entry.client_request_id)
         self._entries[entry] = None
-        if entry.triton_id:
-            self._by_triton_id[entry.triton_id] = entry
+        if entry.client_request_id:
+            self._by_client_id[entry.client_request_id] = entry
         self._changed.notify()
 
-    def _make_room_for(self, triton_id: str) -> None:
-        earlier = self._by_triton_id.get(triton_id)
+    def _make_room_for(self, client_request_id: str) -> None:
+        earlier = self._by_client_id.get(client_request_id)
         if earlier is None:
             return
         if earlier.ending is Ending.NONE:
             if not earlier.stream.is_cancelled():
-                raise AlreadyExists(f"requestId {triton_id} is already in progress, request is ignored.")
+                raise AlreadyExists(
+                    f"requestId {client_request_id} is already in progress, request is ignored."
+                )
             earlier.ending = Ending.CLIENT_GONE
             self._stop_all(earlier.engine_ids)
 
@@ -245,5 +263,5 @@ class InFlight:
     def _forget(self, entry: InFlightRequest) -> None:
         self._entries.pop(entry, None)
         # The id may be another's by now: the client of this one was gone when it came.
-        if self._by_triton_id.get(entry.triton_id) is entry:
-            del self._by_triton_id[entry.triton_id]
+        if self._by_client_id.get(entry.client_request_id) is entry:
+            del self._by_client_id[entry.client_request_id]

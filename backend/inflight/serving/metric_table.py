@@ -19,7 +19,7 @@ TIMESTAMP = "Timestamp"
 
 
 class Batching(Enum):
-    """Which families there are."""
+    """The kind of batching that an engine does; some families are there with one kind alone."""
 
     INFLIGHT = "in-flight batching"
     STATIC = "static batching"
@@ -44,7 +44,14 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class GaugeFamily:
-    """Gauges that are told apart by one label. `batching`: the only kind of batching it is there with."""
+    """Gauges that are told apart by one label.
+
+    Attributes:
+        name, help: Of the family.
+        label: The label's name.
+        gauges: One for each of its values.
+        batching: The only kind of batching that the family is there with; None for one that is always there.
+    """
 
     name: str
     help: str
@@ -55,13 +62,13 @@ class GaugeFamily:
 
 @dataclass(frozen=True, slots=True)
 class CounterFamily:
-    """Something that is counted since the model was loaded.
+    """Counts since the model was loaded.
 
     Attributes:
-        name, help, unit: As they say.
+        name, help, unit: Of the family.
         read: Counts by the label's value; by "" without a label.
-        label: Its name, or "".
-        values: Those that are there from the start, at 0.
+        label: The label's name, "" for a single counter without one.
+        values: The label's values that are there from the start, at 0.
     """
 
     name: str
@@ -74,7 +81,7 @@ class CounterFamily:
 
 @dataclass(frozen=True, slots=True)
 class HistogramFamily:
-    """Observations by bucket since the model was loaded."""
+    """A histogram of what was observed since the model was loaded."""
 
     name: str
     help: str

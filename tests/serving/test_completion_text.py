@@ -14,7 +14,7 @@ from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
-from inflight.serving.completion_text import CompletionText, TextDelta, TokenizerFinder, cut
+from inflight.serving.completion_text import CompletionText, TextDelta, TokenizerFinder, cut_at_stop
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import NAMES, byte_ids, tokenizer
@@ -174,7 +174,7 @@ def outcome(
         result = make_result(part, FinishReason.LENGTH if last else FinishReason.NOT_FINISHED)
         (delta,) = text.add(result)
         shown, stopped = shown + delta.text, delta.stopped
-        kept += cut(result, (delta,)).output_token_ids[0]
+        kept += cut_at_stop(result, (delta,)).output_token_ids[0]
         if last:
             break
     return shown, kept, stopped
@@ -200,7 +200,7 @@ def detailed(*tokens: int) -> Result:
 
 
 def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
-    result = cut(detailed(5, 6, 7), (TextDelta("", 2, stopped=True),))
+    result = cut_at_stop(detailed(5, 6, 7), (TextDelta("", 2, stopped=True),))
     assert result.output_token_ids == ((7, 7, 5, 6),)
     assert (result.num_output_tokens, result.finish_reasons) == ((2,), (FinishReason.STOP_WORDS,))
     assert result.is_sequence_final
@@ -214,29 +214,29 @@ def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
 def test_the_sum_of_a_cut_result_is_of_the_models_own_log_probs() -> None:
     """Beside normalized ones, which are another distribution's."""
     normalized = replace(detailed(5, 6, 7), model_log_probs=((-1.0, -2.0, -4.0),), cum_log_probs=(-7.0,))
-    result = cut(normalized, (TextDelta("", 2, stopped=True),))
+    result = cut_at_stop(normalized, (TextDelta("", 2, stopped=True),))
     assert result.log_probs == ((-0.5, -1.0),) and result.model_log_probs == ((-1.0, -2.0),)
     assert math.isclose(result.cum_log_probs[0], -3.0)
 
 
 def test_nothing_is_left_where_nothing_is_kept() -> None:
-    result = cut(detailed(5, 6), (TextDelta("", 0, stopped=True),))
+    result = cut_at_stop(detailed(5, 6), (TextDelta("", 0, stopped=True),))
     assert result.output_token_ids == ((7, 7),)
     assert result.generation_logits == (FloatTensor((0, 2), b""),)
 
 
 def test_a_result_without_a_stop_stays_as_it_is() -> None:
     result = detailed(5, 6)
-    assert cut(result, (TextDelta("", 2),)) is result
+    assert cut_at_stop(result, (TextDelta("", 2),)) is result
 
 
 def test_beams_end_apart() -> None:
     beams = make_beams((5, 6), (5, 7), reason=FinishReason.NOT_FINISHED)
-    result = cut(beams, (TextDelta("", 1, stopped=True), TextDelta("", 2)))
+    result = cut_at_stop(beams, (TextDelta("", 1, stopped=True), TextDelta("", 2)))
     assert result.output_token_ids == ((5,), (5, 7))
     assert result.finish_reasons == (FinishReason.STOP_WORDS, FinishReason.NOT_FINISHED)
     assert not result.is_sequence_final
-    both = cut(replace(beams), (TextDelta("", 1, stopped=True), TextDelta("", 2, stopped=True)))
+    both = cut_at_stop(replace(beams), (TextDelta("", 1, stopped=True), TextDelta("", 2, stopped=True)))
     assert both.is_sequence_final
 
 

@@ -1,0 +1,154 @@
+"""What a model and its tritonserver tell each other beside requests: configuration, log lines, loads and unloads.
+
+`triton_python_backend_utils` is there only in Triton's stub, and has its classes only once Triton calls
+`initialize`; so it is imported there and passed on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from inflight.config import Parameters, Role, read_parameters, without_effect
+from inflight.errors import ConfigError
+from inflight.file_names import readable
+from inflight.processes import ProcessId
+from inflight.triton.tensors import OUTPUTS
+
+_log = logging.getLogger(__name__)
+
+_FLOATS = ("FP32", "FP16")
+"""What outputs of the type FP32 may be declared as; numpy has no BF16."""
+
+_EXPLICIT = ("--model-control-mode", "explicit")
+
+
+def import_pb_utils() -> Any:
+    """The module of Triton's stub, or the fake that a test has put in its place."""
+    return importlib.import_module("triton_python_backend_utils")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """The `args` of `TritonPythonModel.initialize`.
+
+    Attributes:
+        name: The model's name.
+        version_dir: The folder of model.py.
+        decoupled: Whether config.pbtxt lets a request have more than one response.
+        parameters: From config.pbtxt.
+        outputs: The data type of each output that config.pbtxt declares, as in the table of tensors.
+    """
+
+    name: str
+    version_dir: Path
+    decoupled: bool
+    parameters: Parameters
+    outputs: Mapping[str, str]
+
+
+def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
+    """Read what Triton passes to `initialize`; raises ConfigError for a config.pbtxt that cannot be served."""
+    config = json.loads(args["model_config"])
+    if role is Role.ENGINE:
+        _check_instances(config)
+    parameters = read_parameters(config, role)
+    for line in without_effect(config, role):
+        _log.info("%s", line)
+    return ModelArgs(
+        name=args["model_name"],
+        version_dir=Path(args["model_repository"], args["model_version"]),
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        parameters=parameters,
+        outputs=_outputs(config, role),
+    )
+
+
+def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
+    """Read the declared data types of outputs; raise ConfigError for one that an output cannot be sent in."""
+    declared = {
+        output["name"]: output["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+        for output in config.get("output", ())
+    }
+    known = {spec.name: spec.dtype for spec in OUTPUTS.specs} if role in (Role.ENGINE, Role.FRONT_END) else {}
+    for name, dtype in declared.items():
+        expected = _FLOATS if known.get(name) == "FP32" else (known.get(name, dtype),)
+        if dtype not in expected:
+            raise ConfigError(
+                f"config.pbtxt declares output {name} as TYPE_{dtype}, "
+                f"expected {' or '.join(f'TYPE_{each}' for each in expected)}"
+            )
+    return declared
+
+
+def _check_instances(config: Mapping[str, Any]) -> None:
+    groups = config.get("instance_group") or [{}]
+    count = sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
+    if count != 1:
+        raise ConfigError(
+            f"instance_group: got {count} instances, expected 1: one engine batches all requests"
+        )
+
+
+class TritonLogHandler(logging.Handler):
+    """Writes records with the `Logger` of a `triton_python_backend_utils` module."""
+
+    def __init__(self, pb_utils: Any) -> None:
+        super().__init__()
+        self._logger = pb_utils.Logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log one record at Triton's corresponding level, line by line: Triton escapes the ends of lines."""
+        write = self._write(record.levelno)
+        for line in self.format(record).splitlines():
+            write(readable(line))
+
+    def _write(self, level: int) -> Callable[[str], None]:
+        if level >= logging.ERROR:
+            return self._logger.log_error
+        if level >= logging.WARNING:
+            return self._logger.log_warn
+        return self._logger.log_info if level >= logging.INFO else self._logger.log_verbose
+
+
+def log_to_triton(pb_utils: Any) -> None:
+    """Route the package's logging to Triton, once a process."""
+    logger = logging.getLogger("inflight")
+    if not any(isinstance(handler, TritonLogHandler) for handler in logger.handlers):
+        logger.addHandler(TritonLogHandler(pb_utils))
+        logger.setLevel(logging.DEBUG)  # Triton drops what is not wanted
+        logger.propagate = False
+
+
+class TritonModelControl:
+    """Unloads and loads the model `name`. Any thread but the one that Triton calls the model on."""
+
+    def __init__(self, pb_utils: Any, name: str) -> None:
+        self._pb_utils = pb_utils
+        self._name = name
+
+    def unload(self) -> None:
+        """Make the model unready: returns at once, and the process lives on while it has requests or streams."""
+        self._pb_utils.unload_model(self._name)
+
+    def load(self) -> None:
+        """Start the model's next process and wait until it is initialized; raises what Triton does if it fails."""
+        self._pb_utils.load_model(self._name)
+
+
+def has_explicit_control(server: ProcessId) -> bool:
+    """Whether models of this tritonserver are unloaded and loaded by request.
+
+    Its arguments say so: to ask pb_utils would be an error in any other mode, and those can crash the server.
+    """
+    try:
+        arguments = Path(f"/proc/{server.pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return "=".join(_EXPLICIT) in arguments or _EXPLICIT in pairwise(arguments)

@@ -1,0 +1,228 @@
+"""`preprocessing` and `postprocessing`: text to token ids and back, for clients that call the steps themselves.
+
+Both have a tokenizer and answer every request on the spot. Owns the shape of their execute, and the guard that
+ends the server if this process is killed. Triton calls a model on one thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inflight.config import Role
+from inflight.errors import InflightError, InvalidArgument, StepFailed
+from inflight.server.guard import guard_in_server
+from inflight.serving.completion_text import TokenizerFinder
+from inflight.text.words import biased_ids
+from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.request_parameters import TIMEOUT, refuse_unread
+from inflight.triton.requests import NO_ID
+from inflight.triton.responses import triton_error
+from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
+from inflight.triton.tensor_spec import TensorTable, Vocabulary
+from inflight.triton.tensors import (
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+)
+from inflight.triton.word_bias import add_word_bias
+
+_BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
+
+
+class TextModel:
+    """Base of both: one response per request; one bad request of a call fails alone."""
+
+    role: Role
+    inputs: TensorTable
+    outputs: TensorTable
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the tokenizer; raises ConfigError with everything that is wrong with config.pbtxt."""
+        self._pb_utils = import_pb_utils()
+        log_to_triton(self._pb_utils)
+        self.parameters = read_model_args(args, self.role).parameters
+        self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
+        self.tokenizers.find()
+        # Last, as Triton calls no finalize where this fails.
+        self._guard = guard_in_server(args["model_name"])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer every request on the spot: one response for each, in order."""
+        return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Dismiss the guard; there is nothing in flight."""
+        if self._guard is not None:
+            self._guard.dismiss()
+
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+        """Make the outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
+        raise NotImplementedError
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            given = json.loads(request.parameters() or "{}")
+            refuse_unread(
+                given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
+            )
+            reader = TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS)
+            reader.refuse_unbuilt()
+            outputs = self.convert(reader.rows())
+        except InflightError as error:
+            return self._error(error)
+        except Exception as error:
+            return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
+        wanted = set(request.requested_output_names())
+        tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
+        return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def _tensor(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
+        spec = self.outputs[name]
+        array = np.stack(arrays) if spec.is_batched else np.concatenate(arrays)
+        return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[spec.dtype]))
+
+    def _error(self, error: InflightError) -> Any:
+        return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
+
+
+class Preprocessing(TextModel):
+    """Tokenizes QUERY and the word lists, and hands the rest through. A batch has a row for each prompt."""
+
+    role = Role.PREPROCESSING
+    inputs = PREPROCESSING_INPUTS
+    outputs = PREPROCESSING_OUTPUTS
+
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+        """See TextModel.convert."""
+        queries = each_row([partial(_query, row) for row in rows])
+        tokenizer = self.tokenizers.require()
+        prompts = tokenizer.encode_batch(queries, add_special_tokens=self.parameters.add_special_tokens)
+        ends = [_first(row.integer("END_ID"), tokenizer.eos_token_id) for row in rows]
+        pads = [_first(row.integer("PAD_ID"), tokenizer.pad_token_id, tokenizer.eos_token_id) for row in rows]
+        outputs = {
+            "INPUT_ID": _filled_up(prompts, pads),
+            "REQUEST_INPUT_LEN": [np.array([len(ids)]) for ids in prompts],
+            # What tensorrtllm_backend's ensemble hands on for every prompt, with or without an encoder.
+            "DECODER_INPUT_ID": [np.array([pad]) for pad in pads],
+            "REQUEST_DECODER_INPUT_LEN": [np.array([1]) for _ in rows],
+            "OUT_END_ID": [np.array([end]) for end in ends],
+            "OUT_PAD_ID": [np.array([pad]) for pad in pads],
+        }
+        lengths = [row.integer("REQUEST_OUTPUT_LEN") for row in rows]
+        if None not in lengths:
+            outputs["REQUEST_OUTPUT_LEN"] = [np.array([length]) for length in lengths]
+        if rows[0].integer("PROMPT_TABLE_EXTRA_ID") is not None:
+            # Ids beyond the vocabulary stand for rows of a table; a text has none.
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = [np.zeros(len(ids)) for ids in outputs["INPUT_ID"]]
+        outputs["EMBEDDING_BIAS"] = self._biases(rows)
+        for source, target in (("BAD_WORDS_DICT", "BAD_WORDS_IDS"), ("STOP_WORDS_DICT", "STOP_WORDS_IDS")):
+            outputs[target] = _word_lists(
+                each_row([partial(row.texts, source) for row in rows]),
+                lambda word: tokenizer.encode(word, add_special_tokens=False),
+            )
+        return outputs
+
+    def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
+        """A bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
+        if not any(_has_bias(row) for row in rows):
+            return [np.zeros(0) for _ in rows]
+        tokenizer = self.tokenizers.require()
+        folders = (self.parameters.gpt_model_path, self.parameters.tokenizer_dir)
+        size = _model_vocab_size(folders) or tokenizer.vocab_size
+
+        def bias(row: TensorReader) -> np.ndarray:
+            array = np.zeros(size, np.float32)
+            add_word_bias(array, row, *_BIAS_NAMES, lambda word: biased_ids(tokenizer, word))
+            return array
+
+        return each_row([partial(bias, row) for row in rows])
+
+
+class Postprocessing(TextModel):
+    """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it.
+
+    It forgets everything between calls. So the text of one streamed chunk alone may lack its leading space or end
+    inside a character; for streaming, ask a serving model for `text_output` instead.
+    """
+
+    role = Role.POSTPROCESSING
+    inputs = POSTPROCESSING_INPUTS
+    outputs = POSTPROCESSING_OUTPUTS
+
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+        """See TextModel.convert."""
+        return {"OUTPUT": each_row([partial(self._texts, row) for row in rows])}
+
+    def _texts(self, reader: TensorReader) -> np.ndarray:
+        beams = reader.array("TOKENS_BATCH")
+        if beams is None:
+            raise InvalidArgument("a value is required for TOKENS_BATCH: it is missing or empty")
+        lengths = reader.array("SEQUENCE_LENGTH")
+        if lengths is None:
+            lengths = np.full(len(beams), beams.shape[1])
+        if lengths.shape != (len(beams),) or (lengths < 0).any() or (lengths > beams.shape[1]).any():
+            raise InvalidArgument(
+                f"SEQUENCE_LENGTH must have one length from 0 to {beams.shape[1]} for each of {len(beams)} beams, "
+                f"got {lengths.tolist()}"
+            )
+        texts = [self._text(ids[:length].tolist()) for ids, length in zip(beams, lengths)]
+        return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizers.require().decode(ids, skip_special_tokens=self.parameters.skip_special_tokens)
+
+
+def _model_vocab_size(folders: Sequence[str | None]) -> int | None:
+    """`vocab_size` of the first config.json in these folders; a model may have more logits than tokens."""
+    for folder in folders:
+        path = Path(folder or "", "config.json")
+        if folder and path.is_file():
+            size = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
+            return size if isinstance(size, int) else None
+    return None
+
+
+def _has_bias(reader: TensorReader) -> bool:
+    words, weights = _BIAS_NAMES
+    return any(reader.texts(words)) or reader.array(weights) is not None
+
+
+def _query(reader: TensorReader) -> str:
+    query = reader.array("QUERY")
+    if query is None:
+        raise InvalidArgument("a value is required for QUERY: it is missing")
+    return decode_utf8(query[0], "QUERY")
+
+
+def _first(*ids: int | None) -> int:
+    return next((token_id for token_id in ids if token_id is not None), NO_ID)
+
+
+def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[np.ndarray]:
+    """Each row filled up to [n], with n the length of the longest."""
+    length = max(map(len, rows))
+    return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
+
+
+def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[np.ndarray]:
+    """A packed list [2, n] for each row, with n the longest's length; ids behind the last end do not count."""
+    packed = [pack_words([encode(word) for word in words if word]) for words in rows]
+    ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))
+    ends = _filled_up([list(array[1]) for array in packed], [-1] * len(packed))
+    return [np.stack(pair) for pair in zip(ids, ends)]
+
+
+def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:
+    """Pack words as [2, n]: all ids, then each word's end offset, filled up with -1. No words: [[0], [-1]]."""
+    flat = [token_id for word in words for token_id in word]
+    if not flat:
+        return np.array([[0], [-1]])
+    offsets = np.cumsum([len(word) for word in words if word])
+    return np.array([flat, [*offsets, *[-1] * (len(flat) - len(offsets))]])
