@@ -1,51 +1,32 @@
 """The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias and drafts.
 
-Owns what each of them means and what upstream's clients send for "off". Does not check ranges: Request.validate
-does. Runs on the thread that calls execute.
+Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
+ranges: Request.validate does. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from inflight.core.request.request import ExternalDraft
-from inflight.core.request.sampling_config import NO_REPEAT_OFF, SamplingConfig
+from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.core.request.tensor import FloatTensor
 from inflight.errors import InvalidArgument
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.word_bias import add_word_bias, check_bias
 
-_DEFAULT = SamplingConfig()
-
 
 def read_sampling_config(reader: TensorReader) -> SamplingConfig:
-    """Absent tensors have SamplingConfig's defaults."""
-    top_p = _real(reader, "runtime_top_p", _DEFAULT.top_p)
-    ngram_size = _integer(reader, "no_repeat_ngram_size", _DEFAULT.no_repeat_ngram_size)
-    return SamplingConfig(
-        beam_width=_integer(reader, "beam_width", _DEFAULT.beam_width),
-        num_return_sequences=reader.integer("num_return_sequences"),
-        temperature=_real(reader, "temperature", _DEFAULT.temperature),
-        top_k=_integer(reader, "runtime_top_k", _DEFAULT.top_k),
-        # Not max(): NaN has to get through to the check that refuses it.
-        top_p=0.0 if top_p <= 0 else top_p,
-        top_p_min=_real(reader, "runtime_top_p_min", _DEFAULT.top_p_min),
-        top_p_decay=_real(reader, "runtime_top_p_decay", _DEFAULT.top_p_decay),
-        top_p_reset_id=_integer(reader, "runtime_top_p_reset_ids", _DEFAULT.top_p_reset_id),
-        min_p=_real(reader, "min_p", _DEFAULT.min_p),
-        random_seed=_integer(reader, "random_seed", _DEFAULT.random_seed),
-        repetition_penalty=_real(reader, "repetition_penalty", _DEFAULT.repetition_penalty),
-        presence_penalty=_real(reader, "presence_penalty", _DEFAULT.presence_penalty),
-        frequency_penalty=_real(reader, "frequency_penalty", _DEFAULT.frequency_penalty),
-        min_length=_integer(reader, "min_length", _DEFAULT.min_length),
-        no_repeat_ngram_size=0 if ngram_size >= NO_REPEAT_OFF else ngram_size,
-        length_penalty=_real(reader, "len_penalty", _DEFAULT.length_penalty),
-        early_stopping=_integer(reader, "early_stopping", _DEFAULT.early_stopping),
-        beam_search_diversity_rate=_real(
-            reader, "beam_search_diversity_rate", _DEFAULT.beam_search_diversity_rate
-        ),
-    )
+    """The sampling controls that came, each by its tensor; the others, and those that are off, are neutral."""
+    values: dict[str, Any] = {}
+    for name, control in CONTROLS.items():
+        value = reader.value(control.tensor)
+        if value is not None and not control.is_off(value):
+            values[name] = value
+    return SamplingConfig(**values)
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:
@@ -78,13 +59,3 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
 def as_float_tensor(array: np.ndarray) -> FloatTensor:
     """The same values as the core hands them through."""
     return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())
-
-
-def _integer(reader: TensorReader, name: str, default: int) -> int:
-    value = reader.integer(name)
-    return default if value is None else value
-
-
-def _real(reader: TensorReader, name: str, default: float) -> float:
-    value = reader.real(name)
-    return default if value is None else value

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.draws import Drawn, random_numbers
 from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks
 from inflight.decoding.rng import Purpose
-from inflight.decoding.row_kernels import RowKernels
+from inflight.decoding.row_kernels import RowKernels, penalties_of
 from inflight.decoding.rows import Rows
-from inflight.decoding.top_k_top_p import effective_top_p
+from inflight.decoding.top_k_top_p import LIMITS, Drawn, limits_of, random_numbers
 from inflight.engine.torch.native.handle import Handle
-from inflight.engine.torch.native.structs import CHANCE, PENALTIES, PenalizedRowsStruct
+from inflight.engine.torch.native.structs import PenalizedRowsStruct
 
+_CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])  # struct Chance of source/draw.h
 _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 
 
@@ -55,11 +55,7 @@ class NativeRowKernels(RowKernels):
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
         """As `RowKernels.penalize`."""
-        numbers, table = rows.numbers[indices], history.table
-        penalties = np.empty(len(indices), PENALTIES)
-        penalties["repetition"] = numbers["repetition_penalty"]
-        penalties["presence"] = numbers["presence_penalty"] * numbers["temperature"]
-        penalties["frequency"] = numbers["frequency_penalty"] * numbers["temperature"]
+        penalties, table = penalties_of(rows, indices), history.table
         slots, lengths = rows.slots[indices], rows.positions[indices]
         penalized = PenalizedRowsStruct(
             len(indices),
@@ -82,12 +78,10 @@ class NativeRowKernels(RowKernels):
         """As `RowKernels.draw`."""
         if not len(sampled):
             return
-        numbers = rows.numbers[sampled]
-        chances = np.empty(len(sampled), CHANCE)
-        chances["temperature"] = numbers["temperature"]
-        chances["top_k"] = np.where(numbers["top_k"] < rows.vocab_size, numbers["top_k"], 0)
-        chances["top_p"] = effective_top_p(rows)[sampled]
-        chances["min_p"] = numbers["min_p"]
+        limits = limits_of(rows, sampled)
+        chances = np.empty(len(sampled), _CHANCE)
+        for name in LIMITS.names or ():
+            chances[name] = limits[name]
         chances["uniform"] = random_numbers(rows, Purpose.SAMPLE)[sampled]
         tokens = np.empty(len(sampled), dtype=np.int64)
         is_done = self._library.draw(
