@@ -171,7 +171,7 @@ CONTROLLED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("case", CASES)
 def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """`decoding.reference`, one token at a time; also with drafts from the sequence itself, which change nothing."""
+    """`decoding.reference`, one token at a time; the same with drafts from the sequence itself."""
     model = zoo[case]
     requests = [
         make_request(number, prompt_of(model, number), {**sampling, "random_seed": number}, end_ids=(9,))
