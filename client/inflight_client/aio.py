@@ -101,7 +101,8 @@ class AsyncClient:
         if self._connection is None:
             self._connection = grpc_aio.InferenceServerClient(self._url)
         self._in_flight.add(call)
-        responses = self._connection.stream_infer(_once(call), headers=STREAM_HEADERS)
+        # tritonclient declares neither that it returns something nor what.
+        responses: Any = self._connection.stream_infer(_once(call), headers=STREAM_HEADERS)
         finished = False
         try:
             async for result, error in responses:

@@ -184,7 +184,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.ndarray:
     """[1, …], `ndim` dimensions and a leading 1, which may be there already; ValueError if it does not fit."""
-    if not isinstance(values, Iterable):
+    if not hasattr(values, "__iter__"):
         raise ValueError(f"{name} must be a list of numbers, got {values!r}")
     if issubclass(dtype, np.integer):
         _check_integers(name, values, dtype)

@@ -107,7 +107,7 @@ def state_call(model: str) -> Call:
 
 def state_of(result: InferResult) -> dict[str, Any] | None:
     """What the answer to `state_call` says; None if it carries nothing but the final flag."""
-    array = result.as_numpy("state")
+    array: Any = result.as_numpy("state")  # of objects, of which numpy's types know nothing
     return None if array is None else json.loads(array.item())
 
 

@@ -25,53 +25,59 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a control may have, or if it has several, each of them may be.
+
+    Attributes:
+        text: For errors: "in [0, 1]".
+        contains: Whether a value is one of them; a NaN never is.
+    """
+
+    text: str
+    contains: Callable[[float], bool]
+
+
+def _within(low: float, high: float) -> Range:
+    return Range(f"in [{low:g}, {high:g}]", lambda value: low <= value <= high)
+
+
+def _at_least(low: int, meaning: str = "") -> Range:
+    return Range(f">= {low}{meaning}", lambda value: value >= low)
+
+
+_SHARE, _FACTOR, _ADDED = _within(0.0, 1.0), _within(SMALLEST, LARGEST), _within(-LARGEST, LARGEST)
+_TOKEN_IDS = Range("token ids", lambda value: True)  # `check_token_ids` knows the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
 class Control:
     """What is known of a sampling control beside its type and its neutral value, which its field's default is.
 
     Attributes:
         tensor: The tensor that it comes by.
-        is_valid: Whether a value is in range; of a control with several values, each of them.
-        expected: That range, in words for an error.
+        range: Its values.
         is_off: Whether a value asks for nothing although it is not the neutral one.
         looks_back: Whether the device then needs the tokens so far. The host writes them, and so has to see them.
         bans: Whether it may leave a sequence without a token to go on with.
-        holds_token_ids: Whether its values are ids of the vocabulary.
     """
 
     tensor: str
-    is_valid: Callable[[Any], bool]
-    expected: str
+    range: Range
     is_off: Callable[[Any], bool] = lambda value: False
     looks_back: bool = False
     bans: bool = False
-    holds_token_ids: bool = False
 
 
 def _declare(
-    neutral: _T, tensor: str, expected: str, is_valid: Callable[[_T], bool] = lambda value: True, **more: Any
-) -> _T:
-    return field(default=neutral, metadata={"control": Control(tensor, is_valid, expected, **more)})
-
-
-def _declare_several(
-    of: type[_T],
+    neutral: _T,
     tensor: str,
-    expected: str,
-    is_valid: Callable[[_T], bool] = lambda value: True,
-    **more: Any,
-) -> tuple[_T, ...]:
-    return field(default=(), metadata={"control": Control(tensor, is_valid, expected, **more)})
-
-
-def _is_unset(top_p: float) -> bool:
-    return top_p <= 0.0
-
-
-def _is_no_size(ngram_size: int) -> bool:
-    return ngram_size >= NO_REPEAT_OFF
-
-
-_FACTOR, _ADDED = f"in [{SMALLEST:g}, {LARGEST:g}]", f"in [{-LARGEST:g}, {LARGEST:g}]"
+    values: Range,
+    is_off: Callable[[Any], bool] = lambda value: False,
+    looks_back: bool = False,
+    bans: bool = False,
+) -> _T:
+    """A field of SamplingConfig that says all of its control."""
+    return field(default=neutral, metadata={"control": Control(tensor, values, is_off, looks_back, bans)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,71 +115,58 @@ class SamplingConfig:
     With top_k, top_p and min_p all 0 the request is greedy, whatever the temperature.
     """
 
-    beam_width: int = _declare(
-        1, "beam_width", f"in [1, {MAX_BEAM_WIDTH}]", lambda width: 1 <= width <= MAX_BEAM_WIDTH
+    beam_width: int = _declare(1, "beam_width", _within(1, MAX_BEAM_WIDTH))
+    num_return_sequences: int | None = _declare(
+        None,
+        "num_return_sequences",
+        Range("", lambda value: True),  # checked beside beam_width
     )
-    num_return_sequences: int | None = _declare(cast("int | None", None), "num_return_sequences", "")
     temperature: float = _declare(
-        1.0, "temperature", f"0 (greedy), or {_FACTOR}", lambda t: t == 0.0 or SMALLEST <= t <= LARGEST
+        1.0,
+        "temperature",
+        Range(f"0 (greedy), or {_FACTOR.text}", lambda value: value == 0.0 or _FACTOR.contains(value)),
     )
-    top_k: int = _declare(0, "runtime_top_k", ">= 0 (0 keeps every token)", lambda k: k >= 0)
+    top_k: int = _declare(0, "runtime_top_k", _at_least(0, " (0 keeps every token)"))
     top_p: float = _declare(
         0.0,
         "runtime_top_p",
-        "in (0, 1], or <= 0 for unset",
-        lambda p: 0.0 <= p <= 1.0,
-        is_off=_is_unset,
+        Range("in (0, 1], or <= 0 for unset", _SHARE.contains),
+        is_off=lambda p: p <= 0.0,
     )
-    top_p_min: float = _declare(1e-6, "runtime_top_p_min", "in [0, 1]", lambda p: 0.0 <= p <= 1.0)
+    top_p_min: float = _declare(1e-6, "runtime_top_p_min", _SHARE)
     top_p_decay: float = _declare(
-        1.0, "runtime_top_p_decay", "in (0, 1]", lambda decay: 0.0 < decay <= 1.0, looks_back=True
+        1.0, "runtime_top_p_decay", Range("in (0, 1]", lambda decay: 0.0 < decay <= 1.0), looks_back=True
     )
-    top_p_reset_id: int = _declare(
-        -1, "runtime_top_p_reset_ids", ">= -1 (-1: none)", lambda token_id: token_id >= -1
-    )
-    min_p: float = _declare(0.0, "min_p", "in [0, 1]", lambda p: 0.0 <= p <= 1.0)
+    top_p_reset_id: int = _declare(-1, "runtime_top_p_reset_ids", _at_least(-1, " (-1: none)"))
+    min_p: float = _declare(0.0, "min_p", _SHARE)
     random_seed: int = _declare(
-        0, "random_seed", "a 64-bit unsigned integer", lambda seed: 0 <= seed < 1 << 64
+        0, "random_seed", Range("a 64-bit unsigned integer", lambda seed: 0 <= seed < 1 << 64)
     )
-    allowed_token_ids: tuple[int, ...] = _declare_several(
-        int, "allowed_token_ids", "token ids", bans=True, holds_token_ids=True
-    )
-    logit_bias_ids: tuple[int, ...] = _declare_several(
-        int, "logit_bias_ids", "token ids", holds_token_ids=True
-    )
-    logit_bias_values: tuple[float, ...] = _declare_several(
-        float,
+    allowed_token_ids: tuple[int, ...] = _declare((), "allowed_token_ids", _TOKEN_IDS, bans=True)
+    logit_bias_ids: tuple[int, ...] = _declare((), "logit_bias_ids", _TOKEN_IDS)
+    logit_bias_values: tuple[float, ...] = _declare(
+        (),
         "logit_bias_values",
-        "finite numbers, or -inf to ban a token",
-        lambda value: value < math.inf,
+        Range("finite numbers, or -inf to ban a token", lambda value: value < math.inf),
         bans=True,
     )
-    repetition_penalty: float = _declare(
-        1.0, "repetition_penalty", _FACTOR, lambda factor: SMALLEST <= factor <= LARGEST, looks_back=True
-    )
-    presence_penalty: float = _declare(
-        0.0, "presence_penalty", _ADDED, lambda penalty: abs(penalty) <= LARGEST, looks_back=True
-    )
-    frequency_penalty: float = _declare(
-        0.0, "frequency_penalty", _ADDED, lambda penalty: abs(penalty) <= LARGEST, looks_back=True
-    )
-    min_length: int = _declare(0, "min_length", ">= 0", lambda length: length >= 0, bans=True)
+    repetition_penalty: float = _declare(1.0, "repetition_penalty", _FACTOR, looks_back=True)
+    presence_penalty: float = _declare(0.0, "presence_penalty", _ADDED, looks_back=True)
+    frequency_penalty: float = _declare(0.0, "frequency_penalty", _ADDED, looks_back=True)
+    min_length: int = _declare(0, "min_length", _at_least(0), bans=True)
     no_repeat_ngram_size: int = _declare(
         0,
         "no_repeat_ngram_size",
-        ">= 0 (0: off)",
-        lambda size: size >= 0,
-        is_off=_is_no_size,
+        _at_least(0, " (0: off)"),
+        is_off=lambda size: size >= NO_REPEAT_OFF,
         looks_back=True,
         bans=True,
     )
     length_penalty: float = _declare(
-        0.0, "len_penalty", "a finite number >= 0", lambda penalty: 0.0 <= penalty < math.inf
+        0.0, "len_penalty", Range("a finite number >= 0", lambda penalty: 0.0 <= penalty < math.inf)
     )
-    early_stopping: int = _declare(0, "early_stopping", ">= 0", lambda value: value >= 0)
-    beam_search_diversity_rate: float = _declare(
-        0.0, "beam_search_diversity_rate", f"in [0, {LARGEST:g}]", lambda rate: 0.0 <= rate <= LARGEST
-    )
+    early_stopping: int = _declare(0, "early_stopping", _at_least(0))
+    beam_search_diversity_rate: float = _declare(0.0, "beam_search_diversity_rate", _within(0.0, LARGEST))
 
     @property
     def greedy(self) -> bool:
@@ -261,15 +254,11 @@ def check_token_ids(tensor: str, token_ids: tuple[int, ...], vocab_size: int) ->
 
 
 def _check(control: Control, value: Any, vocab_size: int) -> None:
-    if not isinstance(value, tuple):
-        if not control.is_valid(value):
-            raise InvalidArgument(f"{control.tensor} must be {control.expected}, got {value}")
-        return
-    values = cast("tuple[Any, ...]", value)  # pyright knows a tuple, and not of what
-    if control.holds_token_ids and values:
+    several = isinstance(value, tuple)
+    values = cast("tuple[Any, ...]", value if several else (value,))  # pyright knows a tuple, and not of what
+    if control.range is _TOKEN_IDS and values:
         check_token_ids(control.tensor, values, vocab_size)
     for position, each in enumerate(values):
-        if not control.is_valid(each):
-            raise InvalidArgument(
-                f"{control.tensor} must be {control.expected}, got {each} at position {position}"
-            )
+        if not control.range.contains(each):
+            where = f" at position {position}" if several else ""
+            raise InvalidArgument(f"{control.tensor} must be {control.range.text}, got {each}{where}")

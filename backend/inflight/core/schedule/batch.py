@@ -177,8 +177,8 @@ class TokenDetails:
         log_probs: One per token.
         top_log_probs: One per token.
         logits: One per token: the vocabulary's float32 values.
-        drawn_log_probs: One per token, of the distribution that it was drawn from: after penalties, temperature,
-            bans, top-k, top-p and min_p. Only where the engine is to normalize log probabilities.
+        drawn_log_probs: One per token, of the distribution that it was drawn from, after all that the request's
+            sampling controls do. Only where the engine is to normalize log probabilities.
     """
 
     log_probs: tuple[float, ...] = ()
