@@ -30,7 +30,7 @@ from inflight.decoding.top_k_top_p import Drawn, samples_of
 from inflight.decoding.transfer import Arriving, to_host
 
 _WORTH_SHARING = 1 << 22
-"""So many logits are worth more than one thread."""
+"""From so many logits on, choosing tokens is worth more than one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +151,17 @@ class Decoding:
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
-        """Let the device choose the tokens of a batch that feeds itself, and send them; `finish` waits for them.
+        """Let the device choose the tokens of a batch without the host, and send them; `finish` waits for them.
 
         The same tokens as `decode`'s. Takes what that takes, with at least one row; logits are changed in place.
 
         Raises:
-            ValueError: As `decode`; or the batch cannot feed itself.
+            ValueError: As `decode`; or the batch has rows that need the host.
         """
         slots = batch.sampled_slots()
         self._check(len(slots), logits, positions)
         if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
-            raise ValueError(f"iteration {batch.iteration} is to feed itself, with rows that need the host")
+            raise ValueError(f"iteration {batch.iteration} is to sample on the device, but has rows for the host")
         highest, tokens = self._kernels.find_peaks(logits)
         fed = tokens
         if not self._slots.demanding.isdisjoint(slots):
@@ -210,7 +210,7 @@ class Decoding:
     def _choose_on_host(
         self, rows: Rows, wanted: NDArray[np.int64], beside: Tensor
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """A token for each of the rows `wanted`, and `beside` [rows] float32, on the host.
+        """Choose a token for each of the rows `wanted`, and copy them and `beside` [rows] float32 to the host.
 
         Returns:
             [rows] tokens, NO_TOKEN where all are banned, anything for rows that are not wanted; and `beside`. All
@@ -229,7 +229,7 @@ class Decoding:
         return tokens, beside_on_host
 
     def _choose(self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool) -> tuple[Tensor, list[Drawn]]:
-        """[rows] int64 tokens on the device, and what of it is a guess; NO_TOKEN where all are banned.
+        """Choose [rows] int64 tokens on the device, NO_TOKEN where all are banned; and say which are guesses.
 
         Where nothing may be guessed, only a top_p alone is waited for.
         """
@@ -242,7 +242,7 @@ class Decoding:
     def _choose_possible(
         self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool
     ) -> tuple[Tensor, list[Drawn]]:
-        """As `_choose`, but any token where all are banned."""
+        """Choose as `_choose` does, but any token where all are banned."""
         samples = samples_of(rows)[wanted]
         greedy, sampled = wanted[~samples], wanted[samples]
         if len(greedy) == len(rows.slots):
@@ -346,7 +346,7 @@ class Decoding:
 def _plain_output(
     batch: ScheduledBatch, slots: list[int], positions: NDArray[np.int64], arrived: list[NDArray[Any]]
 ) -> ModelOutput:
-    """A token for each slot and nothing else, of [rows] tokens and highest logits."""
+    """The answer to a batch whose slots get a token each and nothing else, from [rows] tokens and peaks."""
     tokens, highest = arrived
     check_peaks(highest, slots, positions)
     found = list(zip(tokens.tolist()))
@@ -356,7 +356,7 @@ def _plain_output(
 
 
 def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:
-    """New tokens of every sampled slot."""
+    """The new tokens of every sampled slot."""
     if emitted.all() and not layout.drafted:
         return list(zip(chosen.tolist()))
     tokens, flags = chosen.tolist(), emitted.tolist()
@@ -368,7 +368,7 @@ def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool
 
 @contextlib.contextmanager
 def threads_for(logits: Tensor) -> Generator[None]:
-    """One thread for all that the caller does with few logits on a CPU, for as long as the `with` lasts.
+    """Compute with one thread what the caller does with few logits on a CPU, for as long as the `with` lasts.
 
     Choosing tokens takes dozens of operators, and threads that share one meet at its end. Where another program
     has a processor, each of them waits there until that program's turn is over.

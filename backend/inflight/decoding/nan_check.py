@@ -25,7 +25,7 @@ class Peaks(NamedTuple):
 
 
 def find_peaks(logits: Tensor) -> Peaks:
-    """Of [rows, vocab_size], as the model made them; of equal logits, any token.
+    """Find the peaks of logits [rows, vocab_size], as the model made them; of equal logits, any token.
 
     Asked for before the rows are worked on, and read back with their tokens, so that nobody waits for it.
     """

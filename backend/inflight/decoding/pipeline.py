@@ -56,7 +56,7 @@ def pipeline_steps(history: History, kernels: RowKernels) -> tuple[Step, ...]:
 
 
 def process(rows: Rows, slots: SlotParameters) -> None:
-    """All steps on the logits, in place."""
+    """Change the logits by all steps that their rows use, in place."""
     used = rows.numbers["steps"]
     used_by_any = int(np.bitwise_or.reduce(used))
     for index, step in enumerate(slots.steps):
@@ -84,7 +84,7 @@ def _ban_others(rows: Rows, indices: Ids, allowed: Sequence[Ids]) -> None:
 
 
 def _embedding_bias(request: Request, device: torch.device) -> Tensor | None:
-    """[vocab_size] float32 on the device."""
+    """The bias [vocab_size] float32 on the device."""
     bias = request.embedding_bias
     return None if bias is None else upload(as_array(host_tensor(bias)), device)
 
@@ -124,7 +124,7 @@ def _penalizes(request: Request, _: torch.device) -> bool | None:
 
 
 def _min_length(request: Request, _: torch.device) -> Ids | None:
-    """The end ids."""
+    """The end ids, for a request that has some and asks for a least length."""
     return _ids(request.end_ids) if request.sampling.min_length > 0 and request.end_ids else None
 
 
@@ -209,7 +209,7 @@ def _ban(rows: Rows, where: Tensor) -> None:
 
 
 def _cells(rows: Rows, indices: Ids, tokens: Sequence[Ids]) -> Tensor:
-    """Where in the flattened logits the tokens of each of the rows `indices` are."""
+    """The places in the flattened logits where the tokens of each of the rows `indices` are."""
     owners = np.repeat(indices, [len(ids) for ids in tokens])
     return rows.upload(owners * rows.vocab_size + np.concatenate(tokens))
 

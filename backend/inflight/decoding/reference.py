@@ -60,7 +60,7 @@ def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) ->
 
 
 def _bounded(logit: float, largest: float) -> float:
-    """What is impossible stays so; nothing else is made it."""
+    """A logit within bounds; one that is impossible stays so, and no other becomes so."""
     return max(-largest, min(logit, largest)) if logit > BANNED else BANNED
 
 
@@ -140,7 +140,7 @@ def distribution(logits: Sequence[float], request: Request, tokens: Sequence[int
 
 
 def draw(probabilities: dict[int, float], number: float) -> int:
-    """Inverse CDF over the tokens in ascending order of id."""
+    """Draw a token by inverse CDF, in ascending order of id."""
     cumulative = 0.0
     for token in sorted(probabilities):
         cumulative += probabilities[token]
@@ -272,5 +272,5 @@ def _resample(
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    """Probabilities."""
+    """The probabilities that logits stand for."""
     return [math.exp(log_prob) for log_prob in log_probs(logits)]

@@ -18,14 +18,14 @@ from inflight.decoding.top_k_top_p import Drawn, draw
 LARGEST_LOGIT = 1e30
 
 PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
-"""Of a row of logits; presence and frequency times the temperature, which divides the logits only later."""
+"""What a row loses; presence and frequency are times the temperature, which divides the logits only later."""
 
 
 class RowKernels:
-    """In torch's operators, on any device. An engine may have faster ones for its own."""
+    """The kernels in torch's operators, for any device. An engine may have faster ones for its own."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `nan_check.find_peaks`, given logits as the model made them."""
+        """Find the highest logits as `nan_check.find_peaks` does, of logits as the model made them."""
         return find_peaks(logits)
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
@@ -54,12 +54,12 @@ class RowKernels:
         logits[where] = bounded(values, impossible)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
-        """As `top_k_top_p.draw`."""
+        """Draw tokens as `top_k_top_p.draw` does."""
         return draw(rows, sampled, may_guess)
 
 
 def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
-    """[n] of PENALTIES, of the rows `indices`."""
+    """The penalties of the rows `indices`, [n] of PENALTIES."""
     numbers = rows.numbers[indices]
     penalties = np.empty(len(indices), PENALTIES)
     penalties["repetition"] = numbers["repetition_penalty"]
@@ -69,7 +69,7 @@ def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def bounded(logits: Tensor, impossible: Tensor) -> Tensor:
-    """Within [-1e30, 1e30], and -inf for the tokens that are `impossible` [the same shape, bool].
+    """Clamp logits to [-1e30, 1e30], and make those -inf that are `impossible` [the same shape, bool].
 
     A bias may be infinite, and penalties multiply. Were a logit to overflow, differences between two would be no
     numbers, and a token that was only made unlikely could not be told from one that is banned.

@@ -81,10 +81,11 @@ class SlotRequest:
 
 
 class SlotParameters:
-    """Parameters of every slot.
+    """The parameters of every slot.
 
     Attributes:
         numbers: [slots] of PARAMETERS.
+        requests: [slots]; None: nobody has the slot.
         demanding: Slots whose requests ask for more than an argmax; of slots that nobody has, any.
         steps: Those of the pipeline, in order.
     """
@@ -93,7 +94,7 @@ class SlotParameters:
         self.numbers: NDArray[Any] = np.zeros(num_slots, dtype=PARAMETERS)
         self.demanding: set[int] = set()
         self.steps = steps
-        self._requests: list[SlotRequest | None] = [None] * num_slots
+        self.requests: list[SlotRequest | None] = [None] * num_slots
         self._device = device
 
     def start(self, start: SlotStart) -> None:
@@ -101,7 +102,7 @@ class SlotParameters:
         request = start.request
         found = ((index, step.prepare(request, self._device)) for index, step in enumerate(self.steps))
         prepared = {index: value for index, value in found if value is not None}
-        self._requests[start.slot] = SlotRequest(request, prepared)
+        self.requests[start.slot] = SlotRequest(request, prepared)
         needs = _needs(request)
         needs |= Needs.CHANGES if prepared else 0
         needs |= Needs.BANS if any(self.steps[index].bans for index in prepared) else 0
@@ -110,19 +111,19 @@ class SlotParameters:
 
     def release(self, slot: int) -> None:
         """Forget a sequence."""
-        self._requests[slot] = None
+        self.requests[slot] = None
 
     def move(self, moves: Sequence[BeamMove]) -> None:
         """Each slot gets its parent's parameters, all at once."""
         targets, parents = [move.slot for move in moves], [move.parent_slot for move in moves]
         self.numbers[targets] = self.numbers[parents]
-        for slot, request in zip(targets, [self._requests[parent] for parent in parents], strict=True):
-            self._requests[slot] = request
+        for slot, request in zip(targets, [self.requests[parent] for parent in parents], strict=True):
+            self.requests[slot] = request
             self._note_demands(slot)
 
     def __getitem__(self, slot: int) -> SlotRequest:
         """What a running slot remembers beside numbers."""
-        found = self._requests[slot]
+        found = self.requests[slot]
         assert found is not None, f"slot {slot} was never started"
         return found
 
@@ -151,7 +152,7 @@ class Rows:
 
     @property
     def vocab_size(self) -> int:
-        """Length of a row."""
+        """How many logits a row has."""
         return self.logits.shape[-1]
 
     def needing(self, needs: Needs) -> NDArray[np.int64]:
@@ -159,7 +160,7 @@ class Rows:
         return np.flatnonzero(self.numbers["needs"] & int(needs))
 
     def select(self, indices: NDArray[np.int64]) -> Rows:
-        """These rows in this order."""
+        """The rows `indices`, in that order."""
         return Rows(
             select_rows(self.logits, indices),
             self.slots[indices],
@@ -168,7 +169,7 @@ class Rows:
         )
 
     def upload(self, values: NDArray[Any]) -> Tensor:
-        """A host array on the logits' device."""
+        """A copy of a host array on the logits' device."""
         return upload(values, self.logits.device)
 
 
@@ -206,7 +207,7 @@ class RawLogits:
         return rows
 
     def restore(self) -> None:
-        """Leave the logits to others as they came, where anybody asks for them."""
+        """Put the logits back as they came, in the rows that ask for them."""
         if self._saved is not None:
             self._logits[upload(self._indices, self._logits.device)] = self._saved
 

@@ -34,7 +34,7 @@ _DIGITS = ((20, 1 << 12), (10, 1 << 10), (0, 1 << 10))
 
 
 LIMITS = np.dtype([(name, np.float64) for name in ("temperature", "top_k", "top_p", "min_p")])
-"""What a row may draw: a top_k of 0 and a top_p of 1 are no limits."""
+"""What limits the tokens that a row may draw: a top_k of 0 and a top_p of 1 are no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Candidates:
 
 
 class Drawn(NamedTuple):
-    """Tokens of some rows.
+    """The tokens that were drawn for some rows.
 
     Attributes:
         rows: [n] which rows, on the host.
@@ -86,7 +86,7 @@ class _Group:
         return self.logits.shape[-1]
 
     def select(self, indices: NDArray[np.int64]) -> _Group:
-        """These of the rows."""
+        """The group's rows `indices`."""
         tensors = {
             name: select_rows(getattr(self, name), indices)
             for name in ("logits", "temperature", "top_p", "min_p", "top_k")
@@ -136,7 +136,7 @@ def distribution(rows: Rows) -> Tensor:
 
 
 def samples_of(rows: Rows) -> NDArray[np.bool_]:
-    """[rows] whether a row draws its token; the others are greedy."""
+    """Whether each row draws its token, [rows]; the others are greedy."""
     return rows.numbers["needs"] & int(Needs.SAMPLE) != 0
 
 
@@ -165,7 +165,7 @@ def find_candidates(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = Fa
 
 
 def limits_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
-    """[n] of LIMITS, of the rows `indices`, with the top_p that decay has left."""
+    """The limits of the rows `indices`, [n] of LIMITS, with the top_p that decay has left."""
     numbers = rows.numbers[indices]
     limits = np.empty(len(indices), LIMITS)
     limits["temperature"] = numbers["temperature"]
@@ -176,7 +176,7 @@ def limits_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _decayed_top_p(numbers: NDArray[Any], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[n] top_p after one decay for each token generated since the start or the last reset."""
+    """The top_p [n] after one decay for each token generated since the start or the last reset."""
     top_p, decay = numbers["top_p"], numbers["top_p_decay"]
     if (decay == 1.0).all():
         return top_p
@@ -269,7 +269,7 @@ def _keep_all(group: _Group) -> Iterator[Candidates]:
 def _keep_nucleus(
     rows: NDArray[np.int64], ids: Tensor, weights: Tensor, total: Tensor, group: _Group
 ) -> Candidates:
-    """Top-p and min_p on candidates in descending order; `total` is the weight that top-p is a share of."""
+    """Apply top-p and min_p to candidates in descending order; `total` is the weight that top-p is a share of."""
     before = F.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))
     weights = weights.masked_fill(before >= group.top_p * total, 0.0)
     ids, order = ids.sort(dim=-1)
@@ -277,7 +277,7 @@ def _keep_nucleus(
 
 
 def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candidates:
-    """Top-p where it takes too many tokens to sort: the least weight that is needed is found digit by digit.
+    """Apply a top-p that takes too many tokens to sort: the least weight that is needed is found digit by digit.
 
     The bits of floats from 0 to 1 are in the order of the floats. Weights are added up by their highest digit,
     then those that share the highest digit of the weight looked for by their next one, and so on.
@@ -324,12 +324,12 @@ def _next_digit(sums: Tensor, needed: Tensor, above: Tensor) -> tuple[Tensor, Te
 
 
 def _without_unlikely(weights: Tensor, group: _Group) -> Tensor:
-    """min_p: the likeliest token's weight is 1."""
+    """Apply min_p, given that the likeliest token's weight is 1."""
     return _where_at_least(weights, group.min_p.to(weights.dtype)) if group.uses_min_p else weights
 
 
 def _where_at_least(weights: Tensor, least: Tensor) -> Tensor:
-    """`weights` with zeros for what is less, in place; several times as fast as filling by a mask."""
+    """Set weights below `least` to 0, in place; several times as fast as filling by a mask."""
     return weights.mul_(weights.clone().ge_(least))
 
 
@@ -339,7 +339,7 @@ def _weights(logits: Tensor, highest: Tensor, group: _Group) -> Tensor:
 
 
 def _weights_everywhere(group: _Group, highest: Tensor) -> Tensor:
-    """The same in float32, of the whole vocabulary."""
+    """Unnormalized probabilities in float32 of the whole vocabulary, the likeliest 1."""
     weights = group.logits - highest
     if group.uses_temperature:
         weights.div_(group.temperature.float())
@@ -347,12 +347,12 @@ def _weights_everywhere(group: _Group, highest: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """[rows, blocks] float64 of float32 weights over a vocabulary."""
+    """Sums [rows, blocks] float64 of float32 weights over a vocabulary."""
     return reduce_blocks(weights, _BLOCK, torch.sum).double()
 
 
 def _draw(candidates: Candidates, uniform: Tensor) -> Tensor:
-    """[n] tokens for [n, 1] float64 numbers; 0 for rows that may draw nothing."""
+    """Draw [n] tokens by [n, 1] float64 random numbers; 0 for rows that may draw nothing."""
     if candidates.ids is None:
         return _draw_from_vocabulary(candidates.weights, uniform)
     chosen = candidates.ids.gather(-1, inverse_cdf(candidates.weights, uniform))
@@ -360,7 +360,7 @@ def _draw(candidates: Candidates, uniform: Tensor) -> Tensor:
 
 
 def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
-    """First the block, then the token in it."""
+    """Find first the block of the token that is drawn, then the token in it."""
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=-1)
     total = cumulative[:, -1:]

@@ -31,12 +31,12 @@ def to_list(tensor: Tensor) -> list[Any]:
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """A host array on `device`; the array may be changed afterwards unless that is a CPU."""
+    """Copy a host array to `device`; the array may be changed afterwards unless that is a CPU."""
     return staged(values, device).to(device, non_blocking=True)
 
 
 def staged(values: NDArray[Any], device: torch.device) -> Tensor:
-    """A host array where `device` can fetch it by itself.
+    """Put a host array where `device` can fetch it by itself.
 
     A GPU reads memory that may be paged out only while the host waits. torch takes pinned memory from a pool, and
     not again before the copies out of it are done.
@@ -46,7 +46,7 @@ def staged(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
-    """One-dimensional tensors of one device as host arrays; waits for the device, once."""
+    """Copy one-dimensional tensors of one device to host arrays; waits for the device, once."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [as_array(tensor) for tensor in tensors]
     return _split(_join(tensors).cpu(), tensors)
@@ -60,7 +60,7 @@ class Mark(Protocol):
 
 
 def mark(device: torch.device) -> Mark:
-    """Behind all that has been queued on `device` so far."""
+    """A mark behind all that has been queued on `device` so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event

@@ -37,11 +37,11 @@ _LENGTHS = "n_ctx max_sequence_length max_seq_len seq_length seq_len model_max_l
 _GENERATION = """
     max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
     penalty_alpha dola_layers top_h typical_p epsilon_cutoff eta_cutoff diversity_penalty
-    encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits constraints remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_decoder_ids sequence_bias
-    token_healing guidance_scale low_memory watermarking_config cache_implementation cache_config
-    prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule
-    assistant_confidence_threshold
+    encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits
+    constraints remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    forced_decoder_ids sequence_bias token_healing guidance_scale low_memory watermarking_config
+    cache_implementation cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold
 """
 HARMLESS = frozenset(
     [*" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), *CONTROLS]

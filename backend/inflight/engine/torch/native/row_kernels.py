@@ -25,7 +25,7 @@ _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 
 
 class NativeRowKernels(RowKernels):
-    """By a decoder's threads.
+    """The kernels on a decoder's threads.
 
     Args:
         library: What has been compiled.
@@ -42,7 +42,7 @@ class NativeRowKernels(RowKernels):
         self._found = (ref(logits), peaks)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `RowKernels.find_peaks`; of equal logits, the first."""
+        """Find the highest logits as `RowKernels.find_peaks` does; of equal ones, the first."""
         if self._found is not None and self._found[0]() is logits:
             return self._found[1]
         rows, columns = logits.shape
@@ -54,7 +54,7 @@ class NativeRowKernels(RowKernels):
         return peaks
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
-        """As `RowKernels.penalize`."""
+        """Penalize as `RowKernels.penalize` does."""
         penalties, table = penalties_of(rows, indices), history.table
         slots, lengths = rows.slots[indices], rows.positions[indices]
         penalized = PenalizedRowsStruct(
@@ -75,7 +75,7 @@ class NativeRowKernels(RowKernels):
         _check(status == _DONE)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
-        """As `RowKernels.draw`."""
+        """Draw tokens as `RowKernels.draw` does."""
         if not len(sampled):
             return
         limits = limits_of(rows, sampled)
