@@ -6,37 +6,26 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+
+import numpy as np
 
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
+from inflight_client.options import CHOOSING, ENDING, QUEUEING, Option
 from inflight_client.results import Completion, Delta, Sequence, completion
 
 _INTERRUPTED = 130  # what shells make of Ctrl-C
-_KEYWORDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "no_repeat_ngram_size",
+_UNDER_ANOTHER_NAME = (
+    "stop_words",
     "bad_words",
-    "beam_width",
-    "length_penalty",
     "num_return_sequences",
     "prompt_lookup_num_tokens",
-    "priority",
-    "client_id",
-    "allotted_time_ms",
-    "cache_salt_id",
     "return_log_probs",
-    "stop_words",
-    "min_length",
-    "end_id",
+)
+_UNDER_ITS_NAME = tuple(
+    name for group in (CHOOSING, ENDING, QUEUEING) for name, option in group.items() if option.help
 )
 
 
@@ -60,7 +49,7 @@ def main(arguments: Seq[str] | None = None) -> int:
 
 def _generate(client: Client, options: argparse.Namespace) -> None:
     prompt = options.prompt if options.ids is None else options.ids
-    keywords = {name: getattr(options, name) for name in _KEYWORDS}
+    keywords = {name: getattr(options, name) for name in (*_UNDER_ITS_NAME, *_UNDER_ANOTHER_NAME)}
     as_ids = options.ids is not None
     if options.stream:
         _print_stream(client.stream(prompt, options.max_tokens, **keywords), as_ids)
@@ -111,7 +100,7 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     _add_request(generate)
     _add_choosing(generate)
     _add_ending(generate)
-    _add_queueing(generate)
+    _add_group(generate, "among other requests", QUEUEING)
     state = commands.add_parser("state", help="print what the server is doing, as JSON")
     state.set_defaults(run=_state)
     _add_server(state, "whom to ask, tensorrt_llm by default")
@@ -144,27 +133,13 @@ def _add_server(command: argparse.ArgumentParser, model_help: str) -> None:
 
 
 def _add_choosing(generate: argparse.ArgumentParser) -> None:
-    add = generate.add_argument_group("how tokens are chosen").add_argument
-    add("--temperature", type=float, metavar="T", help="divides the logits; 0 is greedy")
-    add("--top-k", type=int, metavar="K", help="sample from the k likeliest tokens")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the likeliest tokens of this total probability",
-    )
-    add("--min-p", type=float, metavar="P", help="leave out what is less likely than P times the likeliest")
-    add("--seed", type=int, metavar="N", help="of the random numbers: the same seed, the same answer")
-    add("--repetition-penalty", type=float, metavar="X", help="above 1: tokens seen are less likely")
-    add("--presence-penalty", type=float, metavar="X", help="taken once from the logits of tokens seen")
-    add("--frequency-penalty", type=float, metavar="X", help="taken for each time a token was seen")
-    add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row occur twice")
-    add("--bad-word", action="append", dest="bad_words", metavar="TEXT",
+    group = _add_group(generate, "how tokens are chosen", CHOOSING)
+    group.add_argument("--bad-word", action="append", dest="bad_words", metavar="TEXT",
         help="do not generate it in its usual tokens; repeatable")  # fmt: skip
-    add("--beam-width", type=int, metavar="K", help="search with K beams, and print them, best first")
-    add("--length-penalty", type=float, metavar="X", help="exponent of a beam's length in its score")
-    add("--n", type=int, dest="num_return_sequences", metavar="N", help="how many answers to print")
-    add(
+    group.add_argument(
+        "--n", type=int, dest="num_return_sequences", metavar="N", help="how many answers to print"
+    )
+    group.add_argument(
         "--prompt-lookup",
         type=int,
         dest="prompt_lookup_num_tokens",
@@ -172,23 +147,26 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
         help="guess up to N tokens at a time from what came before: faster where text repeats, and the same text "
         "in float32",
     )
-    add("--log-probs", action="store_true", default=None, dest="return_log_probs",
+    group.add_argument("--log-probs", action="store_true", default=None, dest="return_log_probs",
         help="print the tokens' log probabilities to stderr")  # fmt: skip
 
 
 def _add_ending(generate: argparse.ArgumentParser) -> None:
-    add = generate.add_argument_group("where the answer ends").add_argument
-    add("--stop", action="append", dest="stop_words", metavar="TEXT", help="end before it; repeatable")
-    add("--min-length", type=int, metavar="N", help="no end id before N tokens")
-    add("--end-id", type=int, metavar="ID", help="token id that ends the answer; -1 for none")
+    group = _add_group(generate, "where the answer ends", ENDING)
+    group.add_argument(
+        "--stop", action="append", dest="stop_words", metavar="TEXT", help="end before it; repeatable"
+    )
 
 
-def _add_queueing(generate: argparse.ArgumentParser) -> None:
-    add = generate.add_argument_group("among other requests").add_argument
-    add("--priority", type=float, metavar="P", help="0 to 1, 0.5 by default; higher ones start first")
-    add("--client-id", type=int, metavar="N", help="clients of one priority take turns")
-    add("--allotted-time-ms", type=int, metavar="MS", help="end with TIMED_OUT after so long")
-    add("--cache-salt-id", type=int, metavar="N", help="share cached prompts under this number only")
+def _add_group(
+    generate: argparse.ArgumentParser, title: str, options: Mapping[str, Option]
+) -> argparse._ArgumentGroup:
+    group = generate.add_argument_group(title)
+    for name, option in options.items():
+        if option.help:
+            kind, metavar = (float, "X") if option.dtype is np.float32 else (int, "N")
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=option.help)
+    return group
 
 
 def _ids(text: str) -> list[int]:

@@ -61,13 +61,14 @@ class Client:
             request_id: Chosen by the caller where `cancel` is to be used; unique among requests in flight.
             options: None leaves one to the server. docs/tensors.md says what each of them does.
 
-                Choosing tokens: temperature, top_k, top_p, top_p_min, top_p_decay, top_p_reset_id, min_p, seed,
-                repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, min_length;
+                Choosing tokens: temperature, top_k, top_p, seed and all others of
+                `inflight_client.options.CHOOSING`; allowed_token_ids, a list; logit_bias, {token id: 2.5};
                 embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0}.
 
-                Ending: end_id, pad_id; stop_words, and bad_words that never come: texts, lists of token ids, or
-                the array that the server takes, [2, n] or [1, 2, n]. What is generated ends before a stop word
-                that is a text, and with one that is ids. A bad word that is a text is banned in its usual tokens.
+                Ending: end_id, pad_id, min_length; stop_words, and bad_words that never come: texts, lists of
+                token ids, or the array that the server takes, [2, n] or [1, 2, n]. What is generated ends before a
+                stop word that is a text, and with one that is ids. A bad word that is a text is banned in its
+                usual tokens.
 
                 Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
                 beam_search_diversity_rate.

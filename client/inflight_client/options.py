@@ -16,7 +16,7 @@ Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Option:
+class Option:
     """A keyword, and its tensor.
 
     Attributes:
@@ -25,6 +25,7 @@ class _Option:
         dtype: Its type.
         ndim: Dimensions of its value; 0 for a number.
         outputs: What comes back for it, if it is set and not 0 or False.
+        help: What the command line says of it; "" if it is not an option there, or not under its name.
     """
 
     text_name: str
@@ -32,14 +33,15 @@ class _Option:
     dtype: type[np.generic]
     ndim: int = 0
     outputs: tuple[str, ...] = ()
+    help: str = ""
 
 
-def _number(name: str, dtype: type[np.generic], ids_name: str = "", text_name: str = "") -> _Option:
-    return _Option(text_name or name, ids_name or name, dtype)
+def _number(name: str, dtype: type[np.generic], ids_name: str = "", help: str = "") -> Option:
+    return Option(name, ids_name or name, dtype, help=help)
 
 
-def _wanted(name: str, *outputs: str, dtype: type[np.generic] = np.bool_) -> _Option:
-    return _Option(name, name, dtype, outputs=outputs)
+def _wanted(name: str, *outputs: str, dtype: type[np.generic] = np.bool_) -> Option:
+    return Option(name, name, dtype, outputs=outputs)
 
 
 PERF_OUTPUTS = (
@@ -57,39 +59,58 @@ PERF_OUTPUTS = (
 )
 
 _INT, _FLOAT = np.int32, np.float32
-_OPTIONS = {
-    "max_tokens": _number("max_tokens", _INT, "request_output_len"),
-    "temperature": _number("temperature", _FLOAT),
-    "top_k": _number("top_k", _INT, "runtime_top_k"),
-    "top_p": _number("top_p", _FLOAT, "runtime_top_p"),
+CHOOSING = {
+    "temperature": _number("temperature", _FLOAT, help="divides the logits; 0 is greedy"),
+    "top_k": _number("top_k", _INT, "runtime_top_k", "sample from so many of the likeliest tokens"),
+    "top_p": _number(
+        "top_p", _FLOAT, "runtime_top_p", "sample from the likeliest tokens of this total probability"
+    ),
     "top_p_min": _number("top_p_min", _FLOAT, "runtime_top_p_min"),
     "top_p_decay": _number("top_p_decay", _FLOAT, "runtime_top_p_decay"),
     "top_p_reset_id": _number("top_p_reset_ids", _INT, "runtime_top_p_reset_ids"),
-    "min_p": _number("min_p", _FLOAT),
-    "seed": _number("seed", np.uint64, "random_seed"),
-    "end_id": _number("end_id", _INT),
-    "pad_id": _number("pad_id", _INT),
-    "min_length": _number("min_length", _INT),
-    "repetition_penalty": _number("repetition_penalty", _FLOAT),
-    "presence_penalty": _number("presence_penalty", _FLOAT),
-    "frequency_penalty": _number("frequency_penalty", _FLOAT),
-    "no_repeat_ngram_size": _number("no_repeat_ngram_size", _INT),
-    "beam_width": _number("beam_width", _INT),
+    "min_p": _number(
+        "min_p", _FLOAT, help="leave out what is less likely than so many times the likeliest token"
+    ),
+    "seed": _number(
+        "seed", np.uint64, "random_seed", "of the random numbers: the same seed, the same answer"
+    ),
+    "allowed_token_ids": Option("allowed_token_ids", "allowed_token_ids", _INT, ndim=1),
+    "repetition_penalty": _number("repetition_penalty", _FLOAT, help="above 1: tokens seen are less likely"),
+    "presence_penalty": _number("presence_penalty", _FLOAT, help="taken once from the logits of tokens seen"),
+    "frequency_penalty": _number("frequency_penalty", _FLOAT, help="taken for each time a token was seen"),
+    "no_repeat_ngram_size": _number(
+        "no_repeat_ngram_size", _INT, help="so many tokens in a row occur only once"
+    ),
+    "beam_width": _number("beam_width", _INT, help="search with so many beams, and print them, best first"),
     "num_return_sequences": _number("num_return_sequences", _INT),
-    "length_penalty": _number("length_penalty", _FLOAT, "len_penalty"),
+    "length_penalty": _number(
+        "length_penalty", _FLOAT, "len_penalty", "exponent of a beam's length in its score"
+    ),
     "early_stopping": _number("early_stopping", _INT),
     "beam_search_diversity_rate": _number("beam_search_diversity_rate", _FLOAT),
     "prompt_lookup_num_tokens": _number("prompt_lookup_num_tokens", _INT),
-    "draft_input_ids": _Option("", "draft_input_ids", _INT, ndim=1),
-    "draft_logits": _Option("", "draft_logits", _FLOAT, ndim=2),
-    "draft_acceptance_threshold": _Option("", "draft_acceptance_threshold", _FLOAT),
-    "embedding_bias": _Option("", "embedding_bias", _FLOAT, ndim=1),
-    "priority": _number("priority", _FLOAT),
-    "client_id": _number("client_id", np.uint64),
-    "allotted_time_ms": _number("allotted_time_ms", _INT),
-    "cache_salt_id": _number("cache_salt_id", np.uint64),
+    "draft_input_ids": Option("", "draft_input_ids", _INT, ndim=1),
+    "draft_logits": Option("", "draft_logits", _FLOAT, ndim=2),
+    "draft_acceptance_threshold": Option("", "draft_acceptance_threshold", _FLOAT),
+    "embedding_bias": Option("", "embedding_bias", _FLOAT, ndim=1),
+}
+"""How tokens are chosen."""
+ENDING = {
+    "end_id": _number("end_id", _INT, help="token id that ends the answer; -1 for none"),
+    "pad_id": _number("pad_id", _INT),
+    "min_length": _number("min_length", _INT, help="no end id before so many tokens"),
+}
+"""Where the answer ends."""
+QUEUEING = {
+    "priority": _number("priority", _FLOAT, help="0 to 1, 0.5 by default; higher ones start first"),
+    "client_id": _number("client_id", np.uint64, help="clients of one priority take turns"),
+    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after so long"),
+    "cache_salt_id": _number("cache_salt_id", np.uint64, help="share cached prompts under this number only"),
     "retention_decode_priority": _number("retention_decode_priority", _INT),
     "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),
+}
+"""Its place among other requests."""
+_WANTED = {
     "return_log_probs": _wanted("return_log_probs", "output_log_probs", "cum_log_probs"),
     "num_top_log_probs": _wanted("num_top_log_probs", "top_log_prob_ids", "top_log_probs", dtype=_INT),
     "return_prompt_log_probs": _wanted("return_prompt_log_probs", "prompt_log_probs"),
@@ -97,10 +118,18 @@ _OPTIONS = {
     "return_generation_logits": _wanted("return_generation_logits", "generation_logits"),
     "return_perf_metrics": _wanted("return_perf_metrics", *PERF_OUTPUTS),
 }
+_OPTIONS = {
+    "max_tokens": _number("max_tokens", _INT, "request_output_len"),
+    **CHOOSING,
+    **ENDING,
+    **QUEUEING,
+    **_WANTED,
+}
 _WORDS = ("stop_words", "bad_words")
 _OTHER_NAMES = {"len_penalty": "length_penalty", "min_tokens": "min_length"}
 _RETENTION = "retention_token_ranges"
-NAMES = (*_OPTIONS, *_WORDS, _RETENTION)
+_LOGIT_BIAS = "logit_bias"
+NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS)
 
 
 @dataclass(frozen=True)
@@ -155,6 +184,8 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.ndarray:
     """[1, …], `ndim` dimensions and a leading 1, which may be there already; ValueError if it does not fit."""
+    if not hasattr(values, "__iter__"):
+        raise ValueError(f"{name} must be a list of numbers, got {values!r}")
     if issubclass(dtype, np.integer):
         _check_integers(name, values, dtype)
     try:
@@ -175,6 +206,12 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         yield from _word_tensors(name, value)
     elif name == _RETENTION:
         yield from _retention_tensors(value)
+    elif name == _LOGIT_BIAS:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be token ids with what is added to their logits, got {value!r}")
+        ids, values = f"{name}_ids", f"{name}_values"
+        yield ids, ids, as_tensor(ids, list(value), np.int32, 1)
+        yield values, values, as_tensor(values, list(value.values()), np.float32, 1)
     elif name == "embedding_bias" and isinstance(value, Mapping):
         words, weights = list(value), list(value.values())
         if not all(isinstance(word, str) for word in words):

@@ -47,6 +47,8 @@ TEXT_NAMES = {"top_p_reset_id": "top_p_reset_ids"}
 # One value of each, in the shapes of a vocabulary of four.
 ARRAYS = {
     "embedding_bias": [0.0, 1.0, -1.0, 0.5],
+    "allowed_token_ids": [3, 9],
+    "logit_bias": {3: 1.5, 9: float("-inf")},
     "draft_input_ids": [1, 2],
     "draft_logits": np.zeros((2, 4)),
     "draft_acceptance_threshold": 0.5,
@@ -173,6 +175,10 @@ def test_words_that_make_no_sense_are_not_sent(server, client, words, message: s
         ({"end_id": [1, 2]}, "end_id must be a number"),
         ({"return_log_probs": "no"}, "return_log_probs must be True or False, got 'no'"),
         ({"return_log_probs": 2}, "return_log_probs must be True or False, got 2"),
+        ({"logit_bias": [5, 1.0]}, "logit_bias must be token ids with what is added to their logits"),
+        ({"logit_bias": {"yes": 1.0}}, "logit_bias_ids must be an integer, got 'yes'"),
+        ({"logit_bias": {2**31: 1.0}}, "logit_bias_ids must be in"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be"),
         ({"embedding_bias": {5: 1.0}}, "embedding_bias must be texts with their weights"),
         ({"embedding_bias": {"yes": "much"}}, "embedding_bias_weights must be made of numbers"),
         (
@@ -209,6 +215,16 @@ def test_drafts_and_bias(server, client) -> None:
     assert asked.inputs["draft_logits"] == list(range(8))
     names = ("embedding_bias", "draft_input_ids", "draft_logits", "draft_acceptance_threshold")
     assert [asked.shapes[name] for name in names] == [[1, 4], [1, 2], [1, 2, 4], [1, 1]]
+
+
+@pytest.mark.parametrize(("prompt", "model"), [("x", "ensemble"), ([5], "tensorrt_llm")])
+def test_allowed_tokens_and_a_bias_by_ids(server, client, prompt, model) -> None:
+    client.generate(prompt, allowed_token_ids=(7, 3), logit_bias={9: 2.5, 4: float("-inf")})
+    (asked,) = server.asked
+    assert asked.model == model
+    assert asked.inputs["allowed_token_ids"] == [7, 3]
+    assert asked.inputs["logit_bias_ids"] == [9, 4]
+    assert asked.inputs["logit_bias_values"] == [2.5, float("-inf")]
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])

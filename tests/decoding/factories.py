@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def make_request(
     draft_logits: Sequence[Sequence[float]] | Tensor | None = None,
     threshold: float | None = None,
     output: OutputConfig | None = None,
-    **sampling: float,
+    **sampling: Any,
 ) -> Request:
     draft = None
     if drafts is not None:

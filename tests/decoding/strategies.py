@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from hypothesis import strategies as st
@@ -45,9 +46,15 @@ def requests(draw: st.DrawFn, vocab_size: int, **always: object) -> Request:
     """A request with some of everything; few of the parameters are set at a time, or all would ban everything."""
     tokens = st.integers(0, vocab_size - 1)
     features = draw(st.lists(st.sampled_from(range(len(_FEATURES))), max_size=4, unique=True))
-    sampling = {"random_seed": draw(st.integers(0, 2**64 - 1))}
+    sampling: dict[str, object] = {"random_seed": draw(st.integers(0, 2**64 - 1))}
     for index in features:
         sampling |= {name: draw(values) for name, values in _FEATURES[index].items()}
+    allowed = st.lists(tokens, min_size=1, max_size=vocab_size)
+    sampling["allowed_token_ids"] = tuple(draw(st.just([]) | st.just([]) | allowed))
+    pairs = st.lists(st.tuples(tokens, st.sampled_from([-math.inf, -4.0, -0.5, 0.25, 3.0])), max_size=4)
+    biases = draw(st.just([]) | pairs)
+    sampling["logit_bias_ids"] = tuple(token for token, _ in biases)
+    sampling["logit_bias_values"] = tuple(value for _, value in biases)
     words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3)
     bias = st.lists(st.floats(-3, 3, width=32), min_size=vocab_size, max_size=vocab_size)
     return make_request(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.decoding.argmax import likeliest, reduce_blocks
+from inflight.decoding.argmax import reduce_blocks, top_indices
 
 
 @pytest.mark.parametrize("width", [1, 63, 1000, 4096, 10_007])
@@ -19,7 +19,7 @@ def test_they_are_what_a_stable_sort_begins_with(width: int, share: float, disti
     values[1, torch.randperm(width, generator=generator)[: width // 2]] = -0.0
     values[2, torch.randperm(width, generator=generator)[: width - width // 300]] = -torch.inf
     expected = values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    assert torch.equal(likeliest(values, count), expected)
+    assert torch.equal(top_indices(values, count), expected)
 
 
 @pytest.mark.parametrize("width", [5, 64, 130])

@@ -14,8 +14,7 @@ from inflight.core.request.request import Request
 from inflight.core.schedule.batch import SlotStart
 from inflight.decoding import reference
 from inflight.decoding.drafts import weigh
-from inflight.decoding.rows import Rows
-from inflight.decoding.slot_parameters import SlotParameters
+from inflight.decoding.rows import Rows, SlotParameters
 from tests.decoding.factories import Row, make_decoding, make_request, start_batch
 
 pytestmark = pytest.mark.usefixtures("row_kernels")

@@ -46,11 +46,18 @@ KINDS = [{}, {"top_k": 3}, {"top_k": 150}, {"top_p": 0.4}, {"top_p": 0.98}, {"to
 def extreme_request(numbers: random.Random, vocab_size: int, **always: object) -> Request:
     """Some of the parameters at their ends, and bans of a few tokens, of many or of all."""
     names = numbers.sample(sorted(ENDS), numbers.randint(0, 5))
-    sampling = {name: numbers.choice(ENDS[name]) for name in names}
+    sampling: dict[str, object] = {name: numbers.choice(ENDS[name]) for name in names}
     bias = None
     if numbers.random() < 0.4:
         few = numbers.sample(BIASES, numbers.randint(1, 3))
         bias = [numbers.choice(few) for _ in range(vocab_size)]
+    if numbers.random() < 0.2:
+        sampling["allowed_token_ids"] = tuple(numbers.choices(range(vocab_size), k=numbers.randint(1, 5)))
+    if numbers.random() < 0.3:
+        values = [value for value in BIASES if value < INF]
+        num_biased = numbers.randint(1, 4)
+        sampling["logit_bias_ids"] = tuple(numbers.choices(range(vocab_size), k=num_biased))
+        sampling["logit_bias_values"] = tuple(numbers.choices(values, k=num_biased))
     num_banned = numbers.choice([0, 0, 0, 1, vocab_size - 1, vocab_size])
     return make_request(
         numbers.choices(range(vocab_size), k=numbers.choice([1, 3, 3 * vocab_size])),
@@ -98,7 +105,7 @@ def test_all_paths_choose_the_same_tokens(row_kernels: RowKernels, vocab_size: i
     for _ in range(120):
         requests = [extreme_request(numbers, vocab_size) for _ in range(6)]
         for request in requests:
-            request.sampling.validate()
+            request.sampling.validate(vocab_size)
         drafts = tuple(numbers.choices(range(vocab_size), k=2))
         rows = [Row(request, (), 0, drafts if index < 2 else ()) for index, request in enumerate(requests)]
         rows.append(Row(make_request((1, 2))))
@@ -142,7 +149,7 @@ def test_all_paths_rank_the_same_beams(row_kernels: RowKernels, vocab_size: int)
     numbers, num_compared = random.Random(vocab_size), 0
     for _ in range(150):
         request = extreme_request(numbers, vocab_size, beam_width=3)
-        request.sampling.validate()
+        request.sampling.validate(vocab_size)
         tokens = [[*request.input_token_ids, *numbers.choices(range(vocab_size), k=2)] for _ in range(3)]
         scores = [numbers.choice([0.0, -1.5, -30.0, -1e9, -INF]) for _ in range(3)]
         logits = _logits(numbers, 3, vocab_size)

@@ -66,7 +66,7 @@ def test_a_faulty_row_is_named_and_changes_no_other(size: int, value: float, eve
         poisoned = _poison(logits, faulty, value, everywhere)
         with pytest.raises(FloatingPointError, match=f"is {value} for position 4 of slot {faulty};"):
             decode_rows(poisoned.clone(), rows)
-        with mock.patch("inflight.decoding.decoding.refuse_unusable"):
+        with mock.patch("inflight.decoding.decoding.check_peaks"):
             output = decode_rows(poisoned, rows)
         assert all(0 <= token < size for token in output.token_ids[faulty])
         for row in set(range(len(rows))) - {faulty}:
@@ -135,7 +135,7 @@ def test_a_beam(value: float) -> None:
         poisoned = _poison(logits, faulty, value, everywhere=False)
         with pytest.raises(FloatingPointError, match=f"{value} for position 5 of slot {faulty};"):
             decode(poisoned.clone())
-        with mock.patch("inflight.decoding.decoding.refuse_unusable"):
+        with mock.patch("inflight.decoding.decoding.check_peaks"):
             output = decode(poisoned)
         innocent = 1 - faulty // 2
         assert output.beams[innocent] == expected.beams[innocent]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from inflight.decoding.threads import threads_for
+from inflight.decoding.decoding import threads_for
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import transformers
 from inflight.text.tokenizer import Tokenizer
 from tests.models.zoo import ZooModel
 
-from .clients import ask, completion, word_list
+from .clients import ask, completion, unary, word_list
 
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 NUM_TOKENS = 24
@@ -147,6 +147,114 @@ def test_bans_that_leave_no_token_are_an_error(exact_server, oracle, prompt, sam
     )
     answer = completion(exact_server.grpc, **arguments, end_id=-1, embedding_bias=bias)
     assert set(answer.ids) <= {0, 1}
+
+
+LOGIT_BIAS = ("logit_bias_ids", "logit_bias_values")
+
+
+@pytest.mark.covers(*LOGIT_BIAS)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_a_bias_of_a_few_tokens_is_added_to_their_logits(exact_server, oracle, tokenizer, prompt, model):
+    """What is named twice adds up."""
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    values = {plain[2]: -4.0, plain[5]: 2.5, 77: 3.0}
+    expected = oracle.generate(
+        tuple(prompt),
+        NUM_TOKENS,
+        sequence_bias=[[[token_id], value] for token_id, value in values.items()],
+    )
+    assert expected != plain
+    bias = {"logit_bias_ids": [*values, 77], "logit_bias_values": [-4.0, 2.5, 2.0, 1.0]}
+    _check_answer(exact_server, tokenizer, prompt, model, expected, bias)
+
+
+@pytest.mark.covers("allowed_token_ids")
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_nothing_but_allowed_tokens_comes(exact_server, oracle, tokenizer, prompt, model):
+    """transformers is told to suppress all others."""
+    plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
+    allowed = sorted({*plain[::2], *range(100, 400)})
+    others = sorted(set(range(VOCABULARY)) - set(allowed))
+    expected = oracle.generate(tuple(prompt), NUM_TOKENS, suppress_tokens=others)
+    assert expected != plain and len(set(expected)) > 3
+    _check_answer(exact_server, tokenizer, prompt, model, expected, {"allowed_token_ids": allowed})
+
+
+def _check_answer(server, tokenizer, prompt, model, expected, tensors):
+    if model == "tensorrt_llm":
+        answer = completion(server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, **tensors)
+        assert answer.ids == expected
+        whole = unary(server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, **tensors)
+        assert whole.as_numpy("output_ids")[0, 0].tolist() == [*prompt, *expected]
+    else:
+        (answer,) = ask(
+            server.grpc,
+            model,
+            text_input=PROMPT,
+            max_tokens=NUM_TOKENS,
+            end_id=-1,
+            exclude_input_in_output=True,
+            **tensors,
+        )
+        assert answer.text == tokenizer.decode([*prompt, *expected])[len(PROMPT) :]
+
+
+@pytest.mark.covers("allowed_token_ids")
+def test_an_end_id_that_is_not_allowed_does_not_come(exact_server, oracle, tokenizer):
+    prompt = tokenizer.encode("def f():\n    return 1\n")
+    assert 0 in oracle.greedy(tuple(prompt), NUM_TOKENS), "the end of a text, which the model comes to soon"
+    request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "end_id": 0}
+    assert completion(exact_server.grpc, **request).finish_reason == "END_ID"
+    answer = completion(exact_server.grpc, **request, allowed_token_ids=range(1, VOCABULARY))
+    assert answer.finish_reason == "LENGTH" and 0 not in answer.ids
+    assert answer.ids == oracle.generate(tuple(prompt), NUM_TOKENS, suppress_tokens=[0])
+
+
+@pytest.mark.covers("allowed_token_ids", *LOGIT_BIAS)
+@pytest.mark.parametrize(
+    "more", [{}, {"beam_width": 3}, {"runtime_top_p": 0.9}, {"prompt_lookup_num_tokens": 3}]
+)
+def test_allowed_tokens_and_biases_with_everything_else(exact_server, prompt, more):
+    """A token that is not allowed gets no bias that brings it back; one that is banned by its bias never comes."""
+    answer = completion(
+        exact_server.grpc,
+        input_ids=prompt,
+        request_output_len=NUM_TOKENS,
+        end_id=-1,
+        allowed_token_ids=[300, 301, 302],
+        logit_bias_ids=[301, 500],
+        logit_bias_values=[-np.inf, 1e9],
+        **more,
+    )
+    assert all(len(beam) == NUM_TOKENS and set(beam) <= {300, 302} for beam in answer.beams)
+
+
+TWO_IDS = {"logit_bias_ids": [1, 2]}
+REFUSED = [
+    (
+        {"allowed_token_ids": [5, VOCABULARY]},
+        "allowed_token_ids must be in [0, 3071], got 3072 at position 1",
+    ),
+    ({"logit_bias_ids": [-1], "logit_bias_values": [1.0]}, "logit_bias_ids must be in [0, 3071], got -1"),
+    (
+        {**TWO_IDS, "logit_bias_values": [1.0]},
+        "logit_bias_ids has 2 token ids and logit_bias_values 1 values",
+    ),
+    (
+        {**TWO_IDS, "logit_bias_values": [1.0, np.inf]},
+        "logit_bias_values must be finite numbers, or -inf to ban",
+    ),
+    (
+        {"allowed_token_ids": [7], "bad_words_list": word_list([7])},
+        "bad_words_list and allowed_token_ids must leave a token that may come next, got every token banned",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tensors", "message"), REFUSED)
+def test_what_of_them_is_refused(exact_server, prompt, tensors, message):
+    (refused,) = ask(exact_server.grpc, input_ids=prompt, request_output_len=4, **tensors)
+    assert refused.error is not None and refused.error.message().startswith(message)
 
 
 @pytest.mark.covers("embedding_bias_words", "embedding_bias_weights")

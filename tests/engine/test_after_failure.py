@@ -66,7 +66,7 @@ STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "after the forward pass": (lambda engine: engine.runner, "run", True, 0),
     "before decoding": (lambda engine: engine.sampler, "decode", False, 0),
     "after penalties": (lambda engine: decoding_module, "process", True, 0),
-    "in the sampler": (lambda engine: decoding_module, "choose", True, 0),
+    "in the sampler": (lambda engine: engine.sampler, "_choose_on_host", True, 0),
     "amid drafts": (lambda engine: engine.sampler, "_accept", True, 0),
     "amid candidates": (lambda engine: engine.sampler, "_candidates", True, 0),
     "after histories": (lambda engine: engine.sampler, "_remember", True, 0),

@@ -84,6 +84,9 @@ def test_tokens_and_logits_of_every_family_are_those_of_transformers(
 def _some_of_everything(model: ZooModel) -> list[Request]:
     prompt, other = model.prompt(33), model.prompt(21, seed=1)
     sampled = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, random_seed=3, repetition_penalty=1.2)
+    controlled = SamplingConfig(
+        allowed_token_ids=tuple(range(0, 60, 2)), logit_bias_ids=(4, 8), logit_bias_values=(3.0, -2.0)
+    )
     log_probs = OutputConfig(return_log_probs=True, num_top_log_probs=3, return_prompt_log_probs=True)
     return [
         Request(1, prompt, 20, streaming=True),
@@ -93,6 +96,7 @@ def _some_of_everything(model: ZooModel) -> list[Request]:
         Request(5, other, 12, draft=ExternalDraft((5, 6, 7))),
         Request(6, other[:9], 14, sampling=SamplingConfig(num_return_sequences=2, top_k=5, random_seed=1)),
         *(Request(number, model.prompt(6 + number, number), 40) for number in (7, 8, 9, 10)),
+        Request(11, other, 12, sampling=controlled, prompt_lookup_num_tokens=2),
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.decoding import reference
+from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.serving import config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
@@ -147,6 +150,47 @@ def test_presence_and_frequency_penalties(zoo: Zoo, case: str) -> None:
         assert tokens != model.generate(request.input_token_ids, NUM_TOKENS)
     served = serve(load(model.folder, 34, 5), config_of("utilization"), requests)
     assert [served.tokens(request) for request in requests] == expected
+
+
+CONTROLLED: list[dict[str, Any]] = [
+    {"allowed_token_ids": tuple(range(3, VOCAB_SIZE, 5))},
+    {"allowed_token_ids": (5, 9, 14, 60), "top_p": 0.9},
+    {"logit_bias_ids": (5, 9, 5), "logit_bias_values": (2.0, 4.0, 1.0)},
+    {"logit_bias_ids": (7, 8), "logit_bias_values": (-math.inf, 3.0), "top_k": 5, "temperature": 0.7},
+    {
+        "allowed_token_ids": tuple(range(40)),
+        "logit_bias_ids": (9, 50),
+        "logit_bias_values": (3.0, 90.0),
+        "repetition_penalty": 1.3,
+        "min_p": 0.02,
+    },
+]
+
+
+@pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+@pytest.mark.parametrize("case", CASES)
+def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
+    """`decoding.reference`, one token at a time; the same with drafts from the sequence itself."""
+    model = zoo[case]
+    requests = [
+        make_request(number, prompt_of(model, number), {**sampling, "random_seed": number}, end_ids=(9,))
+        for number, sampling in enumerate(CONTROLLED)
+    ]
+    guessing = [
+        replace(request, request_id=10 + number, prompt_lookup_num_tokens=3)
+        for number, request in enumerate(requests)
+    ]
+    served = serve(load(model.folder, 60, 6, kernels=kernels), config_of("utilization"), requests + guessing)
+    for request, guess in zip(requests, guessing, strict=True):
+        tokens = list(request.input_token_ids)
+        while len(tokens) < request.max_sequence_length:
+            token = reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens)
+            if token in request.end_ids:
+                break
+            tokens.append(token)
+        assert served.tokens(request) == served.tokens(guess) == tokens[request.prompt_length :]
+        allowed = request.sampling.allowed_token_ids
+        assert not allowed or set(served.tokens(request)) <= set(allowed) - set(request.end_ids)
 
 
 EVERYTHING = {

@@ -23,6 +23,13 @@ EVERY_TOKEN = tuple(range(VOCAB_SIZE))
 BANS: dict[str, dict[str, Any]] = {
     "bad_words_list": {"bad_words": tuple((token,) for token in EVERY_TOKEN)},
     "embedding_bias": {"embedding_bias": floats([NEVER] * VOCAB_SIZE)},
+    "min_length and allowed_token_ids": {
+        "end_ids": (7,),
+        "sampling": {"allowed_token_ids": (7,), "min_length": 2},
+    },
+    "logit_bias_values": {
+        "sampling": {"logit_bias_ids": EVERY_TOKEN, "logit_bias_values": (NEVER,) * VOCAB_SIZE}
+    },
     "min_length and bad_words_list": {
         "end_ids": EVERY_TOKEN[:20],
         "bad_words": tuple((token,) for token in EVERY_TOKEN[20:]),

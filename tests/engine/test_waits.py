@@ -67,6 +67,13 @@ CONTROLS: dict[str, dict[str, Any]] = {
     },
     "decaying top_p": {"sampling": SamplingConfig(top_k=9, top_p=0.9, top_p_decay=0.9, top_p_reset_id=7)},
     "min_length": {"sampling": SamplingConfig(min_length=9), "end_ids": tuple(range(0, 90, 2))},
+    "allowed tokens and biases": {
+        "sampling": SamplingConfig(
+            allowed_token_ids=tuple(range(0, 90, 2)),
+            logit_bias_ids=(4, 8, 4),
+            logit_bias_values=(2.0, -1.5, 1.0),
+        )
+    },
     "bad words": {"bad_words": ((5,), (6, 7), *((first, 9) for first in range(90)))},
 }
 

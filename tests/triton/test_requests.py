@@ -198,6 +198,27 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
         InvalidArgument,
         "embedding_bias_words has 2 texts and embedding_bias_weights 1 weights",
     ),
+    (
+        {"allowed_token_ids": [[3, 1000]]},
+        InvalidArgument,
+        r"allowed_token_ids must be in \[0, 999\], got 1000",
+    ),
+    (
+        {"logit_bias_ids": [[-1]], "logit_bias_values": [[2.0]]},
+        InvalidArgument,
+        r"logit_bias_ids must be in \[0, 999\], got -1 at position 0",
+    ),
+    (
+        {"logit_bias_ids": [[3]]},
+        InvalidArgument,
+        "logit_bias_ids has 1 token ids and logit_bias_values 0 values",
+    ),
+    ({"logit_bias_values": [[3.0]]}, InvalidArgument, "has 0 token ids and logit_bias_values 1 values"),
+    (
+        {"logit_bias_ids": [[3, 4]], "logit_bias_values": [[1.0, np.inf]]},
+        InvalidArgument,
+        "logit_bias_values must be finite numbers, or -inf to ban a token, got inf at position 1",
+    ),
     ({"draft_logits": np.zeros([1, 1, 1000], np.float32)}, InvalidArgument, "without draft_input_ids"),
     *(
         (

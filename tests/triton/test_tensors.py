@@ -226,6 +226,7 @@ LANDINGS = [
     ("random_seed", 2**64 - 1, "sampling.random_seed", 2**64 - 1),
     ("seed", 11, "sampling.random_seed", 11),
     ("min_p", 0.25, "sampling.min_p", 0.25),
+    ("allowed_token_ids", [[4, 9, 4]], "sampling.allowed_token_ids", (4, 9, 4)),
     ("runtime_top_p_min", 0.25, "sampling.top_p_min", 0.25),
     ("runtime_top_p_decay", 0.5, "sampling.top_p_decay", 0.5),
     ("runtime_top_p_reset_ids", 8, "sampling.top_p_reset_id", 8),
@@ -269,6 +270,8 @@ READ_RANGES = (
     TokenRangeRetention(2, None, Retention(0, None)),
 )
 
+LOGIT_BIAS = {"logit_bias_ids": [[4, 9]], "logit_bias_values": [[1.5, -np.inf]]}
+
 # Those that mean something in company alone: (name, tensors, where they land, what is there then).
 COMPANIONS = [
     (
@@ -287,6 +290,8 @@ COMPANIONS = [
         "embedding_bias",
         bias({7: 2.0, 97: 1.5, 98: -0.5}),
     ),
+    ("logit_bias_ids", LOGIT_BIAS, "sampling.logit_bias_ids", (4, 9)),
+    ("logit_bias_values", LOGIT_BIAS, "sampling.logit_bias_values", (1.5, -np.inf)),
     (
         "draft_logits",
         {"draft_input_ids": [[1, 2]], "draft_logits": DRAFT_LOGITS},

@@ -17,7 +17,6 @@ from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.response import Response
 from inflight.core.request.results import make_response
-from inflight.core.request.sampling_config import NO_REPEAT_OFF
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import (
@@ -268,14 +267,7 @@ def advance_beams(llm_request: LlmRequest, candidates: BeamCandidates, now_ns: i
 
 def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
     """The error for a sequence after which the request bans every token."""
-    request, sampling = llm_request.request, llm_request.request.sampling
-    asked = {
-        "embedding_bias": request.embedding_bias is not None,
-        "min_length": sampling.min_length > 0 and bool(request.end_ids),
-        "bad_words_list": bool(request.bad_words),
-        "no_repeat_ngram_size": 0 < sampling.no_repeat_ngram_size < NO_REPEAT_OFF,
-    }
-    names = " and ".join(name for name, is_asked in asked.items() if is_asked) or "the request"
+    names = " and ".join(llm_request.request.banning_tensors) or "the request"
     return InvalidArgument(
         f"{names} must leave a token that may come next, got every token banned after "
         f"{llm_request.num_generated} generated"

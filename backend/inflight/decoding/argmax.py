@@ -1,4 +1,4 @@
-"""Finding the highest values of long rows without sorting them; equal ones come in an order, in any batch."""
+"""The indices of the highest values of long rows, found without sorting; of equal values the first is higher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 _LOWER_HALF = 2**32 - 1
 
 
-def likeliest(values: Tensor, count: int) -> Tensor:
+def top_indices(values: Tensor, count: int) -> Tensor:
     """Indices [rows, count] of the highest values in descending order, equal ones in ascending order of index.
 
     The row is cut into blocks. Of `count` blocks with the highest maxima (of equal ones, the first), every maximum

@@ -6,9 +6,11 @@ blocks nor the forward pass. Called on the loop thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +19,18 @@ from torch import Tensor
 
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, TokenDetails
-from inflight.decoding.beams import beam_candidates
-from inflight.decoding.details import join_details, token_details, with_drawn_log_probs
-from inflight.decoding.drafts import accept_by_chance, accept_equal, drafts_of, weighed_draft
+from inflight.decoding.details import beam_candidates, join_details, token_details, with_drawn_log_probs
+from inflight.decoding.drafts import NO_TOKEN, accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.history import History
-from inflight.decoding.nan_check import refuse_unusable
-from inflight.decoding.pipeline import process
+from inflight.decoding.nan_check import check_peaks
+from inflight.decoding.pipeline import pipeline_steps, process
 from inflight.decoding.row_kernels import RowKernels
-from inflight.decoding.rows import RawLogits, Rows, take_rows
-from inflight.decoding.sampler import NO_TOKEN, choose, choose_on_device
-from inflight.decoding.slot_parameters import Needs, SlotParameters
-from inflight.decoding.threads import threads_for
+from inflight.decoding.rows import Needs, RawLogits, Rows, SlotParameters, select_rows
+from inflight.decoding.top_k_top_p import Drawn, samples_of
 from inflight.decoding.transfer import Arriving, to_host
+
+_WORTH_SHARING = 1 << 22
+"""From so many logits on, choosing tokens is worth more than one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class _Layout:
     drafted: list[tuple[int, ContextChunk]]
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _Layout:
+    def from_batch(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _Layout:
         slots = np.array(sampled_slots, dtype=np.int64)
         chunks = [chunk for chunk in batch.context if chunk.is_last]
         counts = np.ones(len(slots), dtype=np.int64)
@@ -60,7 +62,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the device chooses by itself.
+    """The tokens of a batch that the device chooses by itself.
 
     Attributes:
         tokens: [sampled slots] int64 on the device, to be fed; where none is possible, any.
@@ -72,7 +74,7 @@ class Choice:
 
 
 class Decoding:
-    """Logits → tokens, beam candidates, log probabilities."""
+    """Turns logits into tokens, beam candidates and log probabilities."""
 
     @torch.inference_mode()
     def __init__(
@@ -92,12 +94,12 @@ class Decoding:
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
         self._kernels = kernels or RowKernels()
-        self._slots = SlotParameters(num_slots, device)
         self._history = History(num_slots, max_sequence_length, device)
+        self._slots = SlotParameters(num_slots, device, pipeline_steps(self._history, self._kernels))
 
     @torch.inference_mode()
     def apply(self, batch: ScheduledBatch) -> None:
-        """Take over a batch before its forward pass: releases, starts, moves, then drafts in chunks.
+        """Note what a batch changes, before its forward pass: releases, starts, moves, then drafts in chunks.
 
         Depends on nothing that the forward pass does, so what slots remember is complete even if that fails.
         """
@@ -121,7 +123,7 @@ class Decoding:
         """Choose the tokens of every sampled row, and remember them.
 
         Args:
-            batch: The batch that `apply` took over.
+            batch: The batch that `apply` was given.
             logits: [rows, vocab_size] float32 in the order of `ScheduledBatch.sampled_slots`, 1 +
                 num_draft_tokens rows for a chunk. Rows of requests with a bias, penalties or bans are changed in
                 place, but not those of requests that want log probabilities or logits, of context or output.
@@ -143,34 +145,36 @@ class Decoding:
         if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         with threads_for(logits):
-            layout = _Layout.of(batch, slots)
+            layout = _Layout.from_batch(batch, slots)
             rows = self._rows(layout, logits.contiguous(), positions)
             return self._decode(batch, layout, rows, peaks.highest)
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
-        """Let the device choose the tokens of a batch that feeds itself, and send them; `finish` waits for them.
+        """Let the device choose the tokens of a batch without the host, and send them; `finish` waits for them.
 
         The same tokens as `decode`'s. Takes what that takes, with at least one row; logits are changed in place.
 
         Raises:
-            ValueError: As `decode`; or the batch cannot feed itself.
+            ValueError: As `decode`; or the batch has rows that need the host.
         """
         slots = batch.sampled_slots()
         self._check(len(slots), logits, positions)
         if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
-            raise ValueError(f"iteration {batch.iteration} is to feed itself, with rows that need the host")
+            raise ValueError(
+                f"iteration {batch.iteration} is to sample on the device, but has rows for the host"
+            )
         highest, tokens = self._kernels.find_peaks(logits)
         fed = tokens
         if not self._slots.demanding.isdisjoint(slots):
-            rows = self._rows(_Layout.of(batch, slots), logits.contiguous(), positions)
-            process(rows, self._slots, self._history, self._kernels)
-            tokens = choose_on_device(rows, self._kernels)
+            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
+            process(rows, self._slots)
+            tokens = self._choose(rows, np.arange(len(rows.slots)), may_guess=False)[0]
             fed = tokens.clamp(min=0)
-        return Choice(fed, Arriving.of(tokens, highest))
+        return Choice(fed, Arriving.send(tokens, highest))
 
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
-        """What the device chose. Other batches may have been begun since, and slots have other owners.
+        """Wait for what `begin` had the device choose. Since then slots may have been given to other sequences.
 
         Raises:
             FloatingPointError: As `decode`.
@@ -186,14 +190,14 @@ class Decoding:
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
         raw = RawLogits(rows)
-        process(rows, self._slots, self._history, self._kernels)
+        process(rows, self._slots)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
-        chosen, highest = choose(rows, np.flatnonzero(emitted), peaks, self._kernels)
+        chosen, highest = self._choose_on_host(rows, np.flatnonzero(emitted), peaks)
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
-        refuse_unusable(highest[used], rows.slots[used], rows.positions[used])
+        check_peaks(highest[used], rows.slots[used], rows.positions[used])
         emitted &= chosen != NO_TOKEN
         output = ModelOutput(
             batch.iteration,
@@ -205,6 +209,56 @@ class Decoding:
         self._remember(rows, chosen, emitted)
         return output
 
+    def _choose_on_host(
+        self, rows: Rows, wanted: NDArray[np.int64], beside: Tensor
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Choose a token for each of the rows `wanted`, and copy them and `beside` [rows] float32 to the host.
+
+        Returns:
+            [rows] tokens, NO_TOKEN where all are banned, anything for rows that are not wanted; and `beside`. All
+            of it comes back in one copy, unless a row's top_p takes many tokens: then it is drawn for again.
+        """
+        on_device, guesses = self._choose(rows, wanted, may_guess=rows.logits.device.type != "cpu")
+        tokens, beside_on_host, *are_final = to_host(
+            on_device, beside, *(guess.is_final for guess in guesses if guess.is_final is not None)
+        )
+        again = [
+            guess.rows[~is_final & (tokens[guess.rows] != NO_TOKEN)]
+            for guess, is_final in zip(guesses, are_final, strict=True)
+        ]
+        for drawn in itertools.chain.from_iterable(self._kernels.draw(rows, part) for part in again):
+            (tokens[drawn.rows],) = to_host(drawn.tokens)
+        return tokens, beside_on_host
+
+    def _choose(self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool) -> tuple[Tensor, list[Drawn]]:
+        """Choose [rows] int64 tokens on the device, NO_TOKEN where all are banned; and say which are guesses.
+
+        Where nothing may be guessed, only a top_p alone is waited for.
+        """
+        tokens, guesses = self._choose_possible(rows, wanted, may_guess)
+        if len(rows.needing(Needs.BANS)):
+            chosen = rows.logits.gather(-1, tokens[:, None]).squeeze(-1)
+            tokens.masked_fill_(chosen == -torch.inf, NO_TOKEN)  # then no other is possible either
+        return tokens, guesses
+
+    def _choose_possible(
+        self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool
+    ) -> tuple[Tensor, list[Drawn]]:
+        """Choose as `_choose` does, but any token where all are banned."""
+        samples = samples_of(rows)[wanted]
+        greedy, sampled = wanted[~samples], wanted[samples]
+        if len(greedy) == len(rows.slots):
+            return rows.logits.argmax(dim=-1), []
+        tokens = torch.zeros(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
+        if len(greedy):
+            tokens[rows.upload(greedy)] = select_rows(rows.logits, greedy).argmax(dim=-1)
+        guesses: list[Drawn] = []
+        for drawn in self._kernels.draw(rows, sampled, may_guess):
+            tokens[rows.upload(drawn.rows)] = drawn.tokens
+            if drawn.is_final is not None:
+                guesses.append(drawn)
+        return tokens, guesses
+
     def _accept(
         self,
         rows: Rows,
@@ -215,7 +269,7 @@ class Decoding:
     ) -> None:
         """Put a chunk's new tokens in the first of its rows of `chosen`; the others emit none."""
         drafts, end = drafts_of(chunk), first + chunk.num_draft_tokens + 1
-        request = self._slots.of(chunk.slot).request
+        request = self._slots[chunk.slot].request
         draft = weighed_draft(request, chunk, int(rows.positions[first]))
         if draft is None:
             tokens = accept_equal(drafts, chosen[first:end].tolist())
@@ -237,9 +291,9 @@ class Decoding:
     def _candidates(
         self, group: BeamGroup, indices: NDArray[np.int64], rows: Rows, raw: RawLogits
     ) -> BeamCandidates:
-        request = self._slots.of(group.slots[0]).request
-        raw_logits = raw.take(indices) if request.output.wants_details else None
-        return beam_candidates(group, request, take_rows(rows.logits, indices), raw_logits)
+        request = self._slots[group.slots[0]].request
+        raw_logits = raw.select(indices) if request.output.wants_details else None
+        return beam_candidates(group, request, select_rows(rows.logits, indices), raw_logits)
 
     def _details(
         self, rows: Rows, raw: RawLogits, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]
@@ -249,9 +303,9 @@ class Decoding:
         if not len(indices):
             return {}
         slots = rows.slots[indices].tolist()
-        outputs = [self._slots.of(slot).request.output for slot in slots]
+        outputs = [self._slots[slot].request.output for slot in slots]
         found: dict[int, TokenDetails] = {}
-        details = token_details(raw.take(indices), rows.upload(chosen[indices]), outputs)
+        details = token_details(raw.select(indices), rows.upload(chosen[indices]), outputs)
         if self._normalize_log_probs:
             details = with_drawn_log_probs(details, rows.select(indices), chosen[indices])
         for slot, detail in zip(slots, details, strict=True):
@@ -292,11 +346,11 @@ class Decoding:
 
 
 def _plain_output(
-    batch: ScheduledBatch, slots: list[int], positions: NDArray[np.int64], arrived: list[NDArray]
+    batch: ScheduledBatch, slots: list[int], positions: NDArray[np.int64], arrived: list[NDArray[Any]]
 ) -> ModelOutput:
-    """A token for each slot and nothing else, of [rows] tokens and highest logits."""
+    """The answer to a batch whose slots get a token each and nothing else, from [rows] tokens and peaks."""
     tokens, highest = arrived
-    refuse_unusable(highest, slots, positions)
+    check_peaks(highest, slots, positions)
     found = list(zip(tokens.tolist()))
     if (NO_TOKEN,) in found:
         found = [() if each == (NO_TOKEN,) else each for each in found]
@@ -304,11 +358,29 @@ def _plain_output(
 
 
 def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:
-    """New tokens of every sampled slot."""
+    """The new tokens of every sampled slot."""
     if emitted.all() and not layout.drafted:
         return list(zip(chosen.tolist()))
     tokens, flags = chosen.tolist(), emitted.tolist()
     return [
-        tuple(compress(tokens[first : first + count], flags[first : first + count]))
+        tuple(itertools.compress(tokens[first : first + count], flags[first : first + count]))
         for first, count in zip(layout.first_rows.tolist(), layout.counts.tolist())
     ]
+
+
+@contextlib.contextmanager
+def threads_for(logits: Tensor) -> Generator[None]:
+    """Compute with one thread what the caller does with few logits on a CPU, for as long as the `with` lasts.
+
+    Choosing tokens takes dozens of operators, and threads that share one meet at its end. Where another program
+    has a processor, each of them waits there until that program's turn is over.
+    """
+    if logits.device.type != "cpu" or logits.numel() > _WORTH_SHARING:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

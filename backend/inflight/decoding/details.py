@@ -1,28 +1,32 @@
-"""Log probabilities and logits beside chosen tokens, for rows that ask: of the model's logits as they came.
+"""What comes back beside chosen tokens, for rows that ask; and the candidates of beam searches.
 
-`with_drawn_log_probs` alone is about what became of them: the distributions that tokens were drawn from.
+Log probabilities and logits are of the model's logits as they came. `with_drawn_log_probs` alone is about what
+became of them: the distributions that tokens were drawn from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.response import TopLogProbs
-from inflight.core.schedule.batch import TokenDetails
-from inflight.decoding.argmax import likeliest
-from inflight.decoding.rows import Rows, take_rows
-from inflight.decoding.sampler import distribution
+from inflight.core.schedule.batch import BeamGroup, TokenDetails
+from inflight.decoding.argmax import top_indices
+from inflight.decoding.rows import Rows, select_rows
+from inflight.decoding.top_k_top_p import distribution
+from inflight.decoding.transfer import as_array, to_list
 
 
 def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputConfig]) -> list[TokenDetails]:
-    """Details of one token a row.
+    """What each row's request wants to know of its token.
 
     Args:
         logits: [rows, vocab_size] float32.
@@ -33,21 +37,21 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputCon
     top: list[tuple[TopLogProbs, ...]] = [()] * len(outputs)
     wanted = _which(output.return_log_probs or output.num_top_log_probs > 0 for output in outputs)
     if len(wanted):
-        counts = [outputs[row].num_top_log_probs for row in wanted]
-        chosen, likely = log_probs_of(
-            take_rows(logits, wanted), take_rows(token_ids, wanted)[:, None], counts
+        counts = [outputs[row].num_top_log_probs for row in map(int, wanted)]
+        chosen, likely = find_log_probs(
+            select_rows(logits, wanted), select_rows(token_ids, wanted)[:, None], counts
         )
-        for row, values, top_log_probs in zip(wanted, chosen.tolist(), likely, strict=True):
+        for row, values, top_log_probs in zip(map(int, wanted), to_list(chosen), likely, strict=True):
             log_probs[row] = tuple(values) if outputs[row].return_log_probs else ()
             top[row] = top_log_probs
-    raw = logits_of(logits, [output.return_generation_logits for output in outputs])
+    raw = copy_logits(logits, [output.return_generation_logits for output in outputs])
     return [TokenDetails(*parts) for parts in zip(log_probs, top, raw, strict=True)]
 
 
 def with_drawn_log_probs(
     details: Sequence[TokenDetails], rows: Rows, chosen: NDArray[np.int64]
 ) -> list[TokenDetails]:
-    """The details, those with log probabilities with the tokens' in the distributions they were drawn from too.
+    """Add to details with log probabilities those in the distributions that the tokens were drawn from.
 
     Args:
         details: One per row.
@@ -58,13 +62,13 @@ def with_drawn_log_probs(
     result = list(details)
     if len(wanted):
         shares = distribution(rows.select(wanted)).gather(-1, rows.upload(chosen[wanted])[:, None])
-        for row, value in zip(wanted, shares.log()[:, 0].tolist(), strict=True):
+        for row, value in zip(map(int, wanted), to_list(shares.log()[:, 0]), strict=True):
             result[row] = replace(details[row], drawn_log_probs=(value,))
     return result
 
 
 def join_details(first: TokenDetails, then: TokenDetails) -> TokenDetails:
-    """Details of consecutive tokens of one sequence."""
+    """The details of consecutive tokens of one sequence, in one."""
     return TokenDetails(
         first.log_probs + then.log_probs,
         first.top_log_probs + then.top_log_probs,
@@ -73,7 +77,7 @@ def join_details(first: TokenDetails, then: TokenDetails) -> TokenDetails:
     )
 
 
-def log_probs_of(
+def find_log_probs(
     logits: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, list[tuple[TopLogProbs, ...]]]:
     """Log probabilities, float32, of tokens and of the likeliest tokens.
@@ -88,24 +92,67 @@ def log_probs_of(
     """
     num_tokens, most = token_ids.shape[-1], max(counts)
     if most:
-        token_ids = torch.cat([token_ids, likeliest(logits, most)], dim=-1)
+        token_ids = torch.cat([token_ids, top_indices(logits, most)], dim=-1)
     found = logits.log_softmax(dim=-1).gather(-1, token_ids)
-    likely = zip(counts, token_ids[:, num_tokens:].tolist(), found[:, num_tokens:].tolist(), strict=True)
+    likely = zip(counts, to_list(token_ids[:, num_tokens:]), to_list(found[:, num_tokens:]), strict=True)
     return found[:, :num_tokens], [
         (TopLogProbs(tuple(ids[:count]), tuple(values[:count])),) if count else ()
         for count, ids, values in likely
     ]
 
 
-def logits_of(logits: Tensor, wanted: Sequence[bool]) -> list[tuple[bytes, ...]]:
-    """Per row its logits; () where they are not wanted."""
+def copy_logits(logits: Tensor, wanted: Sequence[bool]) -> list[tuple[bytes, ...]]:
+    """The bytes of each row's logits; () where they are not wanted."""
     copies: list[tuple[bytes, ...]] = [()] * len(wanted)
     indices = _which(wanted)
     if len(indices):
-        for row, values in zip(indices, take_rows(logits, indices).cpu().numpy()):
+        for row, values in zip(indices, as_array(select_rows(logits, indices).cpu())):
             copies[row] = (values.tobytes(),)
     return copies
 
 
-def _which(wanted: Sequence[bool]) -> NDArray[np.int64]:
+def beam_candidates(
+    group: BeamGroup, request: Request, logits: Tensor, raw_logits: Tensor | None
+) -> BeamCandidates:
+    """The candidates of a beam search, with what its request wants to know of them.
+
+    Args:
+        group: The search's rows.
+        request: Whose search it is.
+        logits: [rows, vocab_size] float32, processed.
+        raw_logits: [rows, vocab_size] float32, as the model made them; None if nothing is wanted of them.
+    """
+    rows, token_ids, scores = _best_continuations(group, request, logits)
+    found = tuple(to_list(rows)), tuple(to_list(token_ids)), tuple(to_list(scores))
+    if raw_logits is None:
+        return BeamCandidates(*found)
+    output, count = request.output, len(group.slots)
+    # Of each row all the candidates' tokens, and then of each candidate its own.
+    of_rows, top = find_log_probs(raw_logits, token_ids.expand(count, -1), [output.num_top_log_probs] * count)
+    log_probs = tuple(to_list(of_rows.gather(0, rows[None])[0])) if output.return_log_probs else ()
+    raw = copy_logits(raw_logits, [output.return_generation_logits] * count)
+    return BeamCandidates(*found, log_probs, tuple(chain(*top)), tuple(chain(*raw)))
+
+
+def _best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rank what a search may go on with: rows, token ids (int64) and scores (float32), [n] each, best first.
+
+    Scores are added up in float32, as transformers does.
+    """
+    sampling, vocab_size = request.sampling, logits.shape[-1]
+    if sampling.temperature not in (0.0, 1.0):
+        # Quotients of differences cannot overflow to +inf, as those of logits can.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    # Where every token is banned, all are as impossible as the others.
+    totals = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    totals += torch.tensor(group.scores, dtype=torch.float32, device=logits.device)[:, None]
+    ranked = totals
+    if sampling.beam_search_diversity_rate:
+        indices = torch.arange(len(group.slots), device=logits.device)[:, None]
+        ranked = totals + sampling.beam_search_diversity_rate * indices
+    best = top_indices(ranked.view(1, -1), group.num_candidates)[0]
+    return best // vocab_size, best % vocab_size, totals.view(-1)[best]
+
+
+def _which(wanted: Iterable[bool]) -> NDArray[np.int64]:
     return np.flatnonzero(np.fromiter(wanted, dtype=bool))

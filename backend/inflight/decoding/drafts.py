@@ -16,11 +16,13 @@ from torch import Tensor
 
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.schedule.batch import ContextChunk
-from inflight.decoding.draws import inverse_cdf, random_numbers
 from inflight.decoding.rng import Purpose
-from inflight.decoding.rows import Rows, take_rows
-from inflight.decoding.sampler import NO_TOKEN, distribution
-from inflight.decoding.slot_parameters import float_tensor
+from inflight.decoding.rows import Rows, host_tensor, select_rows
+from inflight.decoding.top_k_top_p import distribution, inverse_cdf, random_numbers
+from inflight.decoding.transfer import as_array
+
+NO_TOKEN = -1
+"""What a row has chosen that has every token banned."""
 
 
 def drafts_of(chunk: ContextChunk) -> tuple[int, ...]:
@@ -61,7 +63,8 @@ def accept_by_chance(drafts: Sequence[int], rows: Rows, draft: ExternalDraft, bo
         draft: Its logits, and maybe a threshold to accept by instead of by chance.
         bonus: The token chosen from the row after the last draft.
     """
-    proposed = float_tensor(draft.logits)[: len(drafts)].to(rows.logits.device)
+    assert draft.logits is not None, "a draft that is accepted by chance has logits"
+    proposed = host_tensor(draft.logits)[: len(drafts)].to(rows.logits.device)
     accepted, others = weigh(rows, np.array(drafts, dtype=np.int64), proposed, draft.acceptance_threshold)
     count = len(drafts) if accepted.all() else int(accepted.argmin())
     return [*drafts[:count], bonus if count == len(drafts) else int(others[count])]
@@ -81,7 +84,7 @@ def weigh(
     target, proposed = distribution(rows), draft_logits.double().softmax(dim=-1)
     tokens = rows.upload(drafts[:, None])
     shares = torch.cat([target.gather(-1, tokens), proposed.gather(-1, tokens)], dim=-1)
-    of_target, of_draft = shares.cpu().numpy().T
+    of_target, of_draft = as_array(shares.cpu()).T
     if threshold is None:
         accepted = of_target > of_draft * random_numbers(rows, Purpose.ACCEPT)
     else:
@@ -96,10 +99,10 @@ def weigh(
 
 def _resample(target: Tensor, proposed: Tensor, rows: Rows, refused: NDArray[np.int64]) -> NDArray[np.int64]:
     """Tokens of what the draft gave too little: norm(max(target - proposed, 0))."""
-    target = take_rows(target, refused)
-    rest = (target - take_rows(proposed, refused)).clamp_(min=0.0)
+    target = select_rows(target, refused)
+    rest = (target - select_rows(proposed, refused)).clamp_(min=0.0)
     # Where the two are equal, only a threshold above 1 refuses a token.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0.0, rest, target)
     numbers = random_numbers(rows, Purpose.RESAMPLE)[refused, None]
     tokens = inverse_cdf(rest, rows.upload(numbers)).squeeze(-1)
-    return tokens.masked_fill_(rest.sum(dim=-1) == 0.0, NO_TOKEN).cpu().numpy()
+    return as_array(tokens.masked_fill_(rest.sum(dim=-1) == 0.0, NO_TOKEN).cpu())

@@ -1,4 +1,4 @@
-"""The tokens before each row: what penalties, bad words and n-grams look back at. On the device, by slot.
+"""The tokens before each row: what penalties, bad words and n-grams look back at. Kept on the device, by slot.
 
 A row looks at the tokens before its position and at nothing else, so draft tokens can be written ahead of their
 verification: those that are not accepted are overwritten before a later row can see them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.decoding.transfer import upload
+
+_LENGTHS_AT_A_TIME = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,12 @@ class History:
         self._lengths = np.zeros(num_slots, dtype=np.int64)
 
     def start(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Everything known of a sequence that takes a slot."""
+        """Write down all tokens that are known of a sequence that gets a slot."""
         self._tokens[slot, : len(token_ids)] = self._upload(token_ids).int()
         self._lengths[slot] = len(token_ids)
 
     def move(self, slots: Sequence[int], parents: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Each slot takes over its parent's tokens, all at once, and appends one."""
+        """Give each slot its parent's tokens, all at once, and append one to each."""
         lengths = self._lengths[list(parents)]
         longest = int(lengths.max())
         target, source = self._upload([slots, parents])
@@ -82,5 +85,40 @@ class History:
         """[slots, max_sequence_length] int32 on the device; what was never written may be anything."""
         return self._tokens
 
-    def _upload(self, values: Sequence | NDArray) -> Tensor:
+    def _upload(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
         return upload(np.asarray(values, dtype=np.int64), self._tokens.device)
+
+
+def repeated(
+    history: History, slots: NDArray[np.int64], lengths: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[Tensor, Tensor]:
+    """The tokens that would complete an n-gram which a sequence has had before; all arrays are [rows].
+
+    Args:
+        history: Where the sequences are.
+        slots: Whose sequence a row looks at.
+        lengths: How much of it: the tokens before this position.
+        sizes: n, at least 1 and at most the length.
+
+    Returns:
+        Row and token id of each find, [n] int64 both; a token may be found more than once.
+    """
+    seen = history.before(slots, lengths)
+    device = seen.token_ids.device
+    slot, length, size = upload(np.stack([slots, lengths, sizes]), device)
+    # A find is a token whose n - 1 predecessors are the sequence's last n - 1 tokens. Few tokens come after the
+    # last one, so the tokens before those are compared for what is left only.
+    candidates = seen.columns >= (size - 1)[seen.rows]
+    before = torch.roll(seen.token_ids, 1)
+    candidates &= (size == 1)[seen.rows] | (before == history.at(slot, length - 1)[seen.rows])
+    found = candidates.nonzero().squeeze(-1)
+    rows, columns = seen.rows[found], seen.columns[found]
+    for start in range(2, int(sizes.max()), _LENGTHS_AT_A_TIME):
+        back = torch.arange(start, min(start + _LENGTHS_AT_A_TIME, int(sizes.max())), device=device)
+        beyond = back >= size[rows][:, None]
+        there = (columns[:, None] - back).clamp_(min=0)
+        here = (length[rows][:, None] - back).clamp_(min=0)
+        owner = slot[rows][:, None]
+        same = (beyond | (history.at(owner, there) == history.at(owner, here))).all(dim=-1)
+        rows, columns = rows[same], columns[same]
+    return rows, history.at(slot[rows], columns)

@@ -25,17 +25,17 @@ class Peaks(NamedTuple):
 
 
 def find_peaks(logits: Tensor) -> Peaks:
-    """Of [rows, vocab_size], as the model made them; of equal logits, any token.
+    """Find the peaks of logits [rows, vocab_size], as the model made them; of equal logits, any token.
 
     Asked for before the rows are worked on, and read back with their tokens, so that nobody waits for it.
     """
     return Peaks(logits.amax(dim=-1), logits.argmax(dim=-1))
 
 
-def refuse_unusable(
+def check_peaks(
     highest: NDArray[np.float32], slots: Sequence[int] | NDArray[np.int64], positions: NDArray[np.int64]
 ) -> None:
-    """Raise for rows from which no token can be chosen.
+    """Raise for rows whose highest logit is no number, from which no token can be chosen.
 
     Args:
         highest: [rows] on the host, what `find_peaks` returned, of rows whose tokens are used.

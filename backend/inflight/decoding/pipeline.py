@@ -1,92 +1,189 @@
 """The one way from a model's logits to a token, vectorised over the rows of a batch that mixes requests.
 
-For each row, in this order, which is TensorRT-LLM's:
-
- 1. embedding_bias is added.
- 2. temperature divides; 0 counts as 1.
- 3. repetition_penalty p: l < 0 ? l * p : l / p for every token seen, in the prompt or since.
- 4. presence_penalty is taken once from every token seen.
- 5. frequency_penalty is taken from a token for every time it was seen.
- 6. min_length: while fewer tokens are generated, end ids are banned.
- 7. Bad words: a single token is banned always, the last of several where the others stand before it.
- 8. no_repeat_ngram_size n: a token is banned that would complete an n-gram which has occurred.
- 9. A greedy row takes the highest logit. A sampling row keeps the top_k highest; of those the smallest set of the
-    likeliest whose share reaches top_p (after decay); of those the ones with at least min_p times the largest
-    probability; and draws by inverse CDF: one uniform number, kept tokens in ascending order of id. Rows of a beam
-    search take log_softmax instead (`beams.py`); draft tokens are then accepted or not (`drafts.py`).
-10. End ids, stop words and length are the scheduler's.
+First the steps of `pipeline_steps` change a row's logits, in this order: allowed tokens, biases, penalties, bans.
+Then a greedy row takes the highest logit. A sampling row divides by the temperature, keeps the top_k highest; of
+those the smallest set of the likeliest whose share reaches top_p (after decay); of those the ones that are not too
+unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the tokens that are left in ascending
+order of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead (`details.py`); draft tokens are
+then accepted or not (`drafts.py`). End ids, stop words and length are the scheduler's.
 
 Of equal logits the lower id comes first, everywhere. A row that has every token banned gets none, which ends its
-request with an error; one whose logits are no numbers fails its batch (`usable.py`). What steps 1 and 3 to 5 make
-of a logit stays within bounds (`bounds.py`), and only bans and a bias of -inf make one -inf.
+request with an error; one whose logits are no numbers fails its batch (`nan_check.py`). Biases and penalties leave
+a logit within bounds (`bounded`), and only bans and a bias of -inf make one -inf.
 
-A batch pays for what its rows use: each step runs on the rows that ask for it, and touches the tokens seen or
-banned and not the vocabulary. To that end step 2 comes last: what is taken in steps 4 and 5 is multiplied by the
-temperature instead, which the few tokens that are left in step 9 are divided by. That changes no probability.
+TensorRT-LLM divides by the temperature behind the biases. Here that comes last, when few tokens are left; presence
+and frequency penalties are multiplied by it instead, which changes no probability. A batch pays for what its rows
+use: a step runs on the rows that ask for it, and touches the tokens that were seen, named or banned. Only
+embedding_bias and allowed_token_ids touch the whole vocabulary.
 
-This module is steps 1 to 8, `penalties.py` the third to the fifth; `sampler.py` is step 9.
+A new control is a field of `SamplingConfig` and, if it changes logits, a step here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.bounds import bounded
-from inflight.decoding.history import History
-from inflight.decoding.ngrams import repeated
-from inflight.decoding.row_kernels import RowKernels
-from inflight.decoding.rows import Rows
-from inflight.decoding.slot_parameters import Needs, SlotParameters
+from inflight.core.request.request import Request
+from inflight.decoding.history import History, repeated
+from inflight.decoding.row_kernels import RowKernels, bounded
+from inflight.decoding.rows import Rows, SlotParameters, Step, host_tensor
+from inflight.decoding.transfer import as_array, upload
+
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+Ids = NDArray[np.int64]
 
 
-def process(rows: Rows, slots: SlotParameters, history: History, kernels: RowKernels) -> None:
-    """Steps 1 to 8 on the logits, in place, but for the division by the temperature."""
-    for index in rows.needing(Needs.BIAS):
-        bias = slots.of(rows.slots[index]).bias
+def pipeline_steps(history: History, kernels: RowKernels) -> tuple[Step, ...]:
+    """The steps in order, reading the tokens so far in `history`."""
+    return (
+        Step(_allowed_token_ids, _ban_others),
+        Step(_embedding_bias, _add_embedding_bias),
+        Step(_logit_bias, _add_logit_bias),
+        Step(_penalizes, lambda rows, indices, _: kernels.penalize(rows, indices, history), bans=False),
+        Step(_min_length, _ban_early_ends),
+        Step(_bad_words, partial(_ban_words, history)),
+        Step(_no_repeat_ngram_size, partial(_ban_repeats, history)),
+    )
+
+
+def process(rows: Rows, slots: SlotParameters) -> None:
+    """Change the logits by all steps that their rows use, in place."""
+    used = rows.numbers["steps"]
+    used_by_any = int(np.bitwise_or.reduce(used))
+    for index, step in enumerate(slots.steps):
+        if used_by_any >> index & 1:
+            indices = np.flatnonzero(used >> index & 1)
+            step.apply(rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices]])
+
+
+# ------------------------------------------------------------------------------ allowed tokens
+
+
+def _allowed_token_ids(request: Request, _: torch.device) -> Ids | None:
+    ids = request.sampling.allowed_token_ids
+    return np.unique(_ids(ids)) if ids else None
+
+
+def _ban_others(rows: Rows, indices: Ids, allowed: Sequence[Ids]) -> None:
+    where, logits = _cells(rows, indices, allowed), rows.logits.view(-1)
+    kept = logits.take(where)
+    rows.logits.index_fill_(0, rows.upload(indices), -torch.inf)
+    logits[where] = kept
+
+
+# ------------------------------------------------------------------------------ biases
+
+
+def _embedding_bias(request: Request, device: torch.device) -> Tensor | None:
+    """The bias [vocab_size] float32 on the device."""
+    bias = request.embedding_bias
+    return None if bias is None else upload(as_array(host_tensor(bias)), device)
+
+
+def _add_embedding_bias(rows: Rows, indices: Ids, biases: Sequence[Tensor]) -> None:
+    for index, bias in zip(indices, biases, strict=True):
         biased = rows.logits[index].add_(bias)
         rows.logits[index] = bounded(biased, ~(biased > -torch.inf))  # nor is -inf + inf possible
-    penalized = rows.needing(Needs.PENALTIES)
-    if len(penalized):
-        kernels.penalize(rows, penalized, history)
-    banned = [*_early_ends(rows, slots), *_bad_tokens(rows, slots), *_repeats(rows, history)]
-    if banned:
-        rows.logits.view(-1).index_fill_(0, torch.cat(banned), -torch.inf)
-    _ban_ends_of_words(rows, slots, history)
 
 
-def _early_ends(rows: Rows, slots: SlotParameters) -> Iterator[Tensor]:
-    generated = rows.positions - rows.numbers["prompt_length"]
-    indices = rows.needing(Needs.MIN_LENGTH)
-    indices = indices[generated[indices] < rows.numbers["min_length"][indices]]
-    if len(indices):
-        yield _cells(rows, indices, [slots.of(slot).end_ids for slot in rows.slots[indices]])
+def _logit_bias(request: Request, _: torch.device) -> tuple[Ids, NDArray[np.float32]] | None:
+    """Distinct token ids, and what is added to each."""
+    sampling = request.sampling
+    if not sampling.logit_bias_ids:
+        return None
+    ids, places = np.unique(_ids(sampling.logit_bias_ids), return_inverse=True)
+    sums = np.bincount(places, weights=np.array(sampling.logit_bias_values, dtype=np.float64))
+    return ids, np.where(np.isneginf(sums), sums, np.clip(sums, -_LARGEST_FLOAT, _LARGEST_FLOAT)).astype(
+        np.float32
+    )
 
 
-def _bad_tokens(rows: Rows, slots: SlotParameters) -> Iterator[Tensor]:
-    indices = rows.needing(Needs.BAD_WORDS)
-    if len(indices):
-        yield _cells(rows, indices, [slots.of(slot).bad_words.single for slot in rows.slots[indices]])
+def _add_logit_bias(rows: Rows, indices: Ids, biases: Sequence[tuple[Ids, NDArray[np.float32]]]) -> None:
+    where, logits = _cells(rows, indices, [ids for ids, _ in biases]), rows.logits.view(-1)
+    biased = logits.take(where) + rows.upload(np.concatenate([values for _, values in biases]))
+    logits[where] = bounded(biased, biased == -torch.inf)
 
 
-def _ban_ends_of_words(rows: Rows, slots: SlotParameters, history: History) -> None:
-    """In place, since which words are begun is known to the device alone, and their number too."""
-    indices = rows.needing(Needs.BAD_WORDS)
-    words = [slots.of(slot).bad_words for slot in rows.slots[indices]]
+# ------------------------------------------------------------------------------ penalties
+
+
+def _penalizes(request: Request, _: torch.device) -> bool | None:
+    return request.sampling.penalizes or None
+
+
+# ------------------------------------------------------------------------------ bans
+
+
+def _min_length(request: Request, _: torch.device) -> Ids | None:
+    """The end ids, for a request that has some and asks for a least length."""
+    return _ids(request.end_ids) if request.sampling.min_length > 0 and request.end_ids else None
+
+
+def _ban_early_ends(rows: Rows, indices: Ids, end_ids: Sequence[Ids]) -> None:
+    numbers = rows.numbers[indices]
+    early = np.flatnonzero(rows.positions[indices] - numbers["prompt_length"] < numbers["min_length"])
+    if len(early):
+        _ban(rows, _cells(rows, indices[early], [end_ids[int(index)] for index in early]))
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Bad words in arrays. A word of several tokens bans the last where all the others stand before it.
+
+    Attributes:
+        single: [n] tokens that are always banned.
+        last: [words] last token of each longer word.
+        word: [parts] the word that a part belongs to.
+        back: [parts] how many places before the row's position the part stands, 1 or more.
+        token: [parts] the part's token.
+    """
+
+    single: Ids
+    last: Ids
+    word: Ids
+    back: Ids
+    token: Ids
+
+
+def _bad_words(request: Request, _: torch.device) -> BadWords | None:
+    words = request.bad_words
+    if not words:
+        return None
+    long = [word for word in words if len(word) > 1]
+    parts = [
+        (index, len(word) - 1 - place, token)
+        for index, word in enumerate(long)
+        for place, token in enumerate(word[:-1])
+    ]
+    return BadWords(
+        _ids([word[0] for word in words if len(word) == 1]),
+        _ids([word[-1] for word in long]),
+        *_ids(parts).reshape(-1, 3).T,
+    )
+
+
+def _ban_words(history: History, rows: Rows, indices: Ids, words: Sequence[BadWords]) -> None:
+    _ban(rows, _cells(rows, indices, [word.single for word in words]))
     counts = [len(word.last) for word in words]
     if not any(counts):
         return
+    # Which words are begun is known to the device alone, and their number too, so that -inf or 0 is added to all.
     first_words = np.cumsum(counts) - counts
     parts = [len(word.token) for word in words]
     owners = np.repeat(indices, parts)
     columns = rows.positions[owners] - np.concatenate([word.back for word in words])
-    word = np.concatenate([word.word for word in words]) + np.repeat(first_words, parts)
+    part_of = np.concatenate([word.word for word in words]) + np.repeat(first_words, parts)
     slot, column, token, word_of = rows.upload(
-        np.stack([rows.slots[owners], columns, np.concatenate([word.token for word in words]), word])
+        np.stack([rows.slots[owners], columns, np.concatenate([word.token for word in words]), part_of])
     )
     differs = (column < 0) | (history.at(slot, column.clamp(min=0)) != token)
     mismatches = torch.zeros(sum(counts), dtype=rows.logits.dtype, device=slot.device)
@@ -95,16 +192,27 @@ def _ban_ends_of_words(rows: Rows, slots: SlotParameters, history: History) -> N
     rows.logits.view(-1).index_add_(0, _cells(rows, indices, [word.last for word in words]), added)
 
 
-def _repeats(rows: Rows, history: History) -> Iterator[Tensor]:
+def _no_repeat_ngram_size(request: Request, _: torch.device) -> bool | None:
+    return request.sampling.uses("no_repeat_ngram_size") or None
+
+
+def _ban_repeats(history: History, rows: Rows, indices: Ids, _: Sequence[Any]) -> None:
     sizes = rows.numbers["no_repeat_ngram_size"]
-    indices = rows.needing(Needs.NO_REPEAT)
     indices = indices[sizes[indices] <= rows.positions[indices]]
     if len(indices):
         row, token = repeated(history, rows.slots[indices], rows.positions[indices], sizes[indices])
-        yield rows.upload(indices)[row] * rows.vocab_size + token
+        _ban(rows, rows.upload(indices)[row] * rows.vocab_size + token)
 
 
-def _cells(rows: Rows, indices: NDArray[np.int64], tokens: list[NDArray[np.int64]]) -> Tensor:
-    """Where in the flattened logits the tokens of each of the rows `indices` are."""
+def _ban(rows: Rows, where: Tensor) -> None:
+    rows.logits.view(-1).index_fill_(0, where, -torch.inf)
+
+
+def _cells(rows: Rows, indices: Ids, tokens: Sequence[Ids]) -> Tensor:
+    """The places in the flattened logits where the tokens of each of the rows `indices` are."""
     owners = np.repeat(indices, [len(ids) for ids in tokens])
     return rows.upload(owners * rows.vocab_size + np.concatenate(tokens))
+
+
+def _ids(values: Sequence[Any]) -> Ids:
+    return np.array(values, dtype=np.int64)

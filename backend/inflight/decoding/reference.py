@@ -1,7 +1,7 @@
 """The pipeline once more: one row and one step at a time, plain Python, nothing clever.
 
 This is what the fast code is tested against, and the place to read what it computes. No torch, no numpy; some
-milliseconds a token. The steps and their numbers are those of `inflight.decoding.pipeline`.
+milliseconds a token. The steps are those of `inflight.decoding.pipeline`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,25 @@ def _mix(x: int) -> int:
 
 
 def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> list[float]:
-    """Steps 1 to 8 on one row; `tokens` is all of the sequence before the token to be chosen."""
+    """What the controls make of one row; `tokens` is all of the sequence before the token to be chosen."""
     sampling = request.sampling
     row = list(logits)
-    if request.embedding_bias is not None:  # 1
+    if allowed := sampling.allowed_token_ids:
+        row = [logit if token in allowed else BANNED for token, logit in enumerate(row)]
+    if request.embedding_bias is not None:
         bias = memoryview(request.embedding_bias.data).cast("f")
         row = [_bounded(logit + added, _LARGEST_LOGIT) for logit, added in zip(row, bias, strict=True)]
-    row = [logit / (sampling.temperature or 1.0) for logit in row]  # 2
+    biases: dict[int, float] = {}
+    for token, added in zip(sampling.logit_bias_ids, sampling.logit_bias_values, strict=True):
+        biases[token] = biases.get(token, 0.0) + added
+    for token, added in biases.items():
+        row[token] = _bounded(row[token] + added, _LARGEST_LOGIT)
+    row = [logit / (sampling.temperature or 1.0) for logit in row]
     penalty, largest = sampling.repetition_penalty, _LARGEST_LOGIT / (sampling.temperature or 1.0)
     for token in set(tokens):
-        row[token] = row[token] * penalty if row[token] < 0 else row[token] / penalty  # 3
-        row[token] -= sampling.presence_penalty  # 4
-        row[token] -= sampling.frequency_penalty * list(tokens).count(token)  # 5
+        row[token] = row[token] * penalty if row[token] < 0 else row[token] / penalty
+        row[token] -= sampling.presence_penalty
+        row[token] -= sampling.frequency_penalty * list(tokens).count(token)
         row[token] = _bounded(row[token], largest)
     for token in banned_tokens(request, list(tokens)):
         row[token] = BANNED
@@ -53,20 +60,20 @@ def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) ->
 
 
 def _bounded(logit: float, largest: float) -> float:
-    """What is impossible stays so; nothing else is made it."""
+    """A logit within bounds; one that is impossible stays so, and no other becomes so."""
     return max(-largest, min(logit, largest)) if logit > BANNED else BANNED
 
 
 def banned_tokens(request: Request, tokens: list[int]) -> set[int]:
-    """Steps 6 to 8: what may not come after `tokens`."""
-    banned = set()
-    if len(tokens) - request.prompt_length < request.sampling.min_length:  # 6
+    """What may not come after `tokens`, whatever else may."""
+    banned: set[int] = set()
+    if len(tokens) - request.prompt_length < request.sampling.min_length:
         banned |= set(request.end_ids)
-    for word in request.bad_words:  # 7
+    for word in request.bad_words:
         before = list(word[:-1])
         if len(before) <= len(tokens) and tokens[len(tokens) - len(before) :] == before:
             banned.add(word[-1])
-    size = request.sampling.no_repeat_ngram_size  # 8
+    size = request.sampling.no_repeat_ngram_size
     if 0 < size < NO_REPEAT_OFF and size <= len(tokens):
         last = tokens[len(tokens) - size + 1 :]
         for start in range(len(tokens) - size + 1):
@@ -88,7 +95,7 @@ def top_p_now(sampling: SamplingConfig, generated: Sequence[int]) -> float:
 def filtered_probabilities(
     logits: Sequence[float], sampling: SamplingConfig, generated: Sequence[int] = ()
 ) -> dict[int, float]:
-    """Step 9: token ids that a row can get, with their probabilities, likeliest first; none if all are banned.
+    """Token ids that a row can get, with their probabilities, likeliest first; none if all are banned.
 
     Args:
         logits: Processed, and so divided by the temperature.
@@ -133,7 +140,7 @@ def distribution(logits: Sequence[float], request: Request, tokens: Sequence[int
 
 
 def draw(probabilities: dict[int, float], number: float) -> int:
-    """Inverse CDF over the tokens in ascending order of id."""
+    """Draw a token by inverse CDF, in ascending order of id."""
     cumulative = 0.0
     for token in sorted(probabilities):
         cumulative += probabilities[token]
@@ -189,7 +196,7 @@ def beam_candidates(
         scores: Each beam's score so far.
         num_candidates: How many are wanted.
     """
-    ranked = []
+    ranked: list[tuple[float, int, int, float]] = []
     for index, logits in enumerate(rows):
         for token, log_prob in enumerate(log_probs(process(logits, request, tokens[index]))):
             score = scores[index] + log_prob
@@ -265,5 +272,5 @@ def _resample(
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    """Probabilities."""
+    """The probabilities that logits stand for."""
     return [math.exp(log_prob) for log_prob in log_probs(logits)]

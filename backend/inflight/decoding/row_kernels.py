@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.draws import Drawn, draw
 from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks, find_peaks
-from inflight.decoding.penalties import penalize
 from inflight.decoding.rows import Rows
+from inflight.decoding.top_k_top_p import Drawn, draw
+
+LARGEST_LOGIT = 1e30
+
+PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
+"""What a row loses; presence and frequency are times the temperature, which divides the logits only later."""
 
 
 class RowKernels:
-    """In torch's operators, on any device. An engine may have faster ones for its own."""
+    """The kernels in torch's operators, for any device. An engine may have faster ones for its own."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `usable.find_peaks`, given logits as the model made them."""
+        """Find the highest logits as `nan_check.find_peaks` does, of logits as the model made them."""
         return find_peaks(logits)
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
-        """As `penalties.penalize`."""
-        penalize(rows, indices, history)
+        """Apply repetition, presence and frequency penalties to the logits of the rows `indices`, in place."""
+        penalties = penalties_of(rows, indices)
+        seen = history.before(rows.slots[indices], rows.positions[indices])
+        where = rows.upload(indices)[seen.rows] * rows.vocab_size + seen.token_ids
+        logits = rows.logits.view(-1)
+        values = logits.take(where)
+        impossible = values == -torch.inf
+
+        def per_token(name: str) -> Tensor:
+            return rows.upload(penalties[name].astype(np.float32))[seen.rows]
+
+        if (penalties["repetition"] != 1.0).any():
+            factor = per_token("repetition")
+            values = torch.where(values < 0, values * factor, values / factor)
+        if penalties["presence"].any():
+            values -= per_token("presence")
+        if penalties["frequency"].any():
+            # The logits themselves are the table that the tokens are counted in. All values come back below.
+            logits[where] = 0.0
+            logits.scatter_add_(0, where, torch.ones_like(values))
+            values -= per_token("frequency") * logits.take(where)
+        # A token that was seen twice is written twice, the same value.
+        logits[where] = bounded(values, impossible)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
-        """As `draws.draw`."""
+        """Draw tokens as `top_k_top_p.draw` does."""
         return draw(rows, sampled, may_guess)
+
+
+def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
+    """The penalties of the rows `indices`, [n] of PENALTIES."""
+    numbers = rows.numbers[indices]
+    penalties = np.empty(len(indices), PENALTIES)
+    penalties["repetition"] = numbers["repetition_penalty"]
+    penalties["presence"] = numbers["presence_penalty"] * numbers["temperature"]
+    penalties["frequency"] = numbers["frequency_penalty"] * numbers["temperature"]
+    return penalties
+
+
+def bounded(logits: Tensor, impossible: Tensor) -> Tensor:
+    """Clamp logits to [-1e30, 1e30], and make those -inf that are `impossible` [the same shape, bool].
+
+    A bias may be infinite, and penalties multiply. Were a logit to overflow, differences between two would be no
+    numbers, and a token that was only made unlikely could not be told from one that is banned.
+    """
+    return logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).masked_fill_(impossible, -torch.inf)

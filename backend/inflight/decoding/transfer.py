@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,25 +15,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def upload(values: NDArray, device: torch.device) -> Tensor:
-    """A host array on `device`; the array may be changed afterwards unless that is a CPU."""
+def as_tensor(values: NDArray[Any]) -> Tensor:
+    """A host array as a tensor that shares its memory."""
+    return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]  torch declares no array types
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """A tensor in host memory as an array that shares it."""
+    return tensor.numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  the same
+
+
+def to_list(tensor: Tensor) -> list[Any]:
+    """A tensor's numbers, in lists as deep as it has dimensions; waits for the device."""
+    return tensor.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  the same
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy a host array to `device`; the array may be changed afterwards unless that is a CPU."""
     return staged(values, device).to(device, non_blocking=True)
 
 
-def staged(values: NDArray, device: torch.device) -> Tensor:
-    """A host array where `device` can fetch it by itself.
+def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Put a host array where `device` can fetch it by itself.
 
     A GPU reads memory that may be paged out only while the host waits. torch takes pinned memory from a pool, and
     not again before the copies out of it are done.
     """
-    tensor = torch.from_numpy(values)
+    tensor = as_tensor(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def to_host(*tensors: Tensor) -> list[NDArray]:
-    """One-dimensional tensors of one device as host arrays; waits for the device, once."""
+def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
+    """Copy one-dimensional tensors of one device to host arrays; waits for the device, once."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.numpy() for tensor in tensors]
+        return [as_array(tensor) for tensor in tensors]
     return _split(_join(tensors).cpu(), tensors)
 
 
@@ -45,7 +60,7 @@ class Mark(Protocol):
 
 
 def mark(device: torch.device) -> Mark:
-    """Behind all that has been queued on `device` so far."""
+    """A mark behind all that has been queued on `device` so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
@@ -66,7 +81,7 @@ class Arriving:
     end: Mark | None = None
 
     @classmethod
-    def of(cls, *tensors: Tensor) -> Arriving:
+    def send(cls, *tensors: Tensor) -> Arriving:
         """Send one-dimensional tensors of one device."""
         device = tensors[0].device
         if device.type == "cpu":
@@ -74,10 +89,10 @@ class Arriving:
         joined = _join(tensors).to("cpu", non_blocking=True)  # torch takes pinned memory for that
         return cls(tensors, joined, mark(device))
 
-    def wait(self) -> list[NDArray]:
-        """Host arrays."""
+    def wait(self) -> list[NDArray[Any]]:
+        """The tensors as host arrays, once they are there."""
         if self.joined is None or self.end is None:
-            return [tensor.numpy() for tensor in self.tensors]
+            return [as_array(tensor) for tensor in self.tensors]
         self.end.synchronize()
         return _split(self.joined, self.tensors)
 
@@ -86,9 +101,9 @@ def _join(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors])
 
 
-def _split(joined: Tensor, tensors: Sequence[Tensor]) -> list[NDArray]:
+def _split(joined: Tensor, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     ends = np.cumsum([tensor.nbytes for tensor in tensors])
-    arrays = np.split(joined.numpy(), ends[:-1])
+    arrays = np.split(as_array(joined), ends[:-1])
     return [array.view(_NUMPY[tensor.dtype]) for array, tensor in zip(arrays, tensors, strict=True)]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import ConfigError
 
 _ORIGIN = """
@@ -34,18 +35,18 @@ _EXECUTION = """
 """
 # How long sequences were in training or in a tokenizer; the family's own key says how long they can be.
 _LENGTHS = "n_ctx max_sequence_length max_seq_len seq_length seq_len model_max_length"
+# Beside what goes by the name of a sampling control.
 _GENERATION = """
-    max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams
-    num_beam_groups penalty_alpha dola_layers temperature top_k top_p min_p top_h typical_p epsilon_cutoff
-    eta_cutoff diversity_penalty repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits constraints remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_decoder_ids sequence_bias
-    token_healing guidance_scale low_memory watermarking_config num_return_sequences cache_implementation
-    cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
+    max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
+    penalty_alpha dola_layers top_h typical_p epsilon_cutoff eta_cutoff diversity_penalty
+    encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits
+    constraints remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    forced_decoder_ids sequence_bias token_healing guidance_scale low_memory watermarking_config
+    cache_implementation cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold
 """
 HARMLESS = frozenset(
-    " ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split()
+    [*" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), *CONTROLS]
 )  # besides every `…_token_id`
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {

@@ -48,7 +48,7 @@ def seen_as(token_id: int, position: int, identity: PrefixIdentity) -> int:
 
 def looks_back(sampling: SamplingConfig) -> bool:
     """Whether this fake model's choice depends on the tokens that a slot remembers, beside the cache."""
-    return sampling.penalizes or sampling.no_repeat_ngram_size > 0 or sampling.top_p_decay < 1.0
+    return sampling.looks_back
 
 
 def remember(history: int, token_ids: Iterable[int]) -> int:

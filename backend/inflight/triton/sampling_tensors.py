@@ -1,50 +1,31 @@
 """The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias and drafts.
 
-Owns what each of them means and what upstream's clients send for "off". Does not check ranges: Request.validate
-does. Runs on the thread that calls execute.
+Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
+ranges: Request.validate does. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
 from inflight.core.request.request import ExternalDraft, FloatTensor
-from inflight.core.request.sampling_config import NO_REPEAT_OFF, SamplingConfig
+from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.word_bias import add_word_bias, check_bias
-
-_DEFAULT = SamplingConfig()
 
 
 def read_sampling_config(reader: TensorReader) -> SamplingConfig:
-    """Absent tensors have SamplingConfig's defaults."""
-    top_p = _real(reader, "runtime_top_p", _DEFAULT.top_p)
-    ngram_size = _integer(reader, "no_repeat_ngram_size", _DEFAULT.no_repeat_ngram_size)
-    return SamplingConfig(
-        beam_width=_integer(reader, "beam_width", _DEFAULT.beam_width),
-        num_return_sequences=reader.integer("num_return_sequences"),
-        temperature=_real(reader, "temperature", _DEFAULT.temperature),
-        top_k=_integer(reader, "runtime_top_k", _DEFAULT.top_k),
-        # Not max(): NaN has to get through to the check that refuses it.
-        top_p=0.0 if top_p <= 0 else top_p,
-        top_p_min=_real(reader, "runtime_top_p_min", _DEFAULT.top_p_min),
-        top_p_decay=_real(reader, "runtime_top_p_decay", _DEFAULT.top_p_decay),
-        top_p_reset_id=_integer(reader, "runtime_top_p_reset_ids", _DEFAULT.top_p_reset_id),
-        min_p=_real(reader, "min_p", _DEFAULT.min_p),
-        random_seed=_integer(reader, "random_seed", _DEFAULT.random_seed),
-        repetition_penalty=_real(reader, "repetition_penalty", _DEFAULT.repetition_penalty),
-        presence_penalty=_real(reader, "presence_penalty", _DEFAULT.presence_penalty),
-        frequency_penalty=_real(reader, "frequency_penalty", _DEFAULT.frequency_penalty),
-        min_length=_integer(reader, "min_length", _DEFAULT.min_length),
-        no_repeat_ngram_size=0 if ngram_size >= NO_REPEAT_OFF else ngram_size,
-        length_penalty=_real(reader, "len_penalty", _DEFAULT.length_penalty),
-        early_stopping=_integer(reader, "early_stopping", _DEFAULT.early_stopping),
-        beam_search_diversity_rate=_real(
-            reader, "beam_search_diversity_rate", _DEFAULT.beam_search_diversity_rate
-        ),
-    )
+    """The sampling controls that came, each by its tensor; the others, and those that are off, are neutral."""
+    values: dict[str, Any] = {}
+    for name, control in CONTROLS.items():
+        value = reader.value(control.tensor)
+        if value is not None and not control.is_off(value):
+            values[name] = value
+    return SamplingConfig(**values)
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:
@@ -74,16 +55,44 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
     return as_float_tensor(total) if total.any() else None
 
 
+def add_word_bias(
+    bias: np.ndarray, reader: TensorReader, words: str, weights: str, ids_of: Callable[[str], Sequence[int]]
+) -> None:
+    """Add what a request's words ask for, in place, by tensorrtllm_backend's rule.
+
+    A word's weight is added to each of its tokens, as often as the token is there.
+
+    Args:
+        bias: [vocab_size] float32. A tokenizer may know tokens beyond it, which have no logit; they are left out.
+        reader: The request's tensors.
+        words: Main name of the tensor of texts; empty ones ask for nothing.
+        weights: Main name of the tensor of one weight per text.
+        ids_of: From a text to its ids.
+
+    Raises:
+        InvalidArgument: The numbers of texts and weights differ; or a sum is NaN or +inf (-inf bans a token).
+    """
+    texts, array = reader.texts(words), reader.array(weights)
+    values = [] if array is None else array.tolist()
+    if len(texts) != len(values) and (any(texts) or any(values)):
+        raise InvalidArgument(
+            f"{reader.shown_name(words)} has {len(texts)} texts and {reader.shown_name(weights)} {len(values)} "
+            "weights: send one weight for each text"
+        )
+    for text, weight in zip(texts, values):
+        if text and weight:
+            ids = np.array(ids_of(text), dtype=np.int64)
+            with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is refused
+                np.add.at(bias, ids[ids < len(bias)], np.float32(weight))
+    check_bias(bias, reader.shown_name(weights))
+
+
+def check_bias(bias: np.ndarray, name: str) -> None:
+    """Raise InvalidArgument about the tensor `name` for NaN and +inf."""
+    if np.isnan(bias).any() or np.isposinf(bias).any():
+        raise InvalidArgument(f"{name} must hold finite numbers, or -inf to ban a token")
+
+
 def as_float_tensor(array: np.ndarray) -> FloatTensor:
     """The same values as the core hands them through."""
     return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())
-
-
-def _integer(reader: TensorReader, name: str, default: int) -> int:
-    value = reader.integer(name)
-    return default if value is None else value
-
-
-def _real(reader: TensorReader, name: str, default: float) -> float:
-    value = reader.real(name)
-    return default if value is None else value

@@ -130,6 +130,14 @@ class TensorReader:
         value = self._scalar(name)
         return None if value is None else float(value.item())
 
+    def value(self, name: str) -> int | float | tuple[int, ...] | tuple[float, ...] | None:
+        """A scalar's number, or all numbers of an array of one dimension; None when absent."""
+        spec = self._table[name]
+        if not spec.scalar:
+            array = self.array(name)
+            return None if array is None else tuple(array.tolist())
+        return self.real(name) if spec.dtype == "FP32" else self.integer(name)
+
     def boolean(self, name: str) -> bool | None:
         """A scalar BOOL, None when absent. Any byte but 0 is true: load generators send random ones."""
         value = self._scalar(name)

@@ -115,6 +115,11 @@ _SAMPLING = (
         ("seed",),
         ("seed", "random_seed", "sampling_param_seed"),
     ),
+    TensorSpec(
+        "allowed_token_ids", "INT32", (-1,), "the only tokens that may come", (), ("allowed_token_ids",)
+    ),
+    TensorSpec("logit_bias_ids", "INT32", (-1,), "tokens whose logits to change", (), ("logit_bias_ids",)),
+    TensorSpec("logit_bias_values", "FP32", (-1,), "added to the logit of each", (), ("logit_bias_values",)),
     TensorSpec("min_p", "FP32", (), "keep p >= min_p * largest p", (), ("min_p",)),
     TensorSpec("runtime_top_p_min", "FP32", (), "floor of a decaying top_p; 1e-6", (), ("top_p_min",)),
     TensorSpec("runtime_top_p_decay", "FP32", (), "top_p's factor per token; 1", (), ("top_p_decay",)),

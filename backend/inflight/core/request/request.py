@@ -7,7 +7,7 @@ from math import prod
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import CONTROLS, SamplingConfig, check_token_ids
 from inflight.core.request.stop import StopSignal
 from inflight.errors import InvalidArgument
 
@@ -196,30 +196,34 @@ class Request:
     @property
     def looks_back(self) -> bool:
         """Whether the device needs the tokens so far to choose the next one."""
-        sampling = self.sampling
-        return (
-            sampling.penalizes
-            or sampling.no_repeat_ngram_size > 0
-            or sampling.top_p_decay < 1.0
-            or any(len(word) > 1 for word in self.bad_words)
-        )
+        return self.sampling.looks_back or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def needs_host(self) -> bool:
         """Whether its next token waits for the host to look at the one before; else the device goes on alone.
 
-        The host decides about beams and drafts, writes what is looked back at, describes tokens, and finds out
-        whether a top-p alone was reached by few tokens.
+        The host decides about drafts, describes tokens, and does what sampling controls need it for.
         """
-        sampling = self.sampling
         return (
-            sampling.uses_beams
+            self.sampling.needs_host
+            or self.looks_back
             or self.draft is not None
             or self.prompt_lookup_num_tokens > 0
-            or self.looks_back
             or self.output.wants_details
-            or (0.0 < sampling.top_p < 1.0 and sampling.top_k == 0 and not sampling.greedy)
         )
+
+    @property
+    def banning_tensors(self) -> list[str]:
+        """Names of the tensors that may leave a sequence without a token to go on with."""
+        asked = {
+            "embedding_bias": self.embedding_bias is not None,
+            "min_length": bool(self.end_ids),
+            "bad_words_list": bool(self.bad_words),
+        }
+        for name, control in CONTROLS.items():
+            if control.bans:
+                asked[control.tensor] = asked.get(control.tensor, True) and self.sampling.uses(name)
+        return [name for name, is_asked in asked.items() if is_asked]
 
     def max_kv_blocks(self, tokens_per_block: int) -> int:
         """KV blocks at the length limit; beams share the prompt's full blocks and nothing else for certain."""
@@ -228,7 +232,7 @@ class Request:
 
     def validate(self, limits: ModelLimits) -> None:
         """Raise InvalidArgument, with what would fit, if this request can never run on such a model."""
-        self.sampling.validate()
+        self.sampling.validate(limits.vocab_size)
         self.output.validate(limits.vocab_size)
         if not self.input_token_ids:
             raise InvalidArgument("input_ids is empty: a request needs at least one prompt token")
@@ -253,7 +257,7 @@ class Request:
             )
 
     def _validate_ids(self, vocab_size: int) -> None:
-        _check_ids("input_ids", self.input_token_ids, vocab_size)
+        check_token_ids("input_ids", self.input_token_ids, vocab_size)
         for end_id in self.end_ids:
             if not 0 <= end_id < vocab_size:
                 raise InvalidArgument(f"end_id must be in [-1, {vocab_size - 1}] (-1: none), got {end_id}")
@@ -261,7 +265,7 @@ class Request:
             for word in words:
                 if not word:
                     raise InvalidArgument(f"{name} has an empty word")
-                _check_ids(name, word, vocab_size)
+                check_token_ids(name, word, vocab_size)
         bias = self.embedding_bias
         if bias is not None and bias.shape != (vocab_size,):
             raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
@@ -328,7 +332,7 @@ class Request:
         length, threshold = len(draft.token_ids), draft.acceptance_threshold
         if not length:
             raise InvalidArgument("draft_input_ids is empty: leave it out, or send at least one token")
-        _check_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
+        check_token_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
         most = min(limits.max_draft_length, limits.max_context_tokens - self.prompt_length)
         if length > most:
             raise InvalidArgument(
@@ -348,15 +352,6 @@ class Request:
             )
         if threshold is not None and not 0.0 <= threshold < float("inf"):
             raise InvalidArgument(f"draft_acceptance_threshold must be a finite number >= 0, got {threshold}")
-
-
-def _check_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise InvalidArgument(
-            f"{name} must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,15 @@
-"""How the next token is chosen from the logits: one frozen value per request."""
+"""How the next token is chosen from the logits: one frozen value per request.
+
+Every sampling control is declared here, once: its field has the type and the neutral value, and beside it stand
+its tensor, its range and what it needs. How it changes logits is a step of `inflight.decoding.pipeline`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
 
 from inflight.errors import InvalidArgument
 
@@ -15,64 +21,152 @@ SMALLEST, LARGEST = 1e-10, 1e10
 """What logits may be divided by, or multiplied with; LARGEST is also the most that is added to them or taken
 from them. Other numbers have no use, and float32 arithmetic with them ends in values that are no numbers."""
 
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a control may have, or if it has several, each of them may be.
+
+    Attributes:
+        text: For errors: "in [0, 1]".
+        contains: Whether a value is one of them; a NaN never is.
+    """
+
+    text: str
+    contains: Callable[[float], bool]
+
+
+def _within(low: float, high: float) -> Range:
+    return Range(f"in [{low:g}, {high:g}]", lambda value: low <= value <= high)
+
+
+def _at_least(low: int, meaning: str = "") -> Range:
+    return Range(f">= {low}{meaning}", lambda value: value >= low)
+
+
+_SHARE, _FACTOR, _ADDED = _within(0.0, 1.0), _within(SMALLEST, LARGEST), _within(-LARGEST, LARGEST)
+_TOKEN_IDS = Range("token ids", lambda value: True)  # `check_token_ids` knows the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What is known of a sampling control beside its type and its neutral value, which its field's default is.
+
+    Attributes:
+        tensor: The tensor that it comes by.
+        range: Its values.
+        is_off: Whether a value asks for nothing although it is not the neutral one.
+        looks_back: Whether the device then needs the tokens so far. The host writes them, and so has to see them.
+        bans: Whether it may leave a sequence without a token to go on with.
+    """
+
+    tensor: str
+    range: Range
+    is_off: Callable[[Any], bool] = lambda value: False
+    looks_back: bool = False
+    bans: bool = False
+
+
+def _declare(
+    neutral: _T,
+    tensor: str,
+    values: Range,
+    is_off: Callable[[Any], bool] = lambda value: False,
+    looks_back: bool = False,
+    bans: bool = False,
+) -> _T:
+    """A field of SamplingConfig that says all of its control."""
+    return field(default=neutral, metadata={"control": Control(tensor, values, is_off, looks_back, bans)})
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """TensorRT-LLM's `SamplingConfig`. The order in which it is applied is in `inflight.decoding.pipeline`.
 
     Attributes:
-        beam_width: Beams of a beam search; 1 samples, or is greedy. Tensor `beam_width`.
+        beam_width: Beams of a beam search; 1 samples, or is greedy.
         num_return_sequences: Sampling: sequences to generate, each its own. Beams: how many of the best come
-            back. None means 1, or all beams. Tensor `num_return_sequences`.
-        temperature: Divides the logits, in [1e-10, 1e10]; 0 means greedy (beams: 1). Tensor `temperature`.
-        top_k: Keep the k likeliest tokens; 0 keeps all, 1 is greedy. Tensor `runtime_top_k`.
-        top_p: Keep the smallest set of likeliest tokens whose probability reaches p, in (0, 1]; 0 means unset.
-            Applied after top_k, on the renormalized probabilities. Tensor `runtime_top_p`.
-        top_p_min: Floor of a decaying top_p, in [0, 1]. Tensor `runtime_top_p_min`.
-        top_p_decay: Factor of top_p for every generated token, in (0, 1]. Tensor `runtime_top_p_decay`.
-        top_p_reset_id: Token that sets a decayed top_p back to its first value; -1: none. Tensor
-            `runtime_top_p_reset_ids`.
-        min_p: Keep tokens of at least min_p times the largest probability, in [0, 1]; 0 keeps all. Tensor `min_p`.
-        random_seed: Key of the counter-based random numbers, 0 .. 2**64 - 1. The default 0 is a seed like any
-            other: identical requests give identical tokens. Tensor `random_seed` (alias `seed`).
-        repetition_penalty: In [1e-10, 1e10]; divides positive and multiplies negative logits of tokens seen,
-            prompt included; 1 does nothing. Tensor `repetition_penalty`.
-        presence_penalty: Taken once from the logits of tokens seen, prompt included; in [-1e10, 1e10]. Tensor
-            `presence_penalty`.
-        frequency_penalty: Taken from a token's logit for each time it was seen, prompt included; in [-1e10, 1e10].
-            Tensor `frequency_penalty`.
-        min_length: End ids are banned until so many tokens are generated. Tensor `min_length` (alias
-            `min_tokens`).
-        no_repeat_ngram_size: No n-gram of this size occurs twice, prompt included; 0 is off. Tensor
-            `no_repeat_ngram_size`.
+            back. None means 1, or all beams.
+        temperature: Divides the logits; 0 means greedy (beams: 1).
+        top_k: Keep the k likeliest tokens; 0 keeps all, 1 is greedy.
+        top_p: Keep the smallest set of likeliest tokens whose probability reaches p; 0 means unset. Applied after
+            top_k, on the renormalized probabilities.
+        top_p_min: Floor of a decaying top_p.
+        top_p_decay: Factor of top_p for every generated token.
+        top_p_reset_id: Token that sets a decayed top_p back to its first value; -1: none.
+        min_p: Keep tokens of at least min_p times the largest probability; 0 keeps all.
+        random_seed: Key of the counter-based random numbers. The default 0 is a seed like any other: identical
+            requests give identical tokens.
+        allowed_token_ids: The only tokens that may come, end ids among them; empty: all may.
+        logit_bias_ids: Tokens whose logits are changed. What a token gets that is named twice adds up.
+        logit_bias_values: What is added to the logit of each of `logit_bias_ids`; -inf bans the token.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen, prompt included.
+        presence_penalty: Taken once from the logits of tokens seen, prompt included.
+        frequency_penalty: Taken from a token's logit for each time it was seen, prompt included.
+        min_length: End ids are banned until so many tokens are generated.
+        no_repeat_ngram_size: No n-gram of this size occurs twice, prompt included; 0 is off.
         length_penalty: A finished beam's score is its cumulative log probability divided by
-            generated_length ** length_penalty, the end id counted. Tensor `len_penalty`.
+            generated_length ** length_penalty, the end id counted.
         early_stopping: When a beam search with enough finished beams ends. 1: at once. 0: when no running beam
-            is better at its present length. Other: when none can become better. Tensor `early_stopping`.
-        beam_search_diversity_rate: Times a beam's index, added to its candidates where they are ranked; in
-            [0, 1e10]. Tensor `beam_search_diversity_rate`.
+            is better at its present length. Other: when none can become better.
+        beam_search_diversity_rate: Times a beam's index, added to its candidates where they are ranked.
 
     With top_k, top_p and min_p all 0 the request is greedy, whatever the temperature.
     """
 
-    beam_width: int = 1
-    num_return_sequences: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    top_p_min: float = 1e-6
-    top_p_decay: float = 1.0
-    top_p_reset_id: int = -1
-    min_p: float = 0.0
-    random_seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_length: int = 0
-    no_repeat_ngram_size: int = 0
-    length_penalty: float = 0.0
-    early_stopping: int = 0
-    beam_search_diversity_rate: float = 0.0
+    beam_width: int = _declare(1, "beam_width", _within(1, MAX_BEAM_WIDTH))
+    num_return_sequences: int | None = _declare(
+        None,
+        "num_return_sequences",
+        Range("", lambda value: True),  # checked beside beam_width
+    )
+    temperature: float = _declare(
+        1.0,
+        "temperature",
+        Range(f"0 (greedy), or {_FACTOR.text}", lambda value: value == 0.0 or _FACTOR.contains(value)),
+    )
+    top_k: int = _declare(0, "runtime_top_k", _at_least(0, " (0 keeps every token)"))
+    top_p: float = _declare(
+        0.0,
+        "runtime_top_p",
+        Range("in (0, 1], or <= 0 for unset", _SHARE.contains),
+        is_off=lambda p: p <= 0.0,
+    )
+    top_p_min: float = _declare(1e-6, "runtime_top_p_min", _SHARE)
+    top_p_decay: float = _declare(
+        1.0, "runtime_top_p_decay", Range("in (0, 1]", lambda decay: 0.0 < decay <= 1.0), looks_back=True
+    )
+    top_p_reset_id: int = _declare(-1, "runtime_top_p_reset_ids", _at_least(-1, " (-1: none)"))
+    min_p: float = _declare(0.0, "min_p", _SHARE)
+    random_seed: int = _declare(
+        0, "random_seed", Range("a 64-bit unsigned integer", lambda seed: 0 <= seed < 1 << 64)
+    )
+    allowed_token_ids: tuple[int, ...] = _declare((), "allowed_token_ids", _TOKEN_IDS, bans=True)
+    logit_bias_ids: tuple[int, ...] = _declare((), "logit_bias_ids", _TOKEN_IDS)
+    logit_bias_values: tuple[float, ...] = _declare(
+        (),
+        "logit_bias_values",
+        Range("finite numbers, or -inf to ban a token", lambda value: value < math.inf),
+        bans=True,
+    )
+    repetition_penalty: float = _declare(1.0, "repetition_penalty", _FACTOR, looks_back=True)
+    presence_penalty: float = _declare(0.0, "presence_penalty", _ADDED, looks_back=True)
+    frequency_penalty: float = _declare(0.0, "frequency_penalty", _ADDED, looks_back=True)
+    min_length: int = _declare(0, "min_length", _at_least(0), bans=True)
+    no_repeat_ngram_size: int = _declare(
+        0,
+        "no_repeat_ngram_size",
+        _at_least(0, " (0: off)"),
+        is_off=lambda size: size >= NO_REPEAT_OFF,
+        looks_back=True,
+        bans=True,
+    )
+    length_penalty: float = _declare(
+        0.0, "len_penalty", Range("a finite number >= 0", lambda penalty: 0.0 <= penalty < math.inf)
+    )
+    early_stopping: int = _declare(0, "early_stopping", _at_least(0))
+    beam_search_diversity_rate: float = _declare(0.0, "beam_search_diversity_rate", _within(0.0, LARGEST))
 
     @property
     def greedy(self) -> bool:
@@ -103,48 +197,68 @@ class SamplingConfig:
         """Whether tokens seen have their logits changed."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def validate(self) -> None:
-        """Raise InvalidArgument naming the tensor, what came and what was expected."""
-        self._validate_sampling()
-        self._validate_penalties()
-        self._validate_beams()
+    @property
+    def looks_back(self) -> bool:
+        """Whether the device needs the tokens so far to choose the next one."""
+        return any(self.uses(name) for name in _LOOKING_BACK)
 
-    def _validate_sampling(self) -> None:
-        temperature, factor = self.temperature, f"in [{SMALLEST:g}, {LARGEST:g}]"
-        is_valid = temperature == 0.0 or SMALLEST <= temperature <= LARGEST
-        _check(is_valid, "temperature", f"0 (greedy), or {factor}", temperature)
-        _check(self.top_k >= 0, "runtime_top_k", ">= 0 (0 keeps every token)", self.top_k)
-        _check(0.0 <= self.top_p <= 1.0, "runtime_top_p", "in (0, 1], or <= 0 for unset", self.top_p)
-        _check(0.0 <= self.top_p_min <= 1.0, "runtime_top_p_min", "in [0, 1]", self.top_p_min)
-        _check(0.0 < self.top_p_decay <= 1.0, "runtime_top_p_decay", "in (0, 1]", self.top_p_decay)
-        _check(self.top_p_reset_id >= -1, "runtime_top_p_reset_ids", ">= -1 (-1: none)", self.top_p_reset_id)
-        _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
-        _check(0 <= self.random_seed < 2**64, "random_seed", "a 64-bit unsigned integer", self.random_seed)
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has to see a token before the next one is chosen.
 
-    def _validate_penalties(self) -> None:
-        repetition, ngram_size = self.repetition_penalty, self.no_repeat_ngram_size
-        factor, added = f"in [{SMALLEST:g}, {LARGEST:g}]", f"in [{-LARGEST:g}, {LARGEST:g}]"
-        _check(SMALLEST <= repetition <= LARGEST, "repetition_penalty", factor, repetition)
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            _check(-LARGEST <= penalty <= LARGEST, name, added, penalty)
-        _check(self.min_length >= 0, "min_length", ">= 0", self.min_length)
-        _check(ngram_size >= 0, "no_repeat_ngram_size", ">= 0 (0: off)", ngram_size)
-
-    def _validate_beams(self) -> None:
-        width, returned, rate = self.beam_width, self.num_return_sequences, self.beam_search_diversity_rate
-        _check(1 <= width <= MAX_BEAM_WIDTH, "beam_width", f"in [1, {MAX_BEAM_WIDTH}]", width)
-        if returned is not None:
-            most = width if self.uses_beams else MAX_RETURN_SEQUENCES
-            which = " (beam_width)" if self.uses_beams else ""
-            _check(1 <= returned <= most, "num_return_sequences", f"in [1, {most}]{which}", returned)
-        _check(
-            0.0 <= self.length_penalty < math.inf, "len_penalty", "a finite number >= 0", self.length_penalty
+        It writes what is looked back at, ranks beams, and finds out whether a top_p alone was reached by few
+        tokens.
+        """
+        return (
+            self.uses_beams
+            or self.looks_back
+            or (0.0 < self.top_p < 1.0 and self.top_k == 0 and not self.greedy)
         )
-        _check(self.early_stopping >= 0, "early_stopping", ">= 0", self.early_stopping)
-        _check(0.0 <= rate <= LARGEST, "beam_search_diversity_rate", f"in [0, {LARGEST:g}]", rate)
+
+    def uses(self, name: str) -> bool:
+        """Whether the control `name` has a value that asks for something."""
+        value = getattr(self, name)
+        return value != _NEUTRAL[name] and not CONTROLS[name].is_off(value)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidArgument naming the tensor, what came and what was expected."""
+        for name, control in CONTROLS.items():
+            _check(control, getattr(self, name), vocab_size)
+        returned, width = self.num_return_sequences, self.beam_width
+        most = width if self.uses_beams else MAX_RETURN_SEQUENCES
+        if returned is not None and not 1 <= returned <= most:
+            which = " (beam_width)" if self.uses_beams else ""
+            raise InvalidArgument(f"num_return_sequences must be in [1, {most}]{which}, got {returned}")
+        if len(self.logit_bias_ids) != len(self.logit_bias_values):
+            raise InvalidArgument(
+                f"logit_bias_ids has {len(self.logit_bias_ids)} token ids and logit_bias_values "
+                f"{len(self.logit_bias_values)} values: send one value for each id"
+            )
 
 
-def _check(holds: bool, name: str, expected: str, got: float) -> None:
-    if not holds:
-        raise InvalidArgument(f"{name} must be {expected}, got {got}")
+CONTROLS: dict[str, Control] = {each.name: each.metadata["control"] for each in fields(SamplingConfig)}
+"""By the names of SamplingConfig's fields."""
+
+_NEUTRAL = {each.name: each.default for each in fields(SamplingConfig)}
+_LOOKING_BACK = [name for name, control in CONTROLS.items() if control.looks_back]
+
+
+def check_token_ids(tensor: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raise InvalidArgument about `tensor` if one of its token ids, of which there is one at least, is none."""
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidArgument(
+            f"{tensor} must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}"
+        )
+
+
+def _check(control: Control, value: Any, vocab_size: int) -> None:
+    several = isinstance(value, tuple)
+    values = cast("tuple[Any, ...]", value if several else (value,))  # pyright knows a tuple, and not of what
+    if control.range is _TOKEN_IDS and values:
+        check_token_ids(control.tensor, values, vocab_size)
+    for position, each in enumerate(values):
+        if not control.range.contains(each):
+            where = f" at position {position}" if several else ""
+            raise InvalidArgument(f"{control.tensor} must be {control.range.text}, got {each}{where}")

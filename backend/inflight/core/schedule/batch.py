@@ -178,9 +178,8 @@ class TokenDetails:
         log_probs: Per token, its log probability by the model.
         top_log_probs: Per token, the likeliest tokens beside it.
         logits: Per token, the row that it was chosen from: float32 [vocab_size] as bytes.
-        drawn_log_probs: Per token, its log probability in the distribution that it was drawn from: after
-            penalties, temperature, bans, top-k, top-p and min_p. Only from an engine that normalizes log
-            probabilities.
+        drawn_log_probs: Per token, its log probability in the distribution that it was drawn from, after all that
+            the request's sampling controls do. Only from an engine that normalizes log probabilities.
     """
 
     log_probs: tuple[float, ...] = ()

@@ -14,9 +14,9 @@ from inflight.errors import InvalidArgument
 from inflight.text.words import biased_ids
 from inflight.triton.models.text_models import TextModel
 from inflight.triton.requests import NO_ID
+from inflight.triton.sampling_tensors import add_word_bias
 from inflight.triton.tensor_reader import TensorReader, decode_utf8, each_row
 from inflight.triton.tensors import PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS
-from inflight.triton.word_bias import add_word_bias
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 

@@ -23,6 +23,7 @@ from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.request_parameters import TIMEOUT, refuse_unread
 from inflight.triton.requests import NO_ID
 from inflight.triton.responses import triton_error
+from inflight.triton.sampling_tensors import add_word_bias
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
 from inflight.triton.tensor_spec import TensorTable, Vocabulary
 from inflight.triton.tensors import (
@@ -31,7 +32,6 @@ from inflight.triton.tensors import (
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
 )
-from inflight.triton.word_bias import add_word_bias
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 

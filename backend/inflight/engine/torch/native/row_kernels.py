@@ -11,20 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.draws import Drawn, random_numbers
 from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks
 from inflight.decoding.rng import Purpose
-from inflight.decoding.row_kernels import RowKernels
+from inflight.decoding.row_kernels import RowKernels, penalties_of
 from inflight.decoding.rows import Rows
-from inflight.decoding.top_k_top_p import effective_top_p
-from inflight.engine.torch.native.structs import CHANCE, PENALTIES, Handle, PenalizedRowsStruct
+from inflight.decoding.top_k_top_p import LIMITS, Drawn, limits_of, random_numbers
+from inflight.engine.torch.native.structs import Handle, PenalizedRowsStruct
 
+_CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])  # struct Chance of source/draw.h
 _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
 
 
 class NativeRowKernels(RowKernels):
-    """Runs on a decoder's threads.
+    """The kernels on a decoder's threads.
 
     Args:
         library: The compiled code.
@@ -41,7 +41,7 @@ class NativeRowKernels(RowKernels):
         self._found = (ref(logits), peaks)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `RowKernels.find_peaks`; of equal logits, the first."""
+        """Find the highest logits as `RowKernels.find_peaks` does; of equal ones, the first."""
         if self._found is not None and self._found[0]() is logits:
             return self._found[1]
         rows, columns = logits.shape
@@ -53,12 +53,8 @@ class NativeRowKernels(RowKernels):
         return peaks
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
-        """As `RowKernels.penalize`."""
-        numbers, table = rows.numbers[indices], history.table
-        penalties = np.empty(len(indices), PENALTIES)
-        penalties["repetition"] = numbers["repetition_penalty"]
-        penalties["presence"] = numbers["presence_penalty"] * numbers["temperature"]
-        penalties["frequency"] = numbers["frequency_penalty"] * numbers["temperature"]
+        """Penalize as `RowKernels.penalize` does."""
+        penalties, table = penalties_of(rows, indices), history.table
         slots, lengths = rows.slots[indices], rows.positions[indices]
         penalized = PenalizedRowsStruct(
             len(indices),
@@ -78,15 +74,13 @@ class NativeRowKernels(RowKernels):
         _check(status == _DONE)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
-        """As `RowKernels.draw`."""
+        """Draw tokens as `RowKernels.draw` does."""
         if not len(sampled):
             return
-        numbers = rows.numbers[sampled]
-        chances = np.empty(len(sampled), CHANCE)
-        chances["temperature"] = numbers["temperature"]
-        chances["top_k"] = np.where(numbers["top_k"] < rows.vocab_size, numbers["top_k"], 0)
-        chances["top_p"] = effective_top_p(rows)[sampled]
-        chances["min_p"] = numbers["min_p"]
+        limits = limits_of(rows, sampled)
+        chances = np.empty(len(sampled), _CHANCE)
+        for name in LIMITS.names or ():
+            chances[name] = limits[name]
         chances["uniform"] = random_numbers(rows, Purpose.SAMPLE)[sampled]
         tokens = np.empty(len(sampled), dtype=np.int64)
         is_done = self._library.draw(

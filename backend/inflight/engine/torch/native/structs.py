@@ -1,4 +1,4 @@
-"""What crosses into the compiled code: the structs of source/layer.h, penalties.h and draw.h, field for field, the
+"""What crosses into the compiled code: the structs of source/layer.h and penalties.h, field for field, the
 functions' signatures, and the decoder that they work on.
 """
 
@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_void_p
-
-import numpy as np
 
 
 class LinearStruct(Structure):
@@ -80,13 +78,6 @@ class BatchStruct(Structure):
         ("block_tables", c_void_p),
         ("table_width", c_int64),
     )
-
-
-PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
-"""Of a row of logits; presence and frequency times the temperature."""
-
-CHANCE = np.dtype([(name, np.float64) for name in ("temperature", "top_k", "top_p", "min_p", "uniform")])
-"""How a row's token is drawn: top_k 0 and top_p 1 are no limits, uniform is the random number."""
 
 
 class PenalizedRowsStruct(Structure):

@@ -1,5 +1,5 @@
 // Drawing a token from a row of logits: of the top_k likeliest the smallest set that reaches top_p, of it what min_p
-// leaves, by inverse CDF in the order of tokens. inflight/decoding/pipeline.py says it all, step 9.
+// leaves, by inverse CDF in the order of tokens. inflight/decoding/pipeline.py says it all.
 //
 // Sums are taken in an order that depends on the row alone. The weights of a few candidates are float64; those of a
 // whole vocabulary are float32, and what is drawn from all of them is added up in float32 inside blocks and in float64
@@ -69,7 +69,7 @@ class Drawer {
   }
 
  private:
-  // The same as in inflight/decoding/kept.py, so that a row draws the same token there.
+  // The same as in inflight/decoding/top_k_top_p.py, so that a row draws the same token there.
   static constexpr int kFew = 128;  // so many are tried before a top_p is looked for in the whole vocabulary
   static constexpr int kBlock = 64;
   static constexpr int kDigits = 1 << 12;

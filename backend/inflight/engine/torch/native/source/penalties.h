@@ -1,4 +1,4 @@
-// What the tokens before a row of logits take from it; inflight/decoding/pipeline.py says what, steps 3 to 5.
+// What the tokens before a row of logits take from it; inflight/decoding/pipeline.py says in which order.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ class Penalizer {
   }
 
  private:
-  static constexpr float kLargestLogit = 1e30f;  // LARGEST_LOGIT of inflight/decoding/bounds.py
+  static constexpr float kLargestLogit = 1e30f;  // LARGEST_LOGIT of inflight/decoding/row_kernels.py
 
   static float penalized(float logit, float repetition, float presence, float frequency) {
     if (logit == -std::numeric_limits<float>::infinity()) return logit;
