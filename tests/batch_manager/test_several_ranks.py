@@ -18,7 +18,7 @@ from inflight.core.schedule.config import SchedulerConfig
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
-from inflight.testing.ranks_in_memory import make_ranks
+from tests.batch_manager.ranks_in_memory import make_ranks
 from tests.simulation.scenario import Scenario, draw, draw_with_a_bad_device
 
 from .several_ranks import Rank, run_in_step

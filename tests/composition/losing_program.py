@@ -20,7 +20,7 @@ from inflight.core.request.response import Response
 from inflight.errors import Unavailable
 from inflight.ranks import mpi
 from inflight.ranks.job import Job
-from inflight.ranks.joining import attend, lead
+from inflight.ranks.rank_context import attend, lead
 
 VERSION_DIR = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1"
 NUM_REQUESTS = 3
@@ -82,7 +82,7 @@ def plant() -> None:
     place, number = sys.argv[1], signal.Signals[sys.argv[2]]
     owner, name = {
         "broadcast": (mpi.MpiWorld, "broadcast"),
-        "collective": (mpi.MpiCollectives, "all_reduce"),
+        "collective": (mpi.MpiStage, "all_reduce"),
     }[place]
     original, calls = getattr(owner, name), [0]
 

@@ -15,7 +15,7 @@ from inflight.engine.torch.memory import KvCacheDemand, plan_kv_cache
 from inflight.engine.torch.memory_probe import available_cpu_memory, free_memory
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
 from tests.models.zoo import Zoo
 

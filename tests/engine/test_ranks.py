@@ -198,7 +198,7 @@ STAGES = {
     "first stage": (0, "_forward", False),
     "first stage, having computed": (0, "_forward", True),
     "last stage": (-1, "_forward", False),
-    "choice of tokens": (-1, "choose", False),
+    "choice of tokens": (-1, "decode", False),
 }
 
 

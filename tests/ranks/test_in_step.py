@@ -19,12 +19,12 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.request.tensor import FloatTensor
 from inflight.errors import Unavailable
-from inflight.ranks.lockstep import InStep
+from inflight.ranks.lockstep import Lockstep
 from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all
 
 
 class Wakes:
-    """What a heartbeat does for InStep, for rank 0 and one other; counts."""
+    """What a heartbeat does for Lockstep, for rank 0 and one other; counts."""
 
     def __init__(self) -> None:
         self.num_wakes = 0
@@ -75,7 +75,7 @@ def test_what_is_shared_is_followed_with_one_broadcast_each():
     worlds, wakes = make_worlds(2), Wakes()
 
     def work(rank: int) -> list[IterationInput | None]:
-        ranks = InStep(worlds[rank], wakes)
+        ranks = Lockstep(worlds[rank], wakes)
         assert ranks.is_leader == (rank == 0)
         if rank:
             return [ranks.follow(is_asleep=index == 0) for index in range(len(INPUTS) + 1)]
@@ -117,7 +117,7 @@ def test_every_field_of_what_is_shared_arrives():
     worlds = make_worlds(2)
 
     def work(rank: int) -> list[IterationInput | None]:
-        ranks = InStep(worlds[rank], Wakes())
+        ranks = Lockstep(worlds[rank], Wakes())
         if rank:
             return [ranks.follow(is_asleep=False) for _ in shared]
         for inputs in shared:
@@ -132,7 +132,7 @@ def test_every_field_of_what_is_shared_arrives():
 def test_sleepers_are_in_no_broadcast_until_they_are_woken():
     worlds, wakes = make_worlds(2), Wakes()
     followed: queue.Queue[IterationInput | None] = queue.Queue()
-    follower = InStep(worlds[1], wakes)
+    follower = Lockstep(worlds[1], wakes)
 
     def follow() -> None:
         for _ in range(2):
@@ -140,7 +140,7 @@ def test_sleepers_are_in_no_broadcast_until_they_are_woken():
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    leader = InStep(worlds[0], wakes)
+    leader = Lockstep(worlds[0], wakes)
     assert worlds[1].num_broadcasts == 0
     leader.share(INPUTS[1], are_asleep=True)
     assert followed.get(timeout=PATIENCE_S) == INPUTS[1]
@@ -156,7 +156,7 @@ def test_sleepers_are_in_no_broadcast_until_they_are_woken():
 def test_after_a_loss_nobody_enters_a_broadcast(rank: int, is_asleep: bool):
     world, wakes = make_worlds(2)[rank], Wakes()
     wakes.lost = Unavailable("rank 1 of 2 is lost")
-    ranks = InStep(world, wakes)
+    ranks = Lockstep(world, wakes)
     calls = (
         [lambda: ranks.follow(is_asleep)]
         if rank

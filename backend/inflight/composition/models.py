@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from inflight.config import Parameters
     from inflight.core.ports import Engine
-    from inflight.engine.rank_engine import StageLink
     from inflight.engine.torch import TorchEngine, TorchEngineConfig
     from inflight.engine.torch.collectives import Collectives
+    from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import RankContext
 
 DEMO_MODEL = "demo_model"
@@ -123,8 +123,7 @@ def _load_whole(parameters: Parameters, version_dir: str) -> LoadedModel:
     if parameters.gpu_device_ids:
         import torch
 
-        from inflight.ranks.hosts import this_host
-        from inflight.ranks.placement import Placement
+        from inflight.ranks.topology import Placement, this_host
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), parameters.gpu_device_ids)
     engine = TorchEngine.load(_engine_config(parameters, version_dir, device))
@@ -134,41 +133,42 @@ def _load_whole(parameters: Parameters, version_dir: str) -> LoadedModel:
 def _load_part(parameters: Parameters, version_dir: str, rank_context: RankContext) -> LoadedModel:
     import torch
 
-    from inflight.engine.rank_engine import RankEngine
     from inflight.engine.torch import TorchEngine
-    from inflight.ranks.mpi import MpiOutcomes, MpiStageMates
-    from inflight.ranks.placement import Placement
+    from inflight.engine.torch.collectives import make_stage_link
+    from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
+    from inflight.ranks.rank_engine import RankEngine
+    from inflight.ranks.topology import Placement
 
     mapping, agreement = rank_context.mapping, rank_context.agreement
     with agreement.step():
         placement = Placement.of(mapping.rank, rank_context.hosts, parameters.engine_threads)
         device = placement.device(torch.cuda.device_count(), parameters.gpu_device_ids)
     with agreement.step():
-        collectives, link, release = _connections(rank_context, torch.device(device))
-        mates = MpiStageMates(mapping)
+        stage_ranks = MpiStage(mapping)
+        collectives, release = _connect(rank_context, stage_ranks, torch.device(device))
     with agreement.step():
         config = _engine_config(
             parameters, version_dir, device, placement.num_threads, placement.ranks_on_host
         )
         stage = TorchEngine.load(config, mapping, collectives, agreement.least)
+    dtype: torch.dtype = getattr(torch, stage.dtype)
+    hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
+    link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
     outcomes = MpiOutcomes(mapping.sampler)
-    engine = RankEngine(stage, mapping, link, outcomes, mates, rank_context.report_failure)
+    engine = RankEngine(stage, mapping, link, outcomes, stage_ranks, rank_context.report_failure)
     return _loaded(parameters, version_dir, stage, engine, release)
 
 
-def _connections(
-    rank_context: RankContext, device: torch.device
-) -> tuple[Collectives, StageLink, Callable[[], None]]:
-    """How this rank's tensors get to the others'. Every rank makes these at the same time."""
-    from inflight.ranks.mpi import MpiCollectives, MpiStageLink
+def _connect(
+    rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
+) -> tuple[Collectives, Callable[[], None]]:
+    """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
+    from inflight.engine.torch.collectives import MpiCollectives, TorchRanks
 
-    mapping = rank_context.mapping
     if device.type == "cpu":
-        return MpiCollectives(mapping), MpiStageLink(mapping), lambda: None
-    from inflight.engine.torch.torch_collectives import TorchRanks
-
-    ranks = TorchRanks(rank_context.world, mapping, rank_context.leader_addresses, device)
-    return ranks.collectives(), ranks.stage_link(MpiStageLink(mapping)), ranks.leave
+        return MpiCollectives(stage_ranks), lambda: None
+    ranks = TorchRanks(rank_context.world, rank_context.mapping, rank_context.leader_addresses, device)
+    return ranks.collectives(), ranks.leave
 
 
 def _loaded(

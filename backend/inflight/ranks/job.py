@@ -52,13 +52,13 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         job: For all ranks.
         server: The tritonserver that it is for, `ProcessId` as text.
-        awaits_heir: Whether another process will take the engine over.
+        awaits_successor: Whether another process will take the engine over.
         processes: For supervisors to come.
     """
 
     job: Job
     server: str
-    awaits_heir: bool
+    awaits_successor: bool
     processes: EngineProcesses
 
 
