@@ -111,8 +111,13 @@ def main() -> None:
         say(f"pid {os.getpid()}")
         job, rank_context = attend(world, lambda error: os.kill(os.getpid(), signal.SIGKILL))
         if sys.argv[1] == "asleep":
-            number = signal.Signals[sys.argv[2]]
-            threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
+            has_loaded, number = rank_context.has_loaded, signal.Signals[sys.argv[2]]
+
+            def end_later() -> None:
+                has_loaded()
+                threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
+
+            rank_context.has_loaded = end_later
         follow(job.parameters, job.version_dir, rank_context)
     os.kill(os.getpid(), signal.SIGKILL)  # its loop is inside MPI
 

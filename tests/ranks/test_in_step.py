@@ -29,6 +29,7 @@ class Wakes:
     def __init__(self) -> None:
         self.num_wakes = 0
         self.num_waits = 0
+        self.iteration = 0
         self.lost: Unavailable | None = None
         self._semaphore = threading.Semaphore(0)
 
@@ -87,6 +88,26 @@ def test_what_is_shared_is_followed_with_one_broadcast_each():
     assert on_all(2, work)[1] == [*INPUTS, None]
     assert [world.num_broadcasts for world in worlds] == [len(INPUTS) + 1] * 2
     assert (wakes.num_wakes, wakes.num_waits) == (1, 1)
+
+
+def test_the_heartbeat_is_told_how_far_the_loop_has_come():
+    """A loop that begins an iteration, which it may not share, has ended those before it."""
+    worlds, wakes = make_worlds(2), [Wakes(), Wakes()]
+
+    def work(rank: int) -> list[int]:
+        ranks, seen = Lockstep(worlds[rank], wakes[rank]), []
+        for inputs in INPUTS[1:]:
+            if rank:
+                ranks.follow(is_asleep=False)
+            else:
+                ranks.advance()
+                seen.append(wakes[rank].iteration)
+                ranks.share(inputs, are_asleep=False)
+            seen.append(wakes[rank].iteration)
+        ranks.advance()
+        return [*seen, wakes[rank].iteration]
+
+    assert on_all(2, work) == [[0, 1, 2, 2, 3], [1, 2, 3]]
 
 
 def drawn(kind: Any, rng: random.Random) -> Any:

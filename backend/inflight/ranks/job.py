@@ -29,7 +29,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
-        """With paths that mean the same in every process."""
+        """The job with paths that mean the same in every process."""
         paths = {
             name: _absolute(value)
             for name in ("gpt_model_path", "tokenizer_dir", "record_path")
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True):
         return cls(replace(parameters, **paths), readable(version_dir), _absolute(endpoint_path))
 
     def digest(self) -> str:
-        """Equal for equal jobs."""
+        """A text that is the same for equal jobs, and another for others."""
         return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
@@ -53,7 +53,7 @@ class Orders(msgspec.Struct, frozen=True):
         job: For all ranks.
         server: The tritonserver that it is for, `ProcessId` as text.
         awaits_successor: Whether another process will take the engine over.
-        processes: For supervisors to come.
+        processes: For supervisors that come later.
     """
 
     job: Job
@@ -76,12 +76,12 @@ class Briefing(msgspec.Struct, frozen=True):
 
 
 def encode_line(message: Orders | Report) -> bytes:
-    """JSON without line ends, and one."""
+    """The message as JSON on one line, with the line's end."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_orders(line: bytes) -> Orders:
-    """ConfigError if they are none."""
+    """The orders on a line; ConfigError if there are none."""
     try:
         return msgspec.json.decode(line, type=Orders)
     except msgspec.MsgspecError as error:
@@ -89,7 +89,7 @@ def decode_orders(line: bytes) -> Orders:
 
 
 def decode_report(line: bytes) -> Report | None:
-    """None if it is none."""
+    """The report on a line; None if the line is something else."""
     try:
         return msgspec.json.decode(line, type=Report)
     except msgspec.MsgspecError:

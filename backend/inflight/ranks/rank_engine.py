@@ -22,11 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from inflight.core.ports import Engine
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.errors import InflightError, StepFailed, Unavailable, error_from_code
 from inflight.ranks.failure_detector import NEVER
@@ -38,27 +37,48 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StageEngine(Engine, Protocol):
-    """An engine that is one rank's part of a model.
+class StageRunner(Protocol):
+    """One rank's part of a model on a device: `inflight.core.ports.Engine`, but for the choice of tokens."""
 
-    Its `forward` takes the hidden states that the stage before has made, and at all stages but the last returns
-    those for the next one. `decode` is called where tokens are chosen alone, right after `forward`; the others are
-    told what it returned by `remember`.
-    """
+    @property
+    def limits(self) -> EngineLimits:
+        """Fixed once it is loaded, and the same on all ranks."""
+        ...
 
     def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
-        """Compute this rank's layers; `hidden` is None at the first stage."""
+        """Compute this rank's layers.
+
+        Args:
+            batch: As for `Engine.forward`.
+            hidden: Behind the first stage, the hidden states that the stage before has made.
+
+        Returns:
+            At the last stage what `StageEngine.decode` takes, before it the hidden states for the next stage.
+        """
         ...
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Take over what was chosen elsewhere; batches without rows of its slots may have begun since."""
+        """Take over what another rank has chosen; batches without rows of these slots may have begun since."""
         ...
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """Refuse to carry on in the slots of a batch that failed elsewhere, until sequences start in them again.
+        """Refuse to carry on in the slots of a batch that failed on some rank until sequences start there again.
 
         Batches that have begun `since` may have started some of those slots anew.
         """
+        ...
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class StageEngine(StageRunner, Protocol):
+    """The part of the rank that chooses tokens, which has the sampler."""
+
+    def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
+        """Choose the tokens and remember them, as `Engine.decode` does; called right after `forward`."""
         ...
 
 
@@ -113,7 +133,7 @@ class RankEngine:
     """One rank's part of a model, in step with the others.
 
     Args:
-        engine: The part; closed with this object.
+        engine: The part, on the rank that chooses tokens a `StageEngine`; closed with this object.
         mapping: Which rank this is.
         link: To the stages beside; not used where there is one.
         outcomes: From the rank that chooses tokens to the others.
@@ -128,7 +148,7 @@ class RankEngine:
 
     def __init__(
         self,
-        engine: StageEngine,
+        engine: StageRunner,
         mapping: Mapping,
         link: StageLink,
         outcomes: MpiOutcomes,
@@ -137,6 +157,7 @@ class RankEngine:
     ) -> None:
         self.limits: EngineLimits = replace(engine.limits, overlaps_iterations=False)
         self._engine = engine
+        self._sampling_engine = engine if isinstance(engine, StageEngine) else None
         self._mapping = mapping
         self._link = link
         self._outcomes = outcomes
@@ -206,11 +227,12 @@ class RankEngine:
 
     def _tell(self, flight: _Flight, logits: Any | None) -> None:
         """Decide what became of the batch, and tell the other ranks."""
+        assert self._sampling_engine is not None, "the rank that chooses tokens has a sampler"
         iteration = flight.batch.iteration
         try:
             if flight.error is not None:
                 raise flight.error
-            flight.outcome = Outcome(iteration, self._engine.decode(flight.batch, logits))
+            flight.outcome = Outcome(iteration, self._sampling_engine.decode(flight.batch, logits))
             message = _ENCODER.encode(flight.outcome)
         except Exception as error:
             flight.outcome = Outcome.from_error(iteration, error)

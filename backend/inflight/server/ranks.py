@@ -64,7 +64,7 @@ class Launch:
 def settings(
     tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None
 ) -> dict[str, str]:
-    """The parameters of config.pbtxt that these stand for; None leaves what the repository says."""
+    """The options of the command line as parameters of config.pbtxt; None leaves what the repository says."""
     given = {
         TENSOR_PARALLEL: tp,
         PIPELINE_PARALLEL: pp,
@@ -77,7 +77,7 @@ def settings(
 def launch_of(
     model: str, parameters: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> Launch:
-    """What an engine's parameters come to; OptionError where they do not go together."""
+    """How an engine's ranks are started, by its parameters; OptionError where they do not go together."""
     tp, pp = (_size(model, key, parameters.get(key)) for key in (TENSOR_PARALLEL, PIPELINE_PARALLEL))
     asked = parameters.get(LAUNCH_MODE)
     mode = _mode(model, asked) if asked and is_filled(asked) else default_mode(tp * pp, environment).value
