@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from inflight.engine.torch.collectives import TorchRanks, TorchStageLink
+from inflight.engine.torch.collectives import TorchCollectives, TorchStageLink
 from inflight.ranks.mpi import MpiStageLink, MpiWorld
 from inflight.ranks.rendezvous import meet
 from inflight.ranks.topology import Mapping, Placement, gather_hosts
@@ -58,8 +58,7 @@ def main() -> None:
     placement = Placement.of(world.rank, hosts)
     device = torch.device(placement.device(torch.cuda.device_count()) if on == "cuda" else "cpu")
     peers = meet(world, hosts)
-    ranks = TorchRanks(world, mapping, [peer.leader_address for peer in peers], device)
-    collectives = ranks.collectives()
+    collectives = TorchCollectives(world, mapping, [peer.leader_address for peer in peers], device)
     link = TorchStageLink(mapping, MpiStageLink(mapping), torch.empty(16, device=device))
     said: dict[str, object] = {"rank": world.rank, "size": collectives.size}
     with torch.inference_mode():  # as in a forward pass
@@ -71,7 +70,7 @@ def main() -> None:
         said["passed on"] = pass_on(mapping, link, device) if pp_size > 1 else []
     print(json.dumps(said), flush=True)
     world.all_gather(b"")
-    ranks.leave()
+    collectives.leave()
     world.leave()
 
 

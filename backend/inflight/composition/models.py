@@ -163,12 +163,13 @@ def _connect(
     rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
 ) -> tuple[Collectives, Callable[[], None]]:
     """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
-    from inflight.engine.torch.collectives import MpiCollectives, TorchRanks
+    from inflight.engine.torch.collectives import MpiCollectives, TorchCollectives
 
     if device.type == "cpu":
         return MpiCollectives(stage_ranks), lambda: None
-    ranks = TorchRanks(rank_context.world, rank_context.mapping, rank_context.leader_addresses, device)
-    return ranks.collectives(), ranks.leave
+    addresses = rank_context.leader_addresses
+    collectives = TorchCollectives(rank_context.world, rank_context.mapping, addresses, device)
+    return collectives, collectives.leave
 
 
 def _loaded(

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from inflight.errors import Unavailable
@@ -173,8 +173,8 @@ class Heartbeat:
                 self._failure_detector.patience_s = self._timeout_s
                 self._failure_detector.forgive(now_s)
             turn_s = now_s
-            losses = [loss for key, _ in events if key.data for loss in self._read(selector, key.data, now_s)]
-            loss = losses[0] if losses else self._find_loss(now_s)
+            losses = [self._read(selector, key.data, now_s) for key, _ in events if key.data]
+            loss = next((one for one in losses if one is not None), None) or self._find_loss(now_s)
             if loss is not None:
                 self._lose(self._describe(loss))
                 return
@@ -183,10 +183,8 @@ class Heartbeat:
         for connection in self._connections.values():
             connection.send(_Kind.BEAT, self.iteration)
 
-    def _read(
-        self, selector: selectors.BaseSelector, connection: _Connection, now_s: float
-    ) -> Iterator[Loss]:
-        """Act upon the messages that have come; yields at most one loss."""
+    def _read(self, selector: selectors.BaseSelector, connection: _Connection, now_s: float) -> Loss | None:
+        """Act upon the messages that have come; returns how the peer is lost, if its connection has ended."""
         messages, end = connection.receive()
         rank = connection.peer.rank
         for kind, number in messages:
@@ -199,10 +197,10 @@ class Heartbeat:
                 self._failure_detector.failed(rank, number, now_s)
             elif kind == _Kind.GOODBYE:
                 self._note_goodbye(rank)
-        if rank in self._left:
-            selector.unregister(connection.socket)
-        elif end is not None:
-            yield Loss(rank, end)
+        if rank not in self._left:
+            return None if end is None else Loss(rank, end)
+        selector.unregister(connection.socket)
+        return None
 
     def _note_goodbye(self, rank: int) -> None:
         self._failure_detector.left(rank)
@@ -238,7 +236,7 @@ class Heartbeat:
 
 
 class _Connection:
-    """One peer's socket. Any thread sends, the heartbeat's receives."""
+    """One peer's socket. Any thread sends, the heartbeat's thread receives."""
 
     def __init__(self, peer: Peer) -> None:
         peer.connection.setblocking(False)

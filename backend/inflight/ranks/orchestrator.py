@@ -214,7 +214,7 @@ class Orchestrator:
         self._around.publisher.put(told.stats, told.metrics, told.wall_clock_s, told.memory)
 
     def _give_up_model(self) -> None:
-        """Make it unready, where that is possible."""
+        """Make the model unready, where that is possible."""
         if self._around.control is not None:
             try:
                 self._around.control.unload()
@@ -223,7 +223,7 @@ class Orchestrator:
                 self._awaits_successor = False
 
     def _start_again(self) -> bool:
-        """Whether there is an engine again: not if this object is closed, or somebody else has started one."""
+        """Start ranks until they serve; False if this object is closed, or somebody else has started an engine."""
         if time.monotonic() - self._started_s > _PROVEN_S:
             self._pause_s = 0.0
         while True:
@@ -244,7 +244,7 @@ class Orchestrator:
             return True
 
     def _hand_over(self) -> None:
-        """The model's next process has the engine then, or there is none."""
+        """Have the model's next process take the engine over; if it cannot be started, end the engine."""
         assert self._around.control is not None, "nobody is awaited elsewhere"
         try:
             self._around.control.load()
@@ -266,7 +266,7 @@ class RanksProcess:
     """
 
     def __init__(self, processes: EngineProcesses, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Of ranks that run, started by this process (`child`) or by another."""
+        """Take charge of ranks that run, started by this process (`child`) or by another."""
         self.processes = processes
         self._child = child
         self._launcher = ProcessId.parse(processes.launcher)
@@ -275,7 +275,7 @@ class RanksProcess:
     def start(cls, num_ranks: int, mpirun_arguments: str | None, pause_s: float = 0.0) -> RanksProcess:
         """Start ranks, which then wait for `serve`. ConfigError if there is no mpirun.
 
-        `pause_s` is for `processes`.
+        `pause_s`: how long the start was put off, for `processes`.
         """
         command = _command(num_ranks, mpirun_arguments or "")
         shared_memory = os.environ.get(SHARED_MEMORY, _SHARED_MEMORY)
@@ -319,7 +319,7 @@ class RanksProcess:
             raise ConfigError(report.error)
 
     def stop(self) -> None:
-        """Have them end soon, whatever they do."""
+        """Tell the ranks to end soon, whatever they do."""
         self._launcher.signal(signal.SIGTERM)
 
     def end(self, grace_s: float = 0.0) -> None:
@@ -333,6 +333,7 @@ class RanksProcess:
         shutil.rmtree(self.processes.folder, ignore_errors=True)
 
     def _wait(self, timeout_s: float) -> bool:
+        """Whether the ranks have ended, by now or within `timeout_s` seconds."""
         if self._child is None:
             return self._launcher.wait(timeout_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -347,6 +348,7 @@ def _command(num_ranks: int, mpirun_arguments: str) -> list[str]:
 
 
 def _environment(around: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what an mpirun or srun around it has said of its own ranks."""
     return {
         name: value
         for name, value in around.items()

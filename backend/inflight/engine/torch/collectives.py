@@ -1,7 +1,7 @@
 """What the forward pass asks of other ranks: collectives of a stage, and links between stages.
 
 On CPUs they go over MPI, between GPUs over torch.distributed: NCCL, and gloo in tests. MPI starts torch's process
-group, whose default one `TorchRanks` owns: rank 0 keeps a TCPStore, whose port a broadcast tells, and everybody
+group, which `TorchCollectives` owns: rank 0 keeps a TCPStore, whose port a broadcast tells, and everybody
 reaches it where the heartbeat has found rank 0. Loop thread.
 
 The tests run the same calls over gloo, on CPUs: which ranks add up and gather what, who sends to whom, and how a
@@ -92,8 +92,8 @@ class MpiCollectives:
         return torch.cat(all_ranks.unbind(0), dim=-1)
 
 
-class TorchRanks:
-    """The process groups of all ranks. Every rank makes one at the same time.
+class TorchCollectives:
+    """`Collectives` over torch.distributed, whose process groups it owns. Every rank makes one at the same time.
 
     Args:
         world: All ranks.
@@ -105,7 +105,6 @@ class TorchRanks:
     def __init__(
         self, world: MpiWorld, mapping: Mapping, leader_addresses: Sequence[str], device: torch.device
     ) -> None:
-        self._mapping = mapping
         if device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL takes the current one
         dist.init_process_group(
@@ -114,14 +113,24 @@ class TorchRanks:
             rank=world.rank,
             world_size=world.size,
         )
+        self.size = size = mapping.tp_size
+        groups = [dist.new_group(range(size * stage, size * (stage + 1))) for stage in range(mapping.pp_size)]
+        group = groups[mapping.pp_rank]
+        assert isinstance(group, dist.ProcessGroup), "only ranks outside of a group get something else"
+        self._group = group
 
-    def collectives(self) -> TorchCollectives:
-        """Among the ranks that share this stage's layers. Every rank of the world has to make one."""
-        tp_size, pp_size = self._mapping.tp_size, self._mapping.pp_size
-        groups = [dist.new_group(range(tp_size * stage, tp_size * (stage + 1))) for stage in range(pp_size)]
-        mine = groups[self._mapping.pp_rank]
-        assert isinstance(mine, dist.ProcessGroup), "only ranks outside of a group get something else"
-        return TorchCollectives(mine, tp_size)
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that share this stage's layers, in the tensor's dtype."""
+        total = tensor.contiguous()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, by rank, along the last dimension."""
+        mine = tensor.contiguous()
+        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(all_ranks, mine, group=self._group)
+        return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
         """The orderly end, on every rank at the same time. Not after a loss: it may wait for the lost one."""
@@ -149,27 +158,6 @@ def _store(address: str, port: int, listening: int | None) -> _Store:
         timeout=_STORE_TIMEOUT,
         master_listen_fd=listening,
     )
-
-
-class TorchCollectives:
-    """`Collectives` over torch.distributed."""
-
-    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self.size = size
-        self._group = group
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that share this stage's layers, in the tensor's dtype."""
-        total = tensor.contiguous()
-        dist.all_reduce(total, group=self._group)
-        return total
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, by rank, along the last dimension."""
-        mine = tensor.contiguous()
-        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(all_ranks, mine, group=self._group)
-        return torch.cat(all_ranks, dim=-1)
 
 
 def make_stage_link(mapping: Mapping, link: MpiStageLink, example: Tensor) -> StageLink:

@@ -5,7 +5,7 @@ it, the loop's. On a GPU `forward` waits for the device only where context outpu
 with a top-k that keeps the whole vocabulary), generation batches are recorded once and replayed
 (`generation_graphs.py`), and the next batch is forwarded while one is computed.
 
-It may be one rank's part of a model. Then `inflight.engine.rank_engine` takes its place before the loop, and
+It may be one rank's part of a model. Then `inflight.ranks.rank_engine` takes its place before the loop, and
 what becomes of a batch comes back from the one rank that chooses tokens, when others have begun already.
 """
 
