@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from inflight.ranks import open_mpi
+from inflight.ranks.launch import find_mpirun, mpirun_options
 
 _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
 
@@ -100,7 +100,7 @@ def _medians(runs: Sequence[Figures]) -> Figures:
 
 
 def _start(work: Work) -> Figures:
-    mpirun = [open_mpi.find_mpirun(), *open_mpi.options((), is_one_program=True)]
+    mpirun = [find_mpirun(), *mpirun_options("", is_one_program=True)]
     program = [sys.executable, "-m", "benchmarks.ranks_program", json.dumps(asdict(work))]
     done = subprocess.run(
         [*mpirun, "-n", str(work.tp * work.pp), *program],

@@ -13,20 +13,23 @@ import sys
 import time
 from dataclasses import asdict
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.ranks import Figures, Work
 from inflight.batch_manager import GptManager
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
-from inflight.engine.rank_engine import RankEngine
 from inflight.engine.torch import load_stage
+from inflight.engine.torch.collectives import MpiCollectives, make_stage_link
 from inflight.ranks.heartbeat import Heartbeat
-from inflight.ranks.hosts import gather_hosts
-from inflight.ranks.lockstep import InStep
-from inflight.ranks.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
+from inflight.ranks.lockstep import Lockstep
+from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
+from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.rendezvous import meet
+from inflight.ranks.topology import gather_hosts
 
 _TIMEOUT_S = 60.0
 _NUM_BROADCASTS = 2000
@@ -50,14 +53,17 @@ class _Rank:
         self._work = work
         self._is_alone = self.world.size == 1
         mapping = self.world.mapping(work.tp, work.pp)
-        collectives, link = MpiCollectives(mapping), MpiStageLink(mapping)
+        stage_ranks, link = MpiStage(mapping), MpiStageLink(mapping)
+        collectives = MpiCollectives(stage_ranks)
         self._volume = _Volume(collectives, link)
         stage = load_stage(_config(work, self.world.size), mapping, collectives, self._least)
-        outcomes, mates = MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
-        self._engine = stage if self._is_alone else RankEngine(stage, mapping, link, outcomes, mates)
+        hidden = torch.empty(stage.decoder_config.hidden_size, dtype=getattr(torch, stage.dtype))
+        hidden_link, outcomes = make_stage_link(mapping, link, hidden), MpiOutcomes(mapping.sampler)
+        ranks = RankEngine(stage, mapping, hidden_link, outcomes, stage_ranks)
+        self._engine = stage if self._is_alone else ranks
         peers = meet(self.world, gather_hosts(self.world))
-        self._heartbeat = Heartbeat(peers, self.world.size, _TIMEOUT_S, lambda error: os._exit(1), lambda: 0)
-        self._ranks = InStep(self.world, self._heartbeat)
+        self._heartbeat = Heartbeat(peers, self.world.size, _TIMEOUT_S, lambda error: os._exit(1))
+        self._ranks = Lockstep(self.world, self._heartbeat)
 
     def measure(self) -> Figures:
         """On all ranks at the same time; rank 0's are of use."""
@@ -151,9 +157,9 @@ class _Volume:
             self.gathered += tensor.nbytes
             return all_gather(tensor)
 
-        def count_send(hidden: torch.Tensor | None) -> None:
-            self.sent += 0 if hidden is None else hidden.nbytes
-            send(hidden)
+        def count_send(message: NDArray[np.uint8] | None) -> None:
+            self.sent += 0 if message is None else message.nbytes
+            send(message)
 
         collectives.all_reduce, collectives.all_gather, link.send = count_reduce, count_gather, count_send
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from inflight.ranks.open_mpi import find_mpirun
+from inflight.ranks.launch import find_mpirun
 
 WORKER = (sys.executable, "-m", "inflight.worker")
 IMPATIENT_WORKER = (
@@ -60,10 +60,10 @@ def test_rank_0_with_another_kind_of_line_says_what_it_got():
 def test_a_rank_that_never_comes_is_not_waited_for_without_end():
     """In leader mode, where mpirun goes on without it."""
     waiting = (
-        "import sys; from inflight import worker; from inflight.ranks import joining; "
-        "joining._TOGETHER_S = 2.0; sys.exit(worker.main())"
+        "import sys; from inflight import worker; from inflight.ranks import rank_context; "
+        "rank_context._TOGETHER_S = 2.0; sys.exit(worker.main())"
     )
     ranks = ("-n", "1", sys.executable, "-c", waiting, ":", "-n", "1", "sh", "-c", "kill -KILL $$")
     ended = run(find_mpirun(), "--enable-recovery", "--allow-run-as-root", "--oversubscribe", *ranks)
     assert ended.returncode == 1
-    assert "joining.py" in ended.stderr and "in join" in ended.stderr
+    assert "rank_context.py" in ended.stderr and "in join" in ended.stderr

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
-    from inflight.engine.rank_engine import StageLink
     from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
+    from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import RankContext
 
 __all__ = [
@@ -179,8 +179,7 @@ def _load_whole(config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...]
     if gpu_device_ids:
         import torch
 
-        from inflight.ranks.hosts import this_host
-        from inflight.ranks.placement import Placement
+        from inflight.ranks.topology import Placement, this_host
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
@@ -193,18 +192,19 @@ def _load_part(
 ) -> LoadedModel:
     import torch
 
-    from inflight.engine.rank_engine import RankEngine
     from inflight.engine.torch import load_stage
-    from inflight.ranks.mpi import MpiOutcomes, MpiStageMates
-    from inflight.ranks.placement import Placement
+    from inflight.engine.torch.collectives import make_stage_link
+    from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
+    from inflight.ranks.rank_engine import RankEngine
+    from inflight.ranks.topology import Placement
 
     mapping, agreement = rank_context.mapping, rank_context.agreement
     with agreement.step():
         placement = Placement.of(mapping.rank, rank_context.hosts, config.engine_threads)
         device = placement.device(torch.cuda.device_count(), gpu_device_ids)
     with agreement.step():
-        collectives, link, release = _connect(rank_context, torch.device(device))
-        mates = MpiStageMates(mapping)
+        stage_ranks = MpiStage(mapping)
+        collectives, release = _connect(rank_context, stage_ranks, torch.device(device))
     with agreement.step():
         config = replace(
             config,
@@ -213,25 +213,26 @@ def _load_part(
             ranks_on_host=placement.ranks_on_host,
         )
         stage = load_stage(config, mapping, collectives, agreement.least)
+    dtype: torch.dtype = getattr(torch, stage.dtype)
+    hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
+    link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
     engine = RankEngine(
-        stage, mapping, link, MpiOutcomes(mapping.sampler), mates, rank_context.report_failure
+        stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
     return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release)
 
 
 def _connect(
-    rank_context: RankContext, device: torch.device
-) -> tuple[Collectives, StageLink, Callable[[], None]]:
-    """How this rank's tensors get to the others', and what ends that. Every rank calls this at the same time."""
-    from inflight.ranks.mpi import MpiCollectives, MpiStageLink
+    rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
+) -> tuple[Collectives, Callable[[], None]]:
+    """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
+    from inflight.engine.torch.collectives import MpiCollectives, TorchCollectives
 
-    mapping = rank_context.mapping
     if device.type == "cpu":
-        return MpiCollectives(mapping), MpiStageLink(mapping), lambda: None
-    from inflight.engine.torch.torch_collectives import TorchRanks
-
-    ranks = TorchRanks(rank_context.world, mapping, rank_context.leader_addresses, device)
-    return ranks.collectives(), ranks.stage_link(MpiStageLink(mapping)), ranks.leave
+        return MpiCollectives(stage_ranks), lambda: None
+    addresses = rank_context.leader_addresses
+    collectives = TorchCollectives(rank_context.world, rank_context.mapping, addresses, device)
+    return collectives, collectives.leave
 
 
 def _load_checked(

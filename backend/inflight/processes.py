@@ -1,4 +1,7 @@
-"""Processes by an identity that no later one with the same number has. Linux. Any thread."""
+"""Processes by an identity that no later one with the same number has. Linux. Any thread.
+
+Standard library only: processes that run beside the server, or before anything is installed, use it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """Of the text that `str` gives."""
+        """The process whose `str` is `text`."""
         pid, start_time = text.split("-")
         return cls(int(pid), int(start_time))
 
@@ -37,8 +40,12 @@ class ProcessId:
 
     def children(self) -> list[ProcessId]:
         """Processes that it has started and that have not ended."""
-        pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-        return [ProcessId(pid, int(fields[_START_TIME])) for pid, fields in _stats(pids) if self._has(fields)]
+        stats = ((int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
+        return [
+            ProcessId(pid, int(fields[_START_TIME]))
+            for pid, fields in stats
+            if fields is not None and int(fields[_PARENT]) == self.pid
+        ]
 
     def signal(self, number: int) -> None:
         """Send a signal; nothing if it has ended."""
@@ -58,7 +65,7 @@ class ProcessId:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int | None]:
-        """A descriptor of it, readable once it has ended; None if it has."""
+        """Open a descriptor of the process, which is readable once it has ended; None if it has."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -69,24 +76,16 @@ class ProcessId:
         finally:
             os.close(descriptor)
 
-    def _has(self, fields: list[str]) -> bool:
-        return int(fields[_PARENT]) == self.pid
-
 
 def this_parent() -> ProcessId:
-    """Whoever started this process; of the Triton stub, tritonserver."""
+    """The process that started this one: for the Triton stub, tritonserver."""
     parent = ProcessId.of(os.getppid())
     assert parent is not None, "a process always has a parent"
     return parent
 
 
-def _stats(pids: list[int]) -> Iterator[tuple[int, list[str]]]:
-    for pid in pids:
-        if (fields := _stat(pid)) is not None:
-            yield pid, fields
-
-
 def _stat(pid: int) -> list[str] | None:
+    """Its fields of /proc/PID/stat behind the name; None if there is no such process."""
     try:
         # The name, in brackets, may hold anything.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

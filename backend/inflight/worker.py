@@ -22,10 +22,10 @@ from collections.abc import Callable
 from inflight.build import LoadModel, RunningEngine, build_engine, follow, load_model
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
-from inflight.ranks import open_mpi
 from inflight.ranks.job import Orders, Report, decode_orders, encode_line
-from inflight.ranks.joining import attend, join, lead, refuse
+from inflight.ranks.launch import SHARED_MEMORY
 from inflight.ranks.mpi import MpiWorld
+from inflight.ranks.rank_context import attend, join, lead, refuse
 from inflight.serving.memory import measure_memory
 
 _log = logging.getLogger("inflight.worker")
@@ -51,7 +51,7 @@ def main(load: LoadModel = load_model) -> int:
     _end_with_parent()
     report = _take_stdout()
     # It is of the host that started the ranks; another does not have it.
-    if folder := os.environ.get(open_mpi.SHARED_MEMORY):
+    if folder := os.environ.get(SHARED_MEMORY):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     world = join()
     logging.basicConfig(
@@ -118,7 +118,7 @@ def _lead(world: MpiWorld, report: int, load: LoadModel) -> int:
     supervision = Supervision(
         orders.server,
         orders.job.digest(),
-        orders.awaits_heir,
+        orders.awaits_successor,
         orders.processes,
         parameters.rank_timeout_ms / 1000,
         measure_memory,

@@ -22,7 +22,7 @@ from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBat
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
-from inflight.testing.ranks_in_memory import make_ranks
+from tests.batch_manager.ranks_in_memory import make_ranks
 from tests.simulation.scenario import Scenario
 
 ROUNDS, GAP = 2, 150

@@ -15,8 +15,8 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.errors import Unavailable
 from inflight.ranks.job import Job
-from inflight.ranks.joining import attend, lead
 from inflight.ranks.mpi import MpiWorld
+from inflight.ranks.rank_context import attend, lead
 from inflight.testing.fake_server import load_fake
 
 PATIENCE_S = 20.0

@@ -20,7 +20,7 @@ from inflight.core.request.response import Response
 from inflight.errors import Unavailable
 from inflight.ranks import mpi
 from inflight.ranks.job import Job
-from inflight.ranks.joining import attend, lead
+from inflight.ranks.rank_context import attend, lead
 
 VERSION_DIR = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1"
 NUM_REQUESTS = 3
@@ -82,7 +82,7 @@ def plant() -> None:
     place, number = sys.argv[1], signal.Signals[sys.argv[2]]
     owner, name = {
         "broadcast": (mpi.MpiWorld, "broadcast"),
-        "collective": (mpi.MpiCollectives, "all_reduce"),
+        "collective": (mpi.MpiStage, "all_reduce"),
     }[place]
     original, calls = getattr(owner, name), [0]
 
@@ -111,8 +111,13 @@ def main() -> None:
         say(f"pid {os.getpid()}")
         job, rank_context = attend(world, lambda error: os.kill(os.getpid(), signal.SIGKILL))
         if sys.argv[1] == "asleep":
-            number = signal.Signals[sys.argv[2]]
-            threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
+            has_loaded, number = rank_context.has_loaded, signal.Signals[sys.argv[2]]
+
+            def end_later() -> None:
+                has_loaded()
+                threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
+
+            rank_context.has_loaded = end_later
         follow(job.parameters, job.version_dir, rank_context)
     os.kill(os.getpid(), signal.SIGKILL)  # its loop is inside MPI
 

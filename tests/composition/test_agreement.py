@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.ranks.agreement import Agreement
+from inflight.ranks.rank_context import Agreement
 from tests.ranks.thread_world import make_worlds, on_all
 
 Step = Callable[[Agreement, int], object]

@@ -12,8 +12,8 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.response import Result
-from inflight.testing.thread_ranks import ThreadRanks
 from tests.engine.serving import Served, to_torch
+from tests.engine.thread_ranks import ThreadRanks
 
 TOPOLOGIES = {"tp2": (2, 1), "pp2": (1, 2), "pp3": (1, 3), "tp2-pp2": (2, 2)}
 """(tp_size, pp_size)."""

@@ -15,7 +15,7 @@ import torch
 from inflight.config import EngineConfig
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.engine import _find_capture
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
 
 CUDA = torch.device("cuda")
 

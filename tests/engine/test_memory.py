@@ -15,7 +15,7 @@ from inflight.engine.torch import load_stage
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
 from tests.models.zoo import Zoo
 

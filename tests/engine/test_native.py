@@ -19,10 +19,10 @@ from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.packing import Packer, quantize
 from inflight.errors import ConfigError
 from inflight.testing.make_model import Shape, make_model
-from inflight.testing.thread_ranks import ThreadRanks
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.serving import Served, serve
+from tests.engine.thread_ranks import ThreadRanks
 from tests.models.zoo import Zoo
 from tests.ranks.requests import CONFIG, ENGINE, answers, make_requests
 

@@ -208,7 +208,7 @@ STAGES = {
     "first stage": (0, "run", False),
     "first stage, having computed": (0, "run", True),
     "last stage": (-1, "run", False),
-    "choice of tokens": (-1, "choose", False),
+    "choice of tokens": (-1, "decode", False),
 }
 
 
@@ -226,7 +226,7 @@ def test_failed_batches_change_no_token(
     with ranks(model.folder, topology, 64, 8) as engine:
         saboteur = Saboteur(
             monkeypatch,
-            engine.stages[stage] if name == "choose" else _runner(engine.stages[stage]),
+            engine.stages[stage] if name == "decode" else _runner(engine.stages[stage]),
             name,
             after,
         )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, load_weights, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
 from tests.models.zoo import Zoo
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from tests.ranks.peers import make_peer
 def main() -> None:
     peer, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     connection = socket.create_connection(("127.0.0.1", port))
-    heartbeat = Heartbeat([make_peer(peer, connection)], 3, timeout_s, lambda error: None, int)
+    heartbeat = Heartbeat([make_peer(peer, connection)], 3, timeout_s, lambda error: None)
     print("waiting", flush=True)
     try:
         while True:

@@ -11,10 +11,10 @@ import sys
 from inflight.core.request.request import IterationInput
 from inflight.errors import Unavailable
 from inflight.ranks.heartbeat import Heartbeat
-from inflight.ranks.hosts import gather_hosts
-from inflight.ranks.lockstep import InStep
+from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiWorld
 from inflight.ranks.rendezvous import meet
+from inflight.ranks.topology import gather_hosts
 
 
 def lost(error: Unavailable) -> None:
@@ -24,8 +24,8 @@ def lost(error: Unavailable) -> None:
 def main() -> None:
     world = MpiWorld()
     hosts = gather_hosts(world)
-    heartbeat = Heartbeat(meet(world, hosts), world.size, 5.0, lost, int)
-    ranks = InStep(world, heartbeat)
+    heartbeat = Heartbeat(meet(world, hosts), world.size, 5.0, lost)
+    ranks = Lockstep(world, heartbeat)
     print("asleep", hosts[world.rank].pid, flush=True)
     if ranks.is_leader:
         for iteration, line in enumerate(sys.stdin):

@@ -7,9 +7,10 @@ import sys
 
 import torch
 
+from inflight.engine.torch.collectives import CpuStageLink, MpiCollectives
 from inflight.errors import ConfigError
-from inflight.ranks.mapping import Mapping
-from inflight.ranks.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
+from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
+from inflight.ranks.topology import Mapping
 
 # Around the end of a broadcast's first part, and far behind it.
 LENGTHS = (0, 1, 1015, 1016, 1017, 1024, 5_000_000, 3)
@@ -57,25 +58,22 @@ def check_link(link: MpiStageLink, is_first: bool, tp_rank: int) -> None:
         torch.randn(2, 8).T,
         torch.randn(3, 64).bfloat16(),
     ]
-    if is_first:
-        for hidden in sent:
-            link.send(None if hidden is None else hidden + tp_rank)
-        return
     for expected in sent:
-        shape, dtype = (
-            ((4, 4), torch.float32) if expected is None else (tuple(expected.shape), expected.dtype)
-        )
-        got = link.receive(shape, dtype)
+        hiddens = CpuStageLink(link, torch.empty(4) if expected is None else expected)
+        if is_first:
+            hiddens.send(None if expected is None else expected + tp_rank)
+            continue
+        got = hiddens.receive(4 if expected is None else expected.shape[0])
         if expected is None:
             assert got is None
         else:
-            assert got.dtype == dtype and torch.equal(got, expected + tp_rank)
+            assert got.dtype == expected.dtype and torch.equal(got, expected + tp_rank)
 
 
-def check_mates(world: MpiWorld, mates: MpiStageMates, is_first: bool) -> None:
+def check_barrier(world: MpiWorld, stage: MpiStage, is_first: bool) -> None:
     """The ranks of the other stage are somewhere else meanwhile, and meet as often as they like."""
     for _ in range(2 if is_first else 3):
-        mates.meet()
+        stage.barrier()
     world.broadcast()
 
 
@@ -116,9 +114,10 @@ def main() -> None:
     check_world(world)
     mapping = world.mapping(2, 2)
     assert mapping.rank == world.rank
-    check_collectives(MpiCollectives(mapping), mapping.tp_rank)
+    stage = MpiStage(mapping)
+    check_collectives(MpiCollectives(stage), mapping.tp_rank)
     link, outcomes = MpiStageLink(mapping), MpiOutcomes(mapping.sampler)
-    check_mates(world, MpiStageMates(mapping), mapping.is_first_stage)
+    check_barrier(world, stage, mapping.is_first_stage)
     for _ in range(2):
         check_link(link, mapping.is_first_stage, mapping.tp_rank)
         check_outcomes(outcomes, mapping.is_sampler)

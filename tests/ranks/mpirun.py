@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.ranks.open_mpi import find_mpirun
+from inflight.ranks.launch import find_mpirun
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240

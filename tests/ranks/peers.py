@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import struct
 
-from inflight.ranks.hosts import Host
 from inflight.ranks.rendezvous import Peer
+from inflight.ranks.topology import Host
 
 BEAT, WAKE, FAILED, GOODBYE = 1, 2, 3, 4
 

@@ -18,13 +18,14 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
-from inflight.engine.rank_engine import RankEngine
 from inflight.engine.torch import load_stage
+from inflight.engine.torch.collectives import MpiCollectives, make_stage_link
 from inflight.ranks.heartbeat import Heartbeat
-from inflight.ranks.hosts import gather_hosts
-from inflight.ranks.lockstep import InStep
-from inflight.ranks.mpi import MpiCollectives, MpiOutcomes, MpiStageLink, MpiStageMates, MpiWorld
+from inflight.ranks.lockstep import Lockstep
+from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
+from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.rendezvous import meet
+from inflight.ranks.topology import gather_hosts
 from tests.engine.failing import spoil
 from tests.engine.serving import Served
 from tests.ranks import requests
@@ -79,16 +80,17 @@ def main() -> None:
     def least(number: int) -> int:
         return min(int(said) for said in world.all_gather(str(number).encode()))
 
-    stage = load_stage(config, mapping, MpiCollectives(mapping), least)
+    stage_ranks = MpiStage(mapping)
+    stage = load_stage(config, mapping, MpiCollectives(stage_ranks), least)
     if mapping.is_sampler:
         spoil(stage, requests.GUILTY, num_tokens=25)
-    link, outcomes, mates = MpiStageLink(mapping), MpiOutcomes(mapping.sampler), MpiStageMates(mapping)
-    engine = RankEngine(stage, mapping, link, outcomes, mates)
-    heartbeat = Heartbeat(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit, int)
+    link = make_stage_link(mapping, MpiStageLink(mapping), torch.empty(stage.decoder_config.hidden_size))
+    engine = RankEngine(stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks)
+    heartbeat = Heartbeat(meet(world, gather_hosts(world)), world.size, 30.0, sys.exit)
     scheduler = Scheduler(requests.CONFIG, engine.limits)
     clients = Clients([*requests.make_requests(), *requests.make_doomed()])
     manager = GptManager(
-        engine, scheduler, clients.get, clients.send, clients.poll, ranks=InStep(world, heartbeat)
+        engine, scheduler, clients.get, clients.send, clients.poll, ranks=Lockstep(world, heartbeat)
     )
     if mapping.rank == 0:
         assert clients.have_all.wait(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Heartbeats and wakes: between pulses, to hand-written peers, between processes that are killed or stopped."""
+"""Heartbeats and wakes: between ranks, to hand-written peers, between processes that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -59,8 +59,11 @@ def make_heartbeat(losses) -> Iterator[Make]:
 
     def make(connections: dict[int, socket.socket], timeout_s: float = 600.0, **more) -> Heartbeat:
         peers = [make_peer(rank, connection) for rank, connection in connections.items()]
-        made.append(Heartbeat(peers, 3, timeout_s, more.pop("on_loss", losses), **{"progress": int, **more}))
-        return made[-1]
+        iteration = more.pop("iteration", 0)
+        heartbeat = Heartbeat(peers, 3, timeout_s, more.pop("on_loss", losses), **more)
+        heartbeat.iteration = iteration
+        made.append(heartbeat)
+        return heartbeat
 
     yield make
     for heartbeat in made:
@@ -76,7 +79,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def trio(make_heartbeat: Make, **more) -> list[Heartbeat]:
-    """Three ranks' pulses."""
+    """The heartbeats of three ranks."""
     first, second = socket.socketpair(), socket.socketpair()
     return [
         make_heartbeat({1: first[0], 2: second[0]}, **more),
@@ -239,7 +242,7 @@ def test_a_process_that_was_stopped_itself_gives_the_others_another_timeout(make
 
 def test_a_rank_that_failed_alone_is_lost(make_heartbeat, losses, pair):
     near, far = pair
-    make_heartbeat({1: near}, timeout_s=0.2, progress=lambda: 17)
+    make_heartbeat({1: near}, timeout_s=0.2, iteration=17)
     far.sendall(message(FAILED, 17))
 
     def beat() -> None:
@@ -260,13 +263,13 @@ def test_failures_are_told_to_rank_0_with_everybodys_progress(make_heartbeat, fa
     """Rank 0 or rank 1 fails in iteration 4, which all get past, and in iteration 9, in which rank 2 hangs."""
     told = Losses()
     first, second = socket.socketpair(), socket.socketpair()
-    pulses = [
-        make_heartbeat({1: first[0], 2: second[0]}, 2.0, on_loss=told, progress=lambda: 10),
-        make_heartbeat({0: first[1]}, 2.0, on_loss=Losses(), progress=lambda: 10),
-        make_heartbeat({0: second[1]}, 2.0, on_loss=Losses(), progress=lambda: 9),
+    heartbeats = [
+        make_heartbeat({1: first[0], 2: second[0]}, 2.0, on_loss=told, iteration=10),
+        make_heartbeat({0: first[1]}, 2.0, on_loss=Losses(), iteration=10),
+        make_heartbeat({0: second[1]}, 2.0, on_loss=Losses(), iteration=9),
     ]
-    pulses[failing].report_failure(4)
-    pulses[failing].report_failure(9)
+    heartbeats[failing].report_failure(4)
+    heartbeats[failing].report_failure(9)
     said = told.take()
     assert said.startswith(f"rank {failing} of 3 ")
     assert "failed alone in iteration 9" in said
@@ -330,7 +333,7 @@ def start_program() -> Iterator[Callable[..., Program]]:
 def test_a_killed_process_is_lost(start_program, losses, rank):
     """Rank 2 is missed by rank 0, rank 0 by the others."""
     program = start_program(rank, peer_of=0 if rank else 1)
-    heartbeat = Heartbeat([program.peer], 3, 600.0, losses, int)
+    heartbeat = Heartbeat([program.peer], 3, 600.0, losses)
     program.process.kill()
     assert (
         f"rank {rank} of 3 (ant, pid {program.process.pid}) is lost: its process has ended" == losses.take()
@@ -341,7 +344,7 @@ def test_a_killed_process_is_lost(start_program, losses, rank):
 def test_a_stopped_process_is_lost_and_gives_up_when_it_goes_on(start_program, losses):
     timeout_s = 2.0
     stopped, bystander = (start_program(rank, 0, timeout_s) for rank in (1, 2))
-    heartbeat = Heartbeat([stopped.peer, bystander.peer], 3, timeout_s, losses, int)
+    heartbeat = Heartbeat([stopped.peer, bystander.peer], 3, timeout_s, losses)
     heartbeat.wake()
     assert [program.process.stdout.readline() for program in (stopped, bystander)] == ["woken\n"] * 2
     os.kill(stopped.process.pid, signal.SIGSTOP)
@@ -356,7 +359,7 @@ def test_a_stopped_process_is_lost_and_gives_up_when_it_goes_on(start_program, l
 
 def test_a_short_stop_is_forgiven(start_program, losses):
     program = start_program(1, peer_of=0, timeout_s=20.0)
-    heartbeat = Heartbeat([program.peer], 3, 20.0, losses, int)
+    heartbeat = Heartbeat([program.peer], 3, 20.0, losses)
     os.kill(program.process.pid, signal.SIGSTOP)
     heartbeat.wake()
     time.sleep(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
 
 
 def test_ranks_of_a_stage_are_neighbours():

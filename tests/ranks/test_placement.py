@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.ranks.placement import Placement
+from inflight.ranks.topology import Placement
 from tests.ranks.peers import make_host
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +19,10 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.engine.rank_engine import RankEngine
 from inflight.errors import InvalidArgument, RequestError, StepFailed, Unavailable
 from inflight.ranks.failure_detector import NEVER
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.rank_engine import RankEngine
+from inflight.ranks.topology import Mapping
 
 LIMITS = EngineLimits(100, 64, 4, 32, 8, num_micro_batches=2)
 TOP = TopLogProbs((3, 1), (-0.5, float("-inf")))
@@ -37,15 +36,13 @@ OUTPUT = ModelOutput(
 
 
 class FakeStage:
-    """Raises what is in `forward_error` and `choose_error`; notes what it is told."""
+    """Raises what is in `forward_error` and `decode_error`; notes what it is told, and what it has decoded."""
 
     limits = LIMITS
-    dtype = "float32"
-    decoder_config = SimpleNamespace(hidden_size=4)
 
     def __init__(self) -> None:
         self.forward_error: Exception | None = None
-        self.choose_error: Exception | None = None
+        self.decode_error: Exception | None = None
         self.output = OUTPUT
         self.told: list[tuple[Any, ...]] = []
 
@@ -54,9 +51,10 @@ class FakeStage:
             raise self.forward_error
         return torch.zeros(1, 4)
 
-    def choose(self, batch: ScheduledBatch, logits: torch.Tensor) -> ModelOutput:
-        if self.choose_error:
-            raise self.choose_error
+    def decode(self, batch: ScheduledBatch, logits: torch.Tensor) -> ModelOutput:
+        if self.decode_error:
+            raise self.decode_error
+        self.told.append(("decode", batch.iteration, self.output))
         return self.output
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
@@ -80,7 +78,7 @@ class Wire:
     def send(self, hidden: torch.Tensor | None) -> None:
         self.hidden.append(hidden)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def receive(self, num_rows: int) -> torch.Tensor | None:
         return self.hidden.popleft()
 
     def tell(self, outcome: bytes) -> None:
@@ -89,7 +87,7 @@ class Wire:
     def settle(self) -> None:
         self.settled += 1
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Nobody else is to come."""
 
     def hear(self) -> bytes:
@@ -138,7 +136,7 @@ def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
     outputs = [rank.decode(batch, flight) for rank, flight in zip(pair.ranks, begun, strict=True)]
     assert outputs == [OUTPUT, OUTPUT]
     assert type(outputs[0].token_ids[0]) is tuple and type(outputs[0].details[2].logits[0]) is bytes
-    assert [stage.told for stage in pair.stages] == [[("remember", 0, OUTPUT)]] * 2
+    assert [stage.told for stage in pair.stages] == [[("remember", 0, OUTPUT)], [("decode", 0, OUTPUT)]]
     assert pair.wire.settled == 1
 
 
@@ -154,7 +152,7 @@ def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
     ],
 )
 def test_an_error_is_the_same_on_all_ranks(pair: Pair, error: Exception, expected: RequestError) -> None:
-    pair.stages[1].choose_error = error
+    pair.stages[1].decode_error = error
     batch = ScheduledBatch(3)
     errors = pair.errors(batch, pair.forward(batch))
     assert [(type(found), str(found)) for found in errors] == [(type(expected), str(expected))] * 2
@@ -184,7 +182,7 @@ def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
         "the iteration that carried this request failed in a pipeline stage"
     }
     assert pair.stages[0].told == [("forget", 0, [1])]
-    assert pair.stages[1].told == [("forget", 0, []), ("forget", 0, [1])], (
+    assert pair.stages[1].told == [("forget", 0, []), ("decode", 1, ModelOutput(1)), ("forget", 0, [1])], (
         "before the batch behind it began, too"
     )
     outputs = [rank.decode(well, flight) for rank, flight in zip(pair.ranks, begun_well, strict=True)]

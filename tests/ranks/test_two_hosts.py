@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.ranks.open_mpi import find_mpirun
+from inflight.ranks.launch import find_mpirun
 from inflight.server.launch import serve
 from tests.ranks.two_hosts import NoHosts, TwoHosts, two_hosts
 

@@ -12,7 +12,7 @@ PATIENCE_S = 30.0
 
 
 class ThreadWorld:
-    """Implements `inflight.ranks.world.World` for one rank."""
+    """In the place of `inflight.ranks.mpi.MpiWorld` for one rank."""
 
     def __init__(self, rank: int, size: int, messages: list[bytes], barrier: threading.Barrier) -> None:
         self.rank = rank

@@ -11,12 +11,10 @@ import sys
 import torch
 from torch import Tensor
 
-from inflight.engine.torch.torch_collectives import TorchRanks
-from inflight.ranks.hosts import gather_hosts
-from inflight.ranks.mapping import Mapping
+from inflight.engine.torch.collectives import TorchCollectives, TorchStageLink
 from inflight.ranks.mpi import MpiStageLink, MpiWorld
-from inflight.ranks.placement import Placement
 from inflight.ranks.rendezvous import meet
+from inflight.ranks.topology import Mapping, Placement, gather_hosts
 
 DTYPES = ("float32", "bfloat16", "float16")
 NUM_HIDDENS = 7
@@ -43,7 +41,7 @@ def pass_on(mapping: Mapping, link, device: torch.device) -> list[list[list[floa
         if mapping.is_first_stage:
             state = None if index == FAILED else hidden(mapping.tp_rank, index).to(device)
         else:
-            state = link.receive((3 + index, 16), torch.float32)
+            state = link.receive(3 + index)
             state = None if state is None else state + 1
         if not mapping.is_last_stage:
             link.send(state)
@@ -60,8 +58,8 @@ def main() -> None:
     placement = Placement.of(world.rank, hosts)
     device = torch.device(placement.device(torch.cuda.device_count()) if on == "cuda" else "cpu")
     peers = meet(world, hosts)
-    ranks = TorchRanks(world, mapping, [peer.leader_address for peer in peers], device)
-    collectives, link = ranks.collectives(), ranks.stage_link(MpiStageLink(mapping))
+    collectives = TorchCollectives(world, mapping, [peer.leader_address for peer in peers], device)
+    link = TorchStageLink(mapping, MpiStageLink(mapping), torch.empty(16, device=device))
     said: dict[str, object] = {"rank": world.rank, "size": collectives.size}
     with torch.inference_mode():  # as in a forward pass
         for dtype in DTYPES:
@@ -72,7 +70,7 @@ def main() -> None:
         said["passed on"] = pass_on(mapping, link, device) if pp_size > 1 else []
     print(json.dumps(said), flush=True)
     world.all_gather(b"")
-    ranks.leave()
+    collectives.leave()
     world.leave()
 
 

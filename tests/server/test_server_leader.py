@@ -13,8 +13,8 @@ from queue import Queue
 
 import pytest
 
-from inflight.ranks.open_mpi import find_mpirun
-from inflight.server import belongings, mpirun
+from inflight.ranks.launch import find_mpirun
+from inflight.server import belongings, ranks
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from tests.server.test_server_launch import ask, eventually, shared_memory_of
@@ -26,15 +26,15 @@ OPTIONS = ServerOptions(tp=3, mode="leader")
 # What `python -m inflight.server` does, but for the program of the workers.
 COMMAND = f"""
 import sys
-from inflight.server import cli, mpirun
-mpirun._WORKER = ({str(STAND_IN)!r},)
+from inflight.server import cli, ranks
+ranks._WORKER = ({str(STAND_IN)!r},)
 sys.exit(cli.main())
 """
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpirun, "_WORKER", (str(STAND_IN),))
+    monkeypatch.setattr(ranks, "_WORKER", (str(STAND_IN),))
 
 
 def workers(server: TritonServer) -> dict[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.server import mpirun, ranks
+from inflight.server import ranks
 from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions, TritonServer
@@ -116,7 +116,7 @@ def test_a_repository_that_cannot_have_ranks_is_named(
 
 
 def command(arguments: str = "", variables: dict[str, str] | None = None) -> str:
-    words = mpirun.leader_command(["triton", "--flag"], variables or {}, Path("/f/pid"), 3, arguments)
+    words = ranks.leader_command(["triton", "--flag"], variables or {}, Path("/f/pid"), 3, arguments)
     return shlex.join(words[1:])
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.ranks.launch_mode import LaunchMode, find_launch_mode
+from inflight.ranks.launch import LaunchMode, find_launch_mode
 from tests.triton.factories import make_parameters
 
 TOGETHER = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 ALONE = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
 ORCHESTRATOR = {"TRTLLM_ORCHESTRATOR": "1"}
 TWO = {"tensor_parallel_size": "2"}
+
+
+def find(parameters: dict[str, str], environment: dict[str, str]) -> LaunchMode:
+    read = make_parameters(**parameters)
+    return find_launch_mode(
+        read.launch_mode, read.tensor_parallel_size, read.pipeline_parallel_size, environment
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,7 +35,7 @@ TWO = {"tensor_parallel_size": "2"}
     ],
 )
 def test_it_is_found_out(parameters: dict[str, str], environment: dict[str, str], mode: LaunchMode):
-    assert find_launch_mode(make_parameters(**parameters), environment) is mode
+    assert find(parameters, environment) is mode
 
 
 @pytest.mark.parametrize(
@@ -48,4 +55,4 @@ def test_what_does_not_go_together_is_refused(
     parameters: dict[str, str], environment: dict[str, str], message: str
 ):
     with pytest.raises(ConfigError, match=message):
-        find_launch_mode(make_parameters(**parameters), environment)
+        find(parameters, environment)

@@ -20,7 +20,6 @@ from inflight.endpoint.supervision import EngineWatch
 from inflight.errors import ConfigError, Unavailable
 from inflight.processes import ProcessId
 from inflight.ranks import orchestrator as orchestrator_module
-from inflight.ranks import ranks_process
 from inflight.ranks.job import Job
 from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
 from tests.endpoint.factories import Inbox
@@ -103,7 +102,7 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(orchestrator_module, "_FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(ranks_process, "_WORKER", "inflight.testing.fake_worker")
+    monkeypatch.setattr(orchestrator_module, "WORKER_MODULE", "inflight.testing.fake_worker")
     folder = tempfile.mkdtemp(prefix="orchestrator-")
     made = Stage(folder)
     yield made
@@ -207,7 +206,7 @@ def test_a_model_that_does_not_load_says_why_and_leaves_nothing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ):
     guard = Guard()
-    monkeypatch.setattr(ranks_process, "_WORKER", "inflight.worker")
+    monkeypatch.setattr(orchestrator_module, "WORKER_MODULE", "inflight.worker")
     with pytest.raises(ConfigError, match="/nowhere"):
         stage.make(guard, gpt_model_path="/nowhere")
     assert guard.launcher is not None and guard.launcher.wait(0) and not Path(guard.folder).exists()

@@ -137,27 +137,20 @@ class ModelEngine:
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """`choose` and `remember`, for an engine that is all of a model.
+        """Choose what follows every sampled row, and feed it to its slot next; beams are only ranked.
 
         Called before the next `forward`, but for a batch that samples on the device: before the one after that.
 
         Raises:
-            FloatingPointError: As `choose`.
-        """
-        with self.runner.void_slots.watch(batch):
-            output = self._choose(batch, pending)
-            if not isinstance(pending.result, Choice):
-                self.runner.slots.remember(batch, output)
-        return output
-
-    @torch.inference_mode()
-    def choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """What follows every sampled row, at the rank that chooses, before its next `forward`; beams only rank.
-
-        Raises:
             FloatingPointError: The model's logits are not numbers; names the slots.
         """
-        return self._choose(batch, pending)
+        with self.runner.void_slots.watch(batch):
+            if isinstance(pending.result, Choice):
+                output = self.sampler.finish(batch, pending.result, pending.positions)
+            else:
+                output = self.sampler.decode(batch, pending.result, pending.positions)
+                self.runner.slots.remember(batch, output)
+        return replace(output, context=pending.context) if pending.context else output
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
         """As `Runner.remember`."""
@@ -171,10 +164,3 @@ class ModelEngine:
         """Free the device's memory. Idempotent; a later forward raises."""
         self.runner.close()
         vars(self).pop("sampler", None)
-
-    def _choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        if isinstance(pending.result, Choice):
-            output = self.sampler.finish(batch, pending.result, pending.positions)
-        else:
-            output = self.sampler.decode(batch, pending.result, pending.positions)
-        return replace(output, context=pending.context) if pending.context else output

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
-from inflight.ranks.mapping import Mapping
-from inflight.ranks.sizes import tensor_parallel_sizes
+from inflight.ranks.topology import Mapping, tensor_parallel_sizes
 
 Range = tuple[int, int]
 """The first index, and the one behind the last."""

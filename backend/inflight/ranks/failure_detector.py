@@ -1,7 +1,8 @@
-"""Who of the peers is alive, by what was heard of them and when. Pure: it is told the time. Heartbeat's thread.
+"""Finds out which peers are lost, by what was heard of them and when. Pure: it is told the time.
 
 Silence counts from a peer's first message on: until then it may still be busy starting. Whether silence is the
-peer's or this process's own, which was stopped or had no time to listen, only the caller can know: `forgive`.
+peer's or this process's own, which was stopped or had no time to listen, only the caller can know: `forgive`. The
+heartbeat's thread calls it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Failure:
 
 
 class FailureDetector:
-    """What one process knows of its peers.
+    """What one process has heard of its peers, and which of them is lost by that.
 
     Args:
         peers: Their ranks.
@@ -47,22 +48,28 @@ class FailureDetector:
         self._failures: list[_Failure] = []
 
     def heard(self, rank: int, now_s: float, progress: int | None = None) -> None:
-        """A message came, with the number of the first iteration that `rank` has not finished, if it said so."""
+        """Note that a message of `rank` came.
+
+        Args:
+            rank: The sender.
+            now_s: When.
+            progress: The number of the first iteration that the sender has not finished, if the message says it.
+        """
         self._heard_s[rank] = now_s
         if progress is not None:
             self._progress[rank] = progress
 
     def left(self, rank: int) -> None:
-        """`rank` has said goodbye: nothing more is expected of it."""
+        """Note that `rank` has said goodbye: nothing more is expected of it."""
         self._heard_s.pop(rank, None)
         self._progress.pop(rank, None)
 
     def failed(self, rank: int, iteration: int, now_s: float) -> None:
-        """A peer's forward pass raised, or this process's own; NEVER: it is lost, whatever the others do."""
+        """Note that a forward pass of a peer or of this process raised; NEVER: it is lost, whatever others do."""
         self._failures.append(_Failure(rank, iteration, now_s))
 
     def forgive(self, now_s: float) -> None:
-        """Nobody was listening until now: everybody gets a full timeout again."""
+        """Note that nobody was listening until now: every peer gets a full timeout again."""
         self._heard_s = dict.fromkeys(self._heard_s, now_s)
         self._failures = [_Failure(one.rank, one.iteration, now_s) for one in self._failures]
 

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from inflight.errors import Unavailable
@@ -41,7 +41,7 @@ class _Kind(IntEnum):
 
 
 class Heartbeat:
-    """This rank's end of the connections.
+    """This rank's end of the connections between rank 0 and the others.
 
     Args:
         peers: From `meet`; this object closes their connections.
@@ -49,11 +49,13 @@ class Heartbeat:
         timeout_s: Silence after which a rank is lost. Found out at most a fifth of it later.
         on_loss: Called once, on the heartbeat's thread, if a rank is lost. After it returns the connections are
             closed without a goodbye, from which the other ranks learn of the loss.
-        progress: The number of the first iteration that this rank has not finished; 0 before any. Called on the
-            heartbeat's thread.
         loading_timeout_s: Instead of `timeout_s` until `has_loaded` is called: what is imported, or a driver that
-            starts, may keep a rank's other threads from running. None: no other.
+            starts, may keep a rank's other threads from running. None: `timeout_s` from the beginning.
         clock: Seconds, monotonic.
+
+    Attributes:
+        iteration: The number of the first iteration that this rank has not finished. The loop sets it, and the
+            other ranks are told.
     """
 
     def __init__(
@@ -62,16 +64,15 @@ class Heartbeat:
         num_ranks: int,
         timeout_s: float,
         on_loss: Callable[[Unavailable], None],
-        progress: Callable[[], int],
         loading_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.iteration = 0
         self._connections = {peer.rank: _Connection(peer) for peer in peers}
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._period_s = timeout_s / _BEATS_PER_TIMEOUT
         self._on_loss = on_loss
-        self._progress = progress
         self._clock = clock
         self._failure_detector = FailureDetector(self._connections, timeout_s)
         self._has_loaded = loading_timeout_s is None
@@ -116,7 +117,7 @@ class Heartbeat:
             raise Unavailable(f"rank {ranks} of {self._num_ranks} has left")
 
     def has_loaded(self) -> None:
-        """All ranks have: silence counts after the usual time."""
+        """Note that all ranks have loaded the model: silence counts after the usual time."""
         self._has_loaded = True
 
     def report_failure(self, iteration: int) -> None:
@@ -172,21 +173,18 @@ class Heartbeat:
                 self._failure_detector.patience_s = self._timeout_s
                 self._failure_detector.forgive(now_s)
             turn_s = now_s
-            losses = [loss for key, _ in events if key.data for loss in self._read(selector, key.data, now_s)]
-            loss = losses[0] if losses else self._find_loss(now_s)
+            losses = [self._read(selector, key.data, now_s) for key, _ in events if key.data]
+            loss = next((one for one in losses if one is not None), None) or self._find_loss(now_s)
             if loss is not None:
                 self._lose(self._describe(loss))
                 return
 
     def _beat(self) -> None:
-        progress = self._progress()
         for connection in self._connections.values():
-            connection.send(_Kind.BEAT, progress)
+            connection.send(_Kind.BEAT, self.iteration)
 
-    def _read(
-        self, selector: selectors.BaseSelector, connection: _Connection, now_s: float
-    ) -> Iterator[Loss]:
-        """Act upon what has come; yields at most one loss."""
+    def _read(self, selector: selectors.BaseSelector, connection: _Connection, now_s: float) -> Loss | None:
+        """Act upon the messages that have come; returns how the peer is lost, if its connection has ended."""
         messages, end = connection.receive()
         rank = connection.peer.rank
         for kind, number in messages:
@@ -198,13 +196,13 @@ class Heartbeat:
             elif kind == _Kind.FAILED:
                 self._failure_detector.failed(rank, number, now_s)
             elif kind == _Kind.GOODBYE:
-                self._part_with(rank)
-        if rank in self._left:
-            selector.unregister(connection.socket)
-        elif end is not None:
-            yield Loss(rank, end)
+                self._note_goodbye(rank)
+        if rank not in self._left:
+            return None if end is None else Loss(rank, end)
+        selector.unregister(connection.socket)
+        return None
 
-    def _part_with(self, rank: int) -> None:
+    def _note_goodbye(self, rank: int) -> None:
         self._failure_detector.left(rank)
         with self._changed:
             self._left.add(rank)
@@ -215,7 +213,7 @@ class Heartbeat:
             failures, self._own_failures = self._own_failures, []
         for iteration in failures:
             self._failure_detector.failed(0, iteration, now_s)
-        return self._failure_detector.loss(now_s, self._progress())
+        return self._failure_detector.loss(now_s, self.iteration)
 
     def _describe(self, loss: Loss) -> Unavailable:
         of = f"of {self._num_ranks}"
@@ -238,7 +236,7 @@ class Heartbeat:
 
 
 class _Connection:
-    """One peer's socket. Any thread sends, the heartbeat's receives."""
+    """One peer's socket. Any thread sends, the heartbeat's thread receives."""
 
     def __init__(self, peer: Peer) -> None:
         peer.connection.setblocking(False)
@@ -249,14 +247,17 @@ class _Connection:
         self._lock = threading.Lock()
 
     def send(self, kind: _Kind, number: int = 0) -> None:
-        """As much as the socket takes, the rest with the next message. That it broke is for the reader to find."""
+        """Send as much as the socket takes, and the rest with the next message.
+
+        That the connection broke is for the reader to find.
+        """
         with self._lock, contextlib.suppress(OSError):  # also the one that says that it would block
             if kind != _Kind.BEAT or not self._unsent:  # one is enough for a peer that takes none
                 self._unsent += _MESSAGE.pack(kind, number)
             del self._unsent[: self.socket.send(self._unsent)]
 
     def receive(self) -> tuple[list[tuple[int, int]], str | None]:
-        """What has come since, as (kind, number), and how the connection ended, if it did."""
+        """The messages that have come since, as (kind, number), and how the connection ended, if it did."""
         try:
             part = self.socket.recv(_READ_BYTES)
         except BlockingIOError:

@@ -29,7 +29,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
-        """With paths that mean the same in every process."""
+        """The job with paths that mean the same in every process."""
         engine = replace(parameters.engine, gpt_model_path=_absolute(parameters.engine.gpt_model_path))
         parameters = replace(
             parameters,
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
         return cls(parameters, readable(version_dir), readable(str(Path(endpoint_path).absolute())))
 
     def digest(self) -> str:
-        """Equal for equal jobs."""
+        """A text that is the same for equal jobs, and another for others."""
         return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
@@ -54,13 +54,13 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         job: For all ranks.
         server: The tritonserver that it is for, `ProcessId` as text.
-        awaits_heir: Whether another process will take the engine over.
-        processes: For supervisors to come.
+        awaits_successor: Whether another process will take the engine over.
+        processes: For supervisors that come later.
     """
 
     job: Job
     server: str
-    awaits_heir: bool
+    awaits_successor: bool
     processes: EngineProcesses
 
 
@@ -78,12 +78,12 @@ class Briefing(msgspec.Struct, frozen=True):
 
 
 def encode_line(message: Orders | Report) -> bytes:
-    """JSON without line ends, and one."""
+    """The message as JSON on one line, with the line's end."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_orders(line: bytes) -> Orders:
-    """ConfigError if they are none."""
+    """The orders on a line; ConfigError if there are none."""
     try:
         return msgspec.json.decode(line, type=Orders)
     except msgspec.MsgspecError as error:
@@ -91,7 +91,7 @@ def decode_orders(line: bytes) -> Orders:
 
 
 def decode_report(line: bytes) -> Report | None:
-    """None if it is none."""
+    """The report on a line; None if the line is something else."""
     try:
         return msgspec.json.decode(line, type=Report)
     except msgspec.MsgspecError:

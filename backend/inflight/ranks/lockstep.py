@@ -7,61 +7,69 @@ is in the broadcast only while the others are about to be. Loop thread.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from inflight.core.request.request import IterationInput
-from inflight.ranks.world import World
+from inflight.ranks.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from inflight.ranks.mpi import MpiWorld
 
 _END = b""
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(IterationInput)
 
 
-class Waking(Protocol):
-    """What this asks of a heartbeat; every method raises Unavailable once a rank is known to be lost."""
+class Lockstep:
+    """One rank's part. Its methods follow `inflight.core.ports.Ranks`.
 
-    def check(self) -> None:
-        """Nothing else."""
+    Tells the heartbeat how far this rank's loop has come.
+    """
 
-    def wake(self) -> None:
-        """Rank 0: let `wait` return once on every other rank."""
-
-    def wait(self) -> None:
-        """The others: until woken."""
-
-
-class InStep:
-    """One rank's part. Its methods follow `inflight.core.ports.Ranks`."""
-
-    def __init__(self, world: World, heartbeat: Waking) -> None:
+    def __init__(self, world: MpiWorld, heartbeat: Heartbeat) -> None:
         self._world = world
         self._heartbeat = heartbeat
+        self._next_iteration = 0
 
     @property
     def is_leader(self) -> bool:
         """Whether this is rank 0."""
         return self._world.rank == 0
 
+    def advance(self) -> None:
+        """Note that the loop begins an iteration, which may not be shared: all before it have ended."""
+        self._heartbeat.iteration = self._next_iteration
+
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
         """Wake the others if need be, and tell them `inputs`."""
+        self._begin(inputs.iteration)
         self._tell(_ENCODER.encode(inputs), are_asleep)
 
     def end(self, are_asleep: bool) -> None:
         """Wake the others if need be, and tell them that nothing follows."""
         self._tell(_END, are_asleep)
 
+    def follow(self, is_asleep: bool) -> IterationInput | None:
+        """What rank 0 tells next, None at the end; with `is_asleep` only after it has woken this rank."""
+        self.advance()
+        self._heartbeat.check()
+        if is_asleep:
+            self._heartbeat.wait()
+        message = self._world.broadcast()
+        if message == _END:
+            return None
+        inputs = _DECODER.decode(message)
+        self._begin(inputs.iteration)
+        return inputs
+
+    def _begin(self, iteration: int) -> None:
+        self._heartbeat.iteration = iteration
+        self._next_iteration = iteration + 1
+
     def _tell(self, message: bytes, are_asleep: bool) -> None:
         self._heartbeat.check()
         if are_asleep:
             self._heartbeat.wake()
         self._world.broadcast(message)
-
-    def follow(self, is_asleep: bool) -> IterationInput | None:
-        """What rank 0 tells next, None at the end; with `is_asleep` only after it has woken this rank."""
-        self._heartbeat.check()
-        if is_asleep:
-            self._heartbeat.wait()
-        message = self._world.broadcast()
-        return None if message == _END else _DECODER.decode(message)

@@ -1,22 +1,23 @@
-"""MPI: the world of ranks that `mpirun` or `srun` started, and what they say to each other.
+"""MPI: the world of ranks that `mpirun` or `srun` started, and what they send each other.
 
-Nothing else imports mpi4py. MPI's blocking calls spin, so nobody waits here for work to come: a rank calls when
-the others are on the same iteration. One thread at a time: the one that loads the model, then the loop's.
+Nothing else imports mpi4py. Arrays are numpy's: what a device keeps elsewhere, its engine copies or wraps. MPI's
+blocking calls spin, so nobody waits here for work to come: a rank calls when the others are on the same iteration.
+One thread at a time: the one that loads the model, then the loop's.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from typing import Any
 
 import mpi4py
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from inflight.errors import ConfigError
-from inflight.ranks.mapping import Mapping
-from inflight.ranks.open_mpi import SHARED_MEMORY
+from inflight.ranks.launch import SHARED_MEMORY
+from inflight.ranks.topology import Mapping
 
 mpi4py.rc.initialize = False  # `MpiWorld` does, when its time has come
 mpi4py.rc.finalize = False  # it may hang once a rank is lost
@@ -31,10 +32,10 @@ _PART_BYTES = 1 << 30  # MPI counts bytes in 32 bits; a full message is followed
 
 
 class MpiWorld:
-    """All ranks that were started together.
+    """All ranks that were started together. Every rank makes the same calls in the same order.
 
     Attributes:
-        rank: This one.
+        rank: This one, 0 .. size - 1.
         size: How many there are.
     """
 
@@ -73,76 +74,67 @@ class MpiWorld:
         return bytes(first[_LENGTH_BYTES:]) + bytes(rest)
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank. For the start: it takes its time."""
+        """Every rank's message, by rank. Slower than `broadcast`: for the start."""
         return self._comm.allgather(message)
 
     def leave(self) -> None:
-        """The orderly end: every rank calls it, and none returns before."""
+        """The orderly end: every rank calls it, and none returns before all have."""
         MPI.Finalize()
 
 
-class MpiCollectives:
-    """Implements `inflight.engine.torch.collectives.Collectives` for tensors on the CPU.
+class MpiStage:
+    """The ranks that share this rank's pipeline stage, and with it every one of its layers.
 
-    MPI knows no bfloat16 and no float16: those are added up in float32.
+    Attributes:
+        size: How many there are.
     """
 
     def __init__(self, mapping: Mapping) -> None:
         """Every rank of the world has to make one, at the same time."""
         self._comm = MPI.COMM_WORLD.Split(color=mapping.pp_rank, key=mapping.tp_rank)
+        self._barrier_comm = self._comm.Dup()
         self.size = self._comm.Get_size()
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that share this stage's layers."""
-        total = tensor.float().contiguous()
-        self._comm.Allreduce(MPI.IN_PLACE, _buffer(total), op=MPI.SUM)
-        return total.to(tensor.dtype)
+    def all_reduce(self, values: NDArray[np.float32]) -> None:
+        """Put the sum over the stage's ranks in the place of every rank's `values`, a contiguous array."""
+        self._comm.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """By rank, along the last dimension."""
-        mine = tensor.contiguous()
-        everybody = torch.empty((self.size, *mine.shape), dtype=mine.dtype)
-        self._comm.Allgather(_buffer(mine), _buffer(everybody))
-        return torch.cat(everybody.unbind(0), dim=-1)
+    def all_gather(self, mine: NDArray[np.uint8], all_ranks: NDArray[np.uint8]) -> None:
+        """Write every rank's bytes, [size, len(mine)], into `all_ranks`, by rank."""
+        self._comm.Allgather(mine, all_ranks)
+
+    def barrier(self) -> None:
+        """Wait, spinning, until every rank of the stage has called this as often; other calls do not count."""
+        self._barrier_comm.Barrier()
 
 
 class MpiStageLink:
-    """Implements `inflight.engine.rank_engine.StageLink` between the same tensor-parallel ranks of stages."""
+    """Connects the same tensor-parallel rank of neighbouring pipeline stages. What is sent arrives in order."""
 
     def __init__(self, mapping: Mapping) -> None:
         self._comm = MPI.COMM_WORLD
         self._previous = mapping.rank - mapping.tp_size
         self._next = mapping.rank + mapping.tp_size
-        self._sending: list[tuple[MPI.Request, Tensor]] = []
+        self._sending: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
 
-    def send(self, hidden: Tensor | None) -> None:
-        """To the next stage; None: there is none to be had. Does not wait for it to be taken."""
+    def send(self, message: NDArray[np.uint8] | None) -> None:
+        """Send bytes to the next stage, or that there are none. Does not wait until they are received.
+
+        `message` must not change afterwards.
+        """
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
-        kept = torch.empty(0) if hidden is None else hidden.contiguous()
-        self._sending.append((self._comm.Isend(_bytes_of(kept), dest=self._next, tag=_HIDDEN), kept))
+        kept = np.empty(0, np.uint8) if message is None else message
+        self._sending.append((self._comm.Isend([kept, MPI.BYTE], dest=self._next, tag=_HIDDEN), kept))
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """From the stage before; None if that has none."""
-        hidden = torch.empty(shape, dtype=dtype)
+    def receive(self, message: NDArray[np.uint8]) -> bool:
+        """Fill `message` with what the stage before has sent; False if that had none."""
         status = MPI.Status()
-        self._comm.Recv(_bytes_of(hidden), source=self._previous, tag=_HIDDEN, status=status)
-        return hidden if status.Get_count(MPI.BYTE) else None
-
-
-class MpiStageMates:
-    """Implements `inflight.engine.rank_engine.StageMates`, beside whatever else they say to each other."""
-
-    def __init__(self, mapping: Mapping) -> None:
-        """Every rank of the world has to make one, at the same time."""
-        self._comm = MPI.COMM_WORLD.Split(color=mapping.pp_rank, key=mapping.tp_rank)
-
-    def meet(self) -> None:
-        """Spins until all are here."""
-        self._comm.Barrier()
+        self._comm.Recv([message, MPI.BYTE], source=self._previous, tag=_HIDDEN, status=status)
+        return status.Get_count(MPI.BYTE) > 0
 
 
 class MpiOutcomes:
-    """Implements `inflight.engine.rank_engine.Outcomes`: one rank tells all others, in order."""
+    """Messages from one rank, the teller, to all others, in order."""
 
     def __init__(self, teller: int) -> None:
         self._comm = MPI.COMM_WORLD
@@ -151,23 +143,26 @@ class MpiOutcomes:
         self._sending: deque[list[MPI.Request]] = deque()
 
     def tell(self, outcome: bytes) -> None:
-        """Does not wait for anybody to hear it."""
+        """Send a message to all others. The teller alone calls it; does not wait for anybody to hear it."""
         whole = memoryview(outcome)
         parts = [whole[begin : begin + _PART_BYTES] for begin in range(0, len(outcome) + 1, _PART_BYTES)]
         self._sending.append(  # a request keeps its buffer alive
             [
-                self._comm.Isend([part, MPI.BYTE], dest=rank, tag=_OUTCOME)
+                self._comm.Isend(_buffer(part), dest=rank, tag=_OUTCOME)
                 for rank in self._hearers
                 for part in parts
             ]
         )
 
     def settle(self) -> None:
-        """Wait until all have the oldest: what is left unsent waits for this process to call MPI again."""
+        """Wait until all have the oldest message that is not settled; the teller calls it once for each `tell`.
+
+        What is left unsent waits for this process to call MPI again.
+        """
         MPI.Request.Waitall(self._sending.popleft())
 
     def hear(self) -> bytes:
-        """The next one."""
+        """Wait for the teller's next message. All others call it, once for each `tell`."""
         outcome = bytearray()
         while True:
             status = MPI.Status()
@@ -179,16 +174,11 @@ class MpiOutcomes:
                 return bytes(outcome)
 
 
+def _buffer(part: memoryview) -> Any:
+    return [part, MPI.BYTE]  # mpi4py's types know no memoryview
+
+
 def _forget_a_folder_of_another_host() -> None:
     """mpirun hands its environment on to every host, and ranks that share no memory would use TCP."""
     if not os.path.isdir(os.environ.get(SHARED_MEMORY, "/")):
         del os.environ[SHARED_MEMORY]
-
-
-def _buffer(tensor: Tensor) -> np.ndarray:
-    """The tensor's own memory, as bytes where MPI has no such type."""
-    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint8).numpy()
-
-
-def _bytes_of(tensor: Tensor) -> list[object]:
-    return [tensor.reshape(-1).view(torch.uint8).numpy(), MPI.BYTE]

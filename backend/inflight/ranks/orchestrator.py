@@ -1,9 +1,11 @@
-"""An engine whose ranks this process starts, supervises, and starts again when they are lost.
+"""An engine whose ranks this process starts with mpirun, supervises, and starts again when they are lost.
 
 Owns their processes and one thread, which hears of them and, after a loss, makes the model unready, ends what is
 left, starts the ranks again and has the model loaded again. The process that Triton loads then takes the engine
 over; this one is done. Where models cannot be unloaded by request the engine comes back in place, and the model is
 ready all the while. Requests go over the endpoint, like those of any front end, which answers them when it ends.
+Of what the ranks do it knows the line alone that rank 0 writes when it serves, or why it does not. Knows neither
+requests nor Triton: what it needs of Triton's model stands in Protocols.
 
 An engine is started before the model is loaded, and not by its next process: a `load_model` that fails has crashed
 tritonserver 2.51 in about half of all tries.
@@ -13,19 +15,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats, MemoryUsage
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
-from inflight.endpoint.frames import Statistics
+from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.supervision import EngineWatch, awaits_successor, is_served
-from inflight.errors import InflightError, Unavailable
+from inflight.errors import ConfigError, InflightError, Unavailable
 from inflight.processes import ProcessId
-from inflight.ranks.job import Job
-from inflight.ranks.ranks_process import RanksProcess
-from inflight.triton.metrics import MetricsPublisher
+from inflight.ranks.job import Job, Orders, decode_report, encode_line
+from inflight.ranks.launch import SHARED_MEMORY, WORKER_MODULE, find_mpirun, mpirun_options
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +43,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 # An engine that has lived so long is started again as if it were the first time.
 _PROVEN_S = 60.0
 _ENDING_S = 10.0
+# Of the ranks' processes: how long they are waited for after SIGTERM, and after SIGKILL.
+_GRACE_S, _KILLED_S = 2.0, 5.0
+_SHARED_MEMORY = "/dev/shm"
+_SESSION = "PRTE_MCA_prte_tmpdir_base"
+# What an mpirun or srun around the server has told it of its own ranks.
+_FOREIGN = ("PMIX_", "PMI_", "OMPI_", "PRTE_")
+_OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
 class ModelControl(Protocol):
@@ -40,19 +57,37 @@ class ModelControl(Protocol):
 
     def unload(self) -> None:
         """Make it unready; its requests in flight go on."""
+        ...
 
     def load(self) -> None:
         """Start its next process; returns when that is ready."""
+        ...
 
 
-class WatchesRanks(Protocol):
-    """What is asked of a guard."""
+class RanksGuard(Protocol):
+    """Ends the ranks with the server, should this process be killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """These ranks end with the server."""
+        """End these ranks: the process that started them, and their folder in shared memory."""
+        ...
 
     def dismiss(self) -> None:
-        """Another process takes this one's place."""
+        """Do nothing any more: another process takes this one's place."""
+        ...
+
+
+class Publisher(Protocol):
+    """Makes metrics of what rank 0 observes."""
+
+    def put(
+        self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
+    ) -> None:
+        """Publish the latest values; `wall_clock_s` is when they were."""
+        ...
+
+    def start_over(self) -> None:
+        """Expect counters from 0 on again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +97,23 @@ class Surroundings:
     Attributes:
         server: The tritonserver.
         control: None where models cannot be unloaded by request.
-        guard: Ends the ranks if this process is killed.
-        publisher: Of what rank 0 observes.
+        guard: Told of all ranks that are started.
+        publisher: Told what rank 0 observes.
         unload_timeout_s: How long requests of other models' clients may go on when the model is unloaded.
     """
 
     server: ProcessId
     control: ModelControl | None
-    guard: WatchesRanks
-    publisher: MetricsPublisher
+    guard: RanksGuard
+    publisher: Publisher
     unload_timeout_s: float
 
 
 class Orchestrator:
-    """From construction, which takes as long as the model takes to load, to `close`.
+    """An engine, from construction, which takes as long as the model takes to load, to `close`.
 
     Attributes:
-        client: To the engine, whichever ranks are it.
+        client: To the engine, whichever ranks it has.
 
     Raises:
         ConfigError: The engine cannot be started, with what a rank says of it.
@@ -91,11 +126,11 @@ class Orchestrator:
         self._timeout_s = job.parameters.rank_timeout_ms / 1000
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._awaits_heir = False  # this and the next: under the lock
+        self._awaits_successor = False  # this and the next: under the lock
         self._starting: RanksProcess | None = None
         self._pause_s = 0.0
         self.client = SocketEngineClient(job.endpoint_path)
-        self._ranks, self._watch = self._take_over() or self._start(awaits_heir=False)
+        self._ranks, self._watch = self._take_over() or self._start(awaits_successor=False)
         self._started_s = time.monotonic()
         self._thread = threading.Thread(target=self._supervise, name="orchestrator", daemon=True)
         self._thread.start()
@@ -109,7 +144,7 @@ class Orchestrator:
             True: nothing hangs in this process.
         """
         with self._lock:
-            if not self._awaits_heir:
+            if not self._awaits_successor:
                 self._closing.set()
                 if self._starting is not None:
                     self._starting.stop()
@@ -136,7 +171,7 @@ class Orchestrator:
         retire_predecessor(path, self._around.unload_timeout_s, server)
         return None
 
-    def _start(self, awaits_heir: bool) -> tuple[RanksProcess, EngineWatch]:
+    def _start(self, awaits_successor: bool) -> tuple[RanksProcess, EngineWatch]:
         ranks = RanksProcess.start(self._num_ranks, self._job.parameters.mpirun_arguments, self._pause_s)
         try:
             self._tell_guard(ranks)
@@ -144,7 +179,7 @@ class Orchestrator:
                 self._starting = ranks
             if self._closing.is_set():
                 ranks.stop()
-            ranks.serve(self._job, self._around.server, awaits_heir)
+            ranks.serve(self._job, self._around.server, awaits_successor)
             return ranks, EngineWatch(self._job.endpoint_path, self._timeout_s)
         except BaseException:
             ranks.end()
@@ -164,13 +199,13 @@ class Orchestrator:
             with self._lock:
                 if self._closing.is_set() or not why:
                     break
-                self._awaits_heir = self._around.control is not None
+                self._awaits_successor = self._around.control is not None
             _log.error("the engine is lost: %s", why)
             self._give_up_model()
             self._ranks.end()
             if not self._start_again():
                 return
-            if self._awaits_heir:
+            if self._awaits_successor:
                 self._hand_over()
                 return
         self._ranks.end(self._around.unload_timeout_s + _ENDING_S)
@@ -179,16 +214,16 @@ class Orchestrator:
         self._around.publisher.put(told.stats, told.metrics, told.wall_clock_s, told.memory)
 
     def _give_up_model(self) -> None:
-        """Make it unready, where that is possible."""
+        """Make the model unready, where that is possible."""
         if self._around.control is not None:
             try:
                 self._around.control.unload()
             except Exception:
                 _log.exception("the model cannot be made unready; the engine comes back in place")
-                self._awaits_heir = False
+                self._awaits_successor = False
 
     def _start_again(self) -> bool:
-        """Whether there is an engine again: not if this object is closed, or somebody else has started one."""
+        """Start ranks until they serve; False if this object is closed, or somebody else has started an engine."""
         if time.monotonic() - self._started_s > _PROVEN_S:
             self._pause_s = 0.0
         while True:
@@ -199,7 +234,7 @@ class Orchestrator:
                 _log.warning("the model has been loaded by somebody else meanwhile")
                 return False
             try:
-                self._ranks, self._watch = self._start(self._awaits_heir)
+                self._ranks, self._watch = self._start(self._awaits_successor)
             except InflightError as error:
                 _log.error("the engine does not start: %s", error)
                 continue
@@ -209,7 +244,7 @@ class Orchestrator:
             return True
 
     def _hand_over(self) -> None:
-        """The model's next process has the engine then, or there is none."""
+        """Have the model's next process take the engine over; if it cannot be started, end the engine."""
         assert self._around.control is not None, "nobody is awaited elsewhere"
         try:
             self._around.control.load()
@@ -221,3 +256,101 @@ class Orchestrator:
             self._ranks.end(_ENDING_S)
         self._around.guard.dismiss()
         self._watch.close()
+
+
+class RanksProcess:
+    """Ranks that run, or that have ended and not been cleaned up after.
+
+    Attributes:
+        processes: For whoever comes to end them.
+    """
+
+    def __init__(self, processes: EngineProcesses, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Take charge of ranks that run, started by this process (`child`) or by another."""
+        self.processes = processes
+        self._child = child
+        self._launcher = ProcessId.parse(processes.launcher)
+
+    @classmethod
+    def start(cls, num_ranks: int, mpirun_arguments: str | None, pause_s: float = 0.0) -> RanksProcess:
+        """Start ranks, which then wait for `serve`. ConfigError if there is no mpirun.
+
+        `pause_s`: how long the start was put off, for `processes`.
+        """
+        command = _command(num_ranks, mpirun_arguments or "")
+        shared_memory = os.environ.get(SHARED_MEMORY, _SHARED_MEMORY)
+        folder = tempfile.mkdtemp(prefix="inflight-ranks-", dir=shared_memory)
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd="/",
+                env={**_environment(os.environ), SHARED_MEMORY: folder, _SESSION: folder},
+                start_new_session=True,  # a signal to the server's group is not for the ranks
+            )
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from error
+        launcher = ProcessId.of(child.pid)
+        assert launcher is not None, "a child that has not been waited for is there"
+        return cls(EngineProcesses(str(launcher), folder, pause_s), child)
+
+    def serve(self, job: Job, server: ProcessId, awaits_successor: bool) -> None:
+        """Tell rank 0 what to serve and wait until it does, as long as the ranks live.
+
+        Raises ConfigError with rank 0's reason, or if the ranks end.
+        """
+        child = self._child
+        assert child is not None and child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # the report, or its absence, says why
+            child.stdin.write(encode_line(Orders(job, str(server), awaits_successor, self.processes)))
+            child.stdin.close()
+        with child.stdout:
+            reports = (decode_report(line) for line in child.stdout)
+            report = next((one for one in reports if one is not None), None)
+        if report is None:
+            self.end()
+            raise ConfigError(
+                "the ranks ended before the engine could be used; the lines before in the server's log say why"
+            )
+        if report.error:
+            self.end()
+            raise ConfigError(report.error)
+
+    def stop(self) -> None:
+        """Tell the ranks to end soon, whatever they do."""
+        self._launcher.signal(signal.SIGTERM)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Wait for the ranks' end for `grace_s` seconds, then end them, and remove what they leave. Idempotent."""
+        if not self._wait(grace_s):
+            self.stop()
+        if not self._wait(_GRACE_S):
+            _log.warning("the ranks are ended with SIGKILL")
+            self._launcher.signal(signal.SIGKILL)  # ranks end with their parent
+            self._wait(_KILLED_S)
+        shutil.rmtree(self.processes.folder, ignore_errors=True)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether the ranks have ended, by now or within `timeout_s` seconds."""
+        if self._child is None:
+            return self._launcher.wait(timeout_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout_s)
+        return self._child.returncode is not None
+
+
+def _command(num_ranks: int, mpirun_arguments: str) -> list[str]:
+    options = mpirun_options(mpirun_arguments, is_one_program=True)
+    program = (sys.executable, "-m", WORKER_MODULE)
+    return [find_mpirun(), *options, "-n", str(num_ranks), "--wdir", "/", *program]
+
+
+def _environment(around: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what an mpirun or srun around it has said of its own ranks."""
+    return {
+        name: value
+        for name, value in around.items()
+        if not name.startswith(_FOREIGN) or name.startswith(_OWN)
+    }

@@ -1,30 +1,80 @@
-"""One rank's place among the ranks: who the others are, the heartbeat between them, and what keeps them in step.
+"""One rank's place among the ranks: it joins them, hears the job, and loads the model in step with them.
 
-Made on every rank at the same time, by the thread that loads the model; the loop uses `ranks` later. What it
-means that a rank is lost, whoever made it decides (`on_loss`, on the heartbeat's thread).
+On the thread that loads the model; the loop uses `RankContext.ranks` later. What follows when a rank is lost,
+whoever makes the context decides (`on_loss`, on the heartbeat's thread). A rank that never comes is waited for
+inside of MPI, where nothing can be raised: whoever still waits after two minutes ends, with a stack trace, and so
+ends the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import faulthandler
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from inflight.config import Parameters
-from inflight.core.ports import Ranks
-from inflight.core.request.request import IterationInput
-from inflight.errors import Unavailable
-from inflight.ranks.agreement import Agreement
+from inflight.errors import ConfigError, Unavailable
 from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.heartbeat import Heartbeat
-from inflight.ranks.hosts import Host, gather_hosts
-from inflight.ranks.lockstep import InStep
-from inflight.ranks.mpi import MpiWorld
+from inflight.ranks.job import Briefing, Job
+from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.rendezvous import meet
+from inflight.ranks.topology import Host, gather_hosts
 
+if TYPE_CHECKING:
+    from inflight.ranks.mpi import MpiWorld
+
+_TOGETHER_S = 120.0
 _LOADING_TIMEOUT_S = 120.0
+_STDERR = 2
+
+
+def join() -> MpiWorld:
+    """Join MPI: the first call on every rank; `lead`, `refuse` or `attend` has to follow."""
+    from inflight.ranks.mpi import MpiWorld  # loads MPI, which one rank alone does without
+
+    faulthandler.dump_traceback_later(_TOGETHER_S, exit=True, file=_STDERR)
+    return MpiWorld()
+
+
+def lead(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> RankContext:
+    """On rank 0: tell the others the job. Raises ConfigError, as on all ranks; the world has been left then."""
+    world.broadcast(msgspec.json.encode(Briefing(job)))
+    return _take_place(world, job, on_loss)
+
+
+def refuse(world: MpiWorld, why: str) -> None:
+    """On rank 0, where there is nothing to do: the others end."""
+    world.broadcast(msgspec.json.encode(Briefing(refusal=why)))
+    world.leave()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def attend(world: MpiWorld, on_loss: Callable[[Unavailable], None]) -> tuple[Job, RankContext]:
+    """On the other ranks: hear the job. Raises ConfigError, as on all ranks; the world has been left then."""
+    briefing = msgspec.json.decode(world.broadcast(), type=Briefing)
+    if briefing.job is None:
+        world.leave()
+        faulthandler.cancel_dump_traceback_later()
+        raise ConfigError(briefing.refusal)
+    return briefing.job, _take_place(world, briefing.job, on_loss)
+
+
+def _take_place(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> RankContext:
+    try:
+        return RankContext(world, job.parameters, on_loss)
+    except ConfigError:
+        world.leave()
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class RankContext:
-    """This rank, with a heartbeat from construction to `leave`.
+    """This rank among the others, with a heartbeat from construction to `leave`. Made on all at the same time.
 
     Attributes:
         world: All ranks.
@@ -47,15 +97,9 @@ class RankContext:
             peers = meet(world, self.hosts)
         self.leader_addresses = [peer.leader_address for peer in peers]
         timeout_s = parameters.rank_timeout_ms / 1000
-        self._heartbeat = Heartbeat(
-            peers,
-            world.size,
-            timeout_s,
-            on_loss,
-            lambda: self._iteration(),
-            max(timeout_s, _LOADING_TIMEOUT_S),
-        )
-        self.ranks = CountedRanks(InStep(world, self._heartbeat))
+        loading_timeout_s = max(timeout_s, _LOADING_TIMEOUT_S)
+        self._heartbeat = Heartbeat(peers, world.size, timeout_s, on_loss, loading_timeout_s)
+        self.ranks = Lockstep(world, self._heartbeat)
         self._has_left = False
 
     def has_loaded(self) -> None:
@@ -78,48 +122,55 @@ class RankContext:
         self.world.leave()
         self._heartbeat.close()
 
-    def _iteration(self) -> int:
-        ranks = getattr(self, "ranks", None)  # the heartbeat beats before there are any
-        return ranks.iteration if ranks else 0
+
+class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank tells the others at the end of a step: a number, or why it failed."""
+
+    number: int = 0
+    error: str = ""
 
 
-class CountedRanks:
-    """`Ranks` that remember how far this rank's loop has come.
+class Agreement:
+    """Loading together: either every rank has done a step, or every rank raises the same ConfigError.
 
-    Attributes:
-        iteration: The first iteration that has not ended here; with several micro-batches it may be in flight.
+    A rank that fails on its own would leave the others waiting in MPI for ever. So each step ends in one exchange,
+    in which also a rank takes part whose step failed early. Every rank makes the same calls in the same order, as
+    far as it gets.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.iteration = self._next = 0
-        self._ranks = ranks
+    def __init__(self, world: MpiWorld) -> None:
+        self._world = world
+        self._known: ConfigError | None = None  # to every rank
 
-    @property
-    def is_leader(self) -> bool:
-        """As `Ranks`."""
-        return self._ranks.is_leader
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what may fail on some ranks: raises ConfigError on all of them then."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._known:
+                raise
+            text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            self._exchange(_Word(error=text))
+        else:
+            self._exchange(_Word())
 
-    def advance(self) -> None:
-        """The loop is at the beginning of an iteration that may not be shared."""
-        self.iteration = self._next
+    def least(self, number: int) -> int:
+        """Inside of a step: the least of all ranks' numbers; raises ConfigError if a rank's step has failed."""
+        return min(word.number for word in self._exchange(_Word(number)))
 
-    def share(self, inputs: IterationInput, are_asleep: bool) -> None:
-        """As `Ranks`."""
-        self._begin(inputs.iteration)
-        self._ranks.share(inputs, are_asleep)
+    def _exchange(self, word: _Word) -> list[_Word]:
+        gathered = self._world.all_gather(msgspec.msgpack.encode(word))
+        words = [msgspec.msgpack.decode(one, type=_Word) for one in gathered]
+        if any(one.error for one in words):
+            self._known = ConfigError(_summarize([one.error for one in words]))
+            raise self._known
+        return words
 
-    def follow(self, is_asleep: bool) -> IterationInput | None:
-        """As `Ranks`."""
-        self.advance()
-        inputs = self._ranks.follow(is_asleep)
-        if inputs is not None:
-            self._begin(inputs.iteration)
-        return inputs
 
-    def end(self, are_asleep: bool) -> None:
-        """As `Ranks`."""
-        self._ranks.end(are_asleep)
-
-    def _begin(self, iteration: int) -> None:
-        self.iteration = iteration
-        self._next = iteration + 1
+def _summarize(errors: Sequence[str]) -> str:
+    """One text of all ranks' errors, by rank, "" where there is none: what all say is said once."""
+    failed = {rank: text for rank, text in enumerate(errors) if text}
+    if len(failed) == len(errors) and len(set(errors)) == 1:
+        return errors[0]
+    return "; ".join(f"rank {rank} of {len(errors)}: {text}" for rank, text in failed.items())

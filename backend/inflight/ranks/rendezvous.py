@@ -1,15 +1,16 @@
-"""TCP connections between rank 0 and every other rank, made once, at the start, with the help of a world.
+"""TCP connections between rank 0 and every other rank, made once, at the start of an engine.
 
-Rank 0 listens while they are made, and never again. It tells the world its addresses and a secret, and each end of
-a connection proves to the other that it knows the secret, which itself never crosses a socket:
+Rank 0 listens while they are made, and never again. It broadcasts its addresses and a secret, and each end of a
+connection proves to the other that it knows the secret, which itself never crosses a socket:
 
     rank 0 → rank r   a challenge
-    rank r → rank 0   a challenge, r, and the code of both challenges and r
+    rank r → rank 0   a challenge, r, and the code (HMAC-SHA256) of both challenges and r
     rank 0 → rank r   the code of both challenges
-    rank r → rank 0   one byte: r is content
+    rank r → rank 0   one byte: r has accepted the connection
 
 So a stranger's connection is closed or left waiting, and a rank that finds a stranger at an address tries the next
-one. What follows on a connection is neither encrypted nor signed. IPv4 only, as far as addresses go.
+one. What follows on a connection is neither encrypted nor signed. Addresses are IPv4. On the thread that loads the
+model.
 """
 
 from __future__ import annotations
@@ -21,22 +22,26 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 
 from inflight.errors import ConfigError
-from inflight.ranks.hosts import Host, own_addresses
-from inflight.ranks.world import World
+from inflight.ranks.topology import Host
+
+if TYPE_CHECKING:
+    from inflight.ranks.mpi import MpiWorld
 
 _LOOPBACK = "127.0.0.1"
-_MEETING_S = 60.0
+_RENDEZVOUS_S = 60.0
 _TRY_S = (1.0, 3.0, 9.0)  # per address; rank 0 listens by then, so the first attempt is the rule
 _SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _CODE_BYTES = 32
 _RANK_BYTES = 4
 _REPLY_BYTES = _CHALLENGE_BYTES + _RANK_BYTES + _CODE_BYTES
-_CONTENT = b"\x01"
+_ACCEPTED = b"\x01"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Peer:
 
 
 class _Invitation(msgspec.Struct, frozen=True):
-    """What rank 0 tells the world."""
+    """Where rank 0 listens, and what a rank has to know; broadcast by rank 0."""
 
     addresses: tuple[str, ...]
     port: int
@@ -65,10 +70,10 @@ class _Invitation(msgspec.Struct, frozen=True):
 
 
 class _Stranger(Exception):
-    """Whoever answered does not know the secret."""
+    """Whoever is at the other end does not know the secret."""
 
 
-def meet(world: World, hosts: Sequence[Host], timeout_s: float = _MEETING_S) -> tuple[Peer, ...]:
+def meet(world: MpiWorld, hosts: Sequence[Host], timeout_s: float = _RENDEZVOUS_S) -> tuple[Peer, ...]:
     """Connect rank 0 with every other rank. Every rank calls it at the same time.
 
     Args:
@@ -80,18 +85,18 @@ def meet(world: World, hosts: Sequence[Host], timeout_s: float = _MEETING_S) -> 
         On rank 0 all others, by rank; on the others rank 0 alone.
 
     Raises:
-        ConfigError: Not everybody could be reached.
+        ConfigError: A rank could not be reached.
     """
     if world.rank == 0:
-        return tuple(_receive(world, hosts, timeout_s))
+        return tuple(_accept_ranks(world, hosts, timeout_s))
     invitation = msgspec.msgpack.decode(world.broadcast(), type=_Invitation)
-    return (_visit(world.rank, hosts, invitation),)
+    return (_connect_to_leader(world.rank, hosts, invitation),)
 
 
 # ---------------------------------------------------------------------- rank 0
 
 
-def _receive(world: World, hosts: Sequence[Host], timeout_s: float) -> list[Peer]:
+def _accept_ranks(world: MpiWorld, hosts: Sequence[Host], timeout_s: float) -> list[Peer]:
     is_local = all(host.shares_network_with(hosts[0]) for host in hosts)
     with socket.create_server((_LOOPBACK if is_local else "", 0), backlog=world.size + 16) as listening:
         secret = secrets.token_bytes(_SECRET_BYTES)
@@ -99,9 +104,11 @@ def _receive(world: World, hosts: Sequence[Host], timeout_s: float) -> list[Peer
         world.broadcast(msgspec.msgpack.encode(_Invitation(addresses, listening.getsockname()[1], secret)))
         missing = set(range(1, world.size))
         peers = []
-        for guest in _guests(listening, secret, missing, timeout_s):
-            missing.discard(guest.rank)
-            peers.append(_peer(guest.rank, hosts, guest.connection, guest.connection.getsockname()[0]))
+        for candidate in _authenticated(listening, secret, missing, timeout_s):
+            missing.discard(candidate.rank)
+            peers.append(
+                _peer(candidate.rank, hosts, candidate.connection, candidate.connection.getsockname()[0])
+            )
     if missing:
         for peer in peers:
             peer.connection.close()
@@ -112,8 +119,16 @@ def _receive(world: World, hosts: Sequence[Host], timeout_s: float) -> list[Peer
     return sorted(peers, key=lambda peer: peer.rank)
 
 
-class _Guest:
-    """A connection that rank 0 has accepted and may turn out to be a rank's."""
+def own_addresses() -> list[str]:
+    """The IPv4 addresses of this network namespace's interfaces, without the loopback's."""
+    found = [address for interface in psutil.net_if_addrs().values() for address in interface]
+    return [
+        one.address for one in found if one.family == socket.AF_INET and not one.address.startswith("127.")
+    ]
+
+
+class _Candidate:
+    """A connection to rank 0 that may turn out to be a rank's."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         connection.setblocking(False)
@@ -121,28 +136,31 @@ class _Guest:
         self.rank = 0  # until it has shown another
         self._secret = secret
         self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-        self._heard = bytearray()
+        self._received = bytearray()
         connection.send(self._challenge)  # the buffer of a fresh connection takes it
 
-    def hear(self, wanted: set[int]) -> bool:
-        """Read what is there; whether this is a `wanted` rank, and content. Raises OSError or _Stranger if not."""
-        missing = _REPLY_BYTES + len(_CONTENT) - len(self._heard)
+    def read(self, wanted: set[int]) -> bool:
+        """Read what has come; returns whether this is a `wanted` rank that has accepted the connection.
+
+        Raises OSError or _Stranger if it never will be.
+        """
+        missing = _REPLY_BYTES + len(_ACCEPTED) - len(self._received)
         part = self.connection.recv(missing)
         if not part:
             raise _Stranger
-        self._heard += part
-        if not self.rank and len(self._heard) >= _REPLY_BYTES:
+        self._received += part
+        if not self.rank and len(self._received) >= _REPLY_BYTES:
             self._reply(wanted)
-        if len(self._heard) < _REPLY_BYTES + len(_CONTENT):
+        if len(self._received) < _REPLY_BYTES + len(_ACCEPTED):
             return False
         if self.rank not in wanted:  # it came twice
             raise _Stranger
         return True
 
     def _reply(self, wanted: set[int]) -> None:
-        theirs = bytes(self._heard[:_CHALLENGE_BYTES])
-        rank = int.from_bytes(self._heard[_CHALLENGE_BYTES : _CHALLENGE_BYTES + _RANK_BYTES], "big")
-        code = bytes(self._heard[_CHALLENGE_BYTES + _RANK_BYTES : _REPLY_BYTES])
+        theirs = bytes(self._received[:_CHALLENGE_BYTES])
+        rank = int.from_bytes(self._received[_CHALLENGE_BYTES : _CHALLENGE_BYTES + _RANK_BYTES], "big")
+        code = bytes(self._received[_CHALLENGE_BYTES + _RANK_BYTES : _REPLY_BYTES])
         if not hmac.compare_digest(code, _code_of_rank(self._secret, self._challenge, theirs, rank)):
             raise _Stranger
         if rank not in wanted:
@@ -151,8 +169,10 @@ class _Guest:
         self.connection.send(_code_of_leader(self._secret, self._challenge, theirs))
 
 
-def _guests(listening: socket.socket, secret: bytes, wanted: set[int], timeout_s: float) -> Iterator[_Guest]:
-    """Ranks as they come, until nobody is `wanted` any more (the caller's to change) or it takes too long."""
+def _authenticated(
+    listening: socket.socket, secret: bytes, wanted: set[int], timeout_s: float
+) -> Iterator[_Candidate]:
+    """Yield ranks as they connect, until the caller has emptied `wanted` or it takes too long."""
     deadline = time.monotonic() + timeout_s
     listening.setblocking(False)
     with selectors.DefaultSelector() as selector:
@@ -161,34 +181,34 @@ def _guests(listening: socket.socket, secret: bytes, wanted: set[int], timeout_s
             for key, _ in selector.select(left_s):
                 try:
                     if key.data is None:
-                        guest = _Guest(listening.accept()[0], secret)
-                        selector.register(guest.connection, selectors.EVENT_READ, guest)
-                    elif key.data.hear(wanted):
+                        candidate = _Candidate(listening.accept()[0], secret)
+                        selector.register(candidate.connection, selectors.EVENT_READ, candidate)
+                    elif key.data.read(wanted):
                         selector.unregister(key.data.connection)
                         yield key.data
                 except (OSError, _Stranger):
-                    _turn_away(selector, key.data)
+                    _reject(selector, key.data)
         for key in list(selector.get_map().values()):
-            _turn_away(selector, key.data)
+            _reject(selector, key.data)
 
 
-def _turn_away(selector: selectors.BaseSelector, guest: _Guest | None) -> None:
-    if guest is not None:  # else it went before it was accepted
-        selector.unregister(guest.connection)
-        guest.connection.close()
+def _reject(selector: selectors.BaseSelector, candidate: _Candidate | None) -> None:
+    if candidate is not None:  # else it went before it was accepted
+        selector.unregister(candidate.connection)
+        candidate.connection.close()
 
 
 # ---------------------------------------------------------------------- the others
 
 
-def _visit(rank: int, hosts: Sequence[Host], invitation: _Invitation) -> Peer:
+def _connect_to_leader(rank: int, hosts: Sequence[Host], invitation: _Invitation) -> Peer:
     is_near = hosts[rank].shares_network_with(hosts[0])
     addresses = (_LOOPBACK,) if is_near else invitation.addresses
     reasons = {}
     for try_s in _TRY_S:
         for address in addresses:
             try:
-                return _peer(0, hosts, *_introduce(rank, address, invitation, try_s))
+                return _peer(0, hosts, *_try_address(rank, address, invitation, try_s))
             except _Stranger:
                 reasons[address] = "somebody else answers"
             except OSError as error:
@@ -200,7 +220,7 @@ def _visit(rank: int, hosts: Sequence[Host], invitation: _Invitation) -> Peer:
     )
 
 
-def _introduce(
+def _try_address(
     rank: int, address: str, invitation: _Invitation, timeout_s: float
 ) -> tuple[socket.socket, str]:
     connection = socket.create_connection((address, invitation.port), timeout=timeout_s)
@@ -213,7 +233,7 @@ def _introduce(
         expected = _code_of_leader(invitation.secret, theirs, mine)
         if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES), expected):
             raise _Stranger
-        connection.sendall(_CONTENT)
+        connection.sendall(_ACCEPTED)
     except BaseException:
         connection.close()
         raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from inflight.server import belongings, installation, mpirun, probe, ranks, runtime_directory
+from inflight.server import belongings, installation, probe, ranks, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.farewell import Farewell
 from inflight.server.idle import IdleWatch, stubs_processor_time
@@ -254,11 +254,11 @@ class TritonServer:
         if all(launch.mode == "in_process" for launch in self.repository.launches):
             return environment
         shared_memory = runtime_directory.make_shared_memory_folder(self._folder)
-        return environment | mpirun.session_variables(self._folder, shared_memory)
+        return environment | ranks.session_variables(self._folder, shared_memory)
 
     def _leader_command(self, tritonserver: list[str], leader: ranks.Launch) -> list[str]:
         variables, pid_file = self._installation.variables(), self._folder / PID_FILE
-        return mpirun.leader_command(
+        return ranks.leader_command(
             tritonserver, variables, pid_file, leader.num_ranks, leader.mpirun_arguments
         )
 

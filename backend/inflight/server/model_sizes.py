@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from inflight.ranks.sizes import tensor_parallel_sizes
+from inflight.ranks.topology import tensor_parallel_sizes
 from inflight.server.errors import OptionError
 
 _LAYERS = ("num_hidden_layers", "n_layer")

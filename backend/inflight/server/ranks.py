@@ -1,18 +1,28 @@
-"""How many ranks the engines of a model repository have, and who starts them.
+"""How many ranks the engines of a model repository have, who starts them, and the mpirun command of leader mode.
 
-Owns what the parameters about it mean to the launcher; the model that holds the engine reads them again. Standard
-library only (see `trtllm_launcher`). Reads the environment, keeps nothing.
+Owns what the parameters about ranks mean to the launcher; the model that holds the engine reads them again.
+Standard library only (see `trtllm_launcher`). Reads the environment, keeps nothing, starts nothing.
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from inflight.errors import ConfigError
-from inflight.ranks import open_mpi
+from inflight.ranks.launch import (
+    SHARED_MEMORY,
+    WORKER_MODULE,
+    default_mode,
+    find_mpirun,
+    mpirun_options,
+    num_ranks_around,
+    split_arguments,
+)
 from inflight.server.config_text import is_filled
-from inflight.server.errors import OptionError
+from inflight.server.errors import OptionError, ServeError
 
 Mode = Literal["in_process", "leader", "orchestrator"]
 
@@ -26,16 +36,19 @@ OPTIONS: Mapping[str, str] = {
 }
 """What the parameters are called on the command line."""
 
+_WORKER = ("-m", WORKER_MODULE)
+# Its shell says which process tritonserver is: a signal to mpirun would end all ranks at once.
+_NOTE_PID = 'echo $$ >"$0"; exec env "$@"'
+
 
 @dataclass(frozen=True)
 class Launch:
-    """Of one engine.
+    """How the ranks of one engine are started.
 
     Attributes:
-        model: The Triton model that holds it.
+        model: The Triton model that holds the engine.
         num_ranks: Tensor-parallel ranks times pipeline stages.
-        mode: in_process: one rank, the model's own process. leader: rank 0 is the model's own process, the others
-            were started together with it. orchestrator: the model starts all of them.
+        mode: A value of `LaunchMode`.
         mpirun_arguments: More arguments for mpirun, in a shell's words.
         tp, pp: Tensor-parallel ranks, and pipeline stages.
     """
@@ -51,7 +64,7 @@ class Launch:
 def settings(
     tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None
 ) -> dict[str, str]:
-    """The parameters of config.pbtxt that these stand for; None leaves what the repository says."""
+    """The options of the command line as parameters of config.pbtxt; None leaves what the repository says."""
     given = {
         TENSOR_PARALLEL: tp,
         PIPELINE_PARALLEL: pp,
@@ -64,10 +77,10 @@ def settings(
 def launch_of(
     model: str, parameters: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> Launch:
-    """What an engine's parameters come to; OptionError where they do not go together."""
+    """How an engine's ranks are started, by its parameters; OptionError where they do not go together."""
     tp, pp = (_size(model, key, parameters.get(key)) for key in (TENSOR_PARALLEL, PIPELINE_PARALLEL))
     asked = parameters.get(LAUNCH_MODE)
-    mode = _mode(model, asked) if asked and is_filled(asked) else default_mode(tp * pp, environment)
+    mode = _mode(model, asked) if asked and is_filled(asked) else default_mode(tp * pp, environment).value
     if mode == "in_process" and tp * pp > 1:
         raise OptionError(
             f"{model}: --tp {tp} --pp {pp} makes {tp * pp} ranks, and in_process is for one: "
@@ -96,21 +109,44 @@ def find_leader(launches: Sequence[Launch]) -> Launch | None:
     return leaders[0] if leaders else None
 
 
-def default_mode(num_ranks: int, environment: Mapping[str, str] = os.environ) -> Mode:
-    """Of an engine of which nobody says how its ranks are started."""
-    if environment.get("TRTLLM_ORCHESTRATOR") == "1":
-        return "orchestrator"
-    if num_ranks_around(environment) > 1:
-        return "leader"
-    return "in_process" if num_ranks == 1 else "orchestrator"
+def leader_command(
+    tritonserver: Sequence[str],
+    variables: Mapping[str, str],
+    pid_file: Path,
+    num_ranks: int,
+    mpirun_arguments: str,
+) -> list[str]:
+    """The command that starts `tritonserver` on this host as rank 0, and `num_ranks` - 1 workers beside it.
+
+    Args:
+        tritonserver: Its program and arguments.
+        variables: For tritonserver alone: a worker's libraries are not to be looked for among the server's.
+        pid_file: Where tritonserver's process id will stand, on a line.
+        num_ranks: Of the engine.
+        mpirun_arguments: More arguments, in a shell's words.
+
+    Raises:
+        ServeError: There is no mpirun.
+    """
+    try:
+        mpirun = find_mpirun()
+    except ConfigError as error:
+        raise ServeError(str(error)) from None
+    assignments = [f"{name}={value}" for name, value in variables.items()]
+    return [
+        mpirun,
+        # Who loses a rank has to tell its clients, which it cannot do if mpirun ends it.
+        "--enable-recovery",
+        *mpirun_options(mpirun_arguments, is_one_program=False),
+        *("-n", "1", "sh", "-c", _NOTE_PID, str(pid_file), *assignments, *tritonserver),
+        # The current directory is the server's own folder, which other hosts do not have.
+        *(":", "-n", str(num_ranks - 1), "--wdir", "/", sys.executable, *_WORKER),
+    ]
 
 
-def num_ranks_around(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes mpirun or srun has started together, this one among them; 1 if none of them has."""
-    if "PMIX_RANK" not in environment:  # srun without --mpi=pmix tells its number of tasks too
-        return 1
-    sizes = (environment.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return next((int(size) for size in sizes if size.isdecimal()), 1)
+def session_variables(folder: Path, shared_memory: Path) -> dict[str, str]:
+    """Environment variables that keep an mpirun's own files where they are removed with the server."""
+    return {"TMPDIR": str(folder), SHARED_MEMORY: str(shared_memory)}
 
 
 def _size(model: str, key: str, value: str | None) -> int:
@@ -125,7 +161,7 @@ def _mpirun_arguments(model: str, value: str) -> str:
     if not is_filled(value):
         return ""
     try:
-        open_mpi.words(value)
+        split_arguments(value)
     except ConfigError as error:
         raise OptionError(f"{model}: {error}") from None
     return value

@@ -11,14 +11,17 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from inflight.core.ports import ReturnMetricsCallback
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import ConfigError, InflightError, Unavailable
 from inflight.ranks.job import Job
+from inflight.ranks.rank_context import join, lead, refuse
 
 
 class Leader:
-    """From construction, which takes as long as the model takes to load, to `close`.
+    """Rank 0 of an engine, from construction, which takes as long as the model takes to load, to `close`.
 
     Args:
         job: For all ranks.
@@ -38,7 +41,6 @@ class Leader:
         self, job: Job, return_metrics: ReturnMetricsCallback, on_end: Callable[[InflightError], None]
     ) -> None:
         from inflight.build import build_engine
-        from inflight.ranks.joining import join, lead
 
         self._engine = None
         self._on_end = on_end
@@ -54,7 +56,7 @@ class Leader:
         self.shared_memory = _shared_memory()
 
     def close(self) -> bool:
-        """As `RunningEngine.close`; the other ranks end too."""
+        """Close the engine as `RunningEngine.close` does; the other ranks end too."""
         assert self._engine is not None, "who has not been constructed is not closed"
         return self._engine.close()
 
@@ -65,16 +67,14 @@ class Leader:
 
 
 def refuse_ranks(why: str) -> None:
-    """There is nothing to serve: those who wait for this process in MPI end."""
-    from inflight.ranks.joining import join, refuse
-
+    """Tell those who wait for this process in MPI that there is nothing to serve: they end."""
     refuse(join(), why)
 
 
 def take_seat() -> socket.socket:
-    """What only one process can have at a time, for a rank's place: whoever holds it open keeps others from it.
+    """A socket that only one process can have at a time, for a rank's place among the ranks.
 
-    Raises ConfigError if it is taken.
+    Whoever holds it open keeps others from the place. Raises ConfigError if somebody does.
     """
     seat = socket.socket(socket.AF_UNIX)
     try:
@@ -89,9 +89,8 @@ def take_seat() -> socket.socket:
 
 
 def _shared_memory() -> str:
-    """Open MPI's: a file for each rank of the host, which a rank that is killed leaves behind."""
-    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
-        path = line.partition("/")[1] + line.partition("/")[2]
-        if Path(path).name.startswith("sm_segment."):
-            return path.rpartition(".")[0] + "."
+    """What the paths of Open MPI's files start with: each rank of the host has one, and leaves it when killed."""
+    for mapped in psutil.Process().memory_maps():
+        if Path(mapped.path).name.startswith("sm_segment."):
+            return mapped.path.rpartition(".")[0] + "."
     return ""

@@ -38,7 +38,7 @@ from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import DynamicScaling
 from inflight.models.sharding import Part
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()

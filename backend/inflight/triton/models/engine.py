@@ -20,7 +20,7 @@ from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
 from inflight.processes import this_parent
 from inflight.ranks.job import Job
-from inflight.ranks.launch_mode import LaunchMode, find_launch_mode, waits_for_leader
+from inflight.ranks.launch import LaunchMode, find_launch_mode, waits_for_leader
 from inflight.ranks.orchestrator import Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
@@ -171,7 +171,9 @@ def _read(args: Mapping[str, str]) -> tuple[ModelArgs, LaunchMode]:
     try:
         model = read_model_args(args, Role.ENGINE)
         check_parameters(model.parameters)
-        return model, find_launch_mode(model.parameters)
+        asked_for = model.parameters.launch_mode
+        sizes = model.parameters.tensor_parallel_size, model.parameters.pipeline_parallel_size
+        return model, find_launch_mode(asked_for, *sizes)
     except ConfigError as error:
         if waits_for_leader():
             refuse_ranks(str(error))

