@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inflight.server import belongings, runtime_directory
+from inflight.server import runtime_directory
 from inflight.server.launch import TritonServer
 
 
@@ -57,7 +57,7 @@ def folder_of(server: TritonServer) -> Path:
 def left_of(folder: Path) -> list[object]:
     """What there is of a server: processes, shared memory, the private folder itself."""
     shared_memory = runtime_directory.shared_memory_files(folder)
-    return [*belongings.find(folder), *shared_memory, *folder.parent.glob(folder.name)]
+    return [*runtime_directory.find_processes(folder), *shared_memory, *folder.parent.glob(folder.name)]
 
 
 def _members(group: int) -> list[int]:

@@ -6,7 +6,7 @@ import csv
 import os
 from pathlib import Path
 
-from inflight.server import perf_analyzer
+from benchmarks.measuring import perf_analyzer
 
 from .clients import ask, wait_until
 

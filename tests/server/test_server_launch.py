@@ -15,7 +15,7 @@ import numpy
 import pytest
 import tritonclient.grpc as grpcclient
 
-from inflight.server import perf_analyzer
+from benchmarks.measuring import perf_analyzer
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports

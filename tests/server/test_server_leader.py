@@ -14,7 +14,7 @@ from queue import Queue
 import pytest
 
 from inflight.ranks.open_mpi import find_mpirun
-from inflight.server import belongings, mpirun
+from inflight.server import mpirun, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from tests.server.test_server_launch import ask, eventually, shared_memory_of
@@ -99,7 +99,7 @@ def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path)
         assert server.shut_down() is True
     assert server.returncode == 0
     assert server.log_text().count(" ends\n") == 2
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
     assert shared_memory_of(folder.name) == []
     assert not folder.exists()
 
@@ -131,7 +131,7 @@ def test_what_is_in_flight_finishes(ranked_repository: Path, number: signal.Sign
         assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
         assert process.wait(20) == 0
         client.close()
-        assert belongings.find(folder) == []
+        assert runtime_directory.find_processes(folder) == []
         assert shared_memory_of(folder.name) == []
         assert not folder.exists()
 
@@ -140,10 +140,10 @@ def test_it_all_ends_with_a_launcher_that_is_killed(ranked_repository: Path) -> 
     with running(serve_command(ranked_repository)) as process:
         ready_line(process)
         folder = folder_of(process)
-        assert len(belongings.find(folder)) >= 5
+        assert len(runtime_directory.find_processes(folder)) >= 5
         process.kill()
         assert eventually(lambda: not folder.exists())
-        assert belongings.find(folder) == []
+        assert runtime_directory.find_processes(folder) == []
         assert shared_memory_of(folder.name) == []
 
 
@@ -164,7 +164,7 @@ def test_what_dies_takes_all_with_it(ranked_repository: Path, kill: Callable[[Tr
         kill(server)
         assert eventually(lambda: server.returncode is not None)
         assert server.returncode != 0
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
     assert shared_memory_of(folder.name) == []
     assert not folder.exists()
 
@@ -176,7 +176,7 @@ def test_a_rank_that_is_stopped_does_not_keep_a_server_that_has_ended(ranked_rep
         os.kill(server.pid, signal.SIGKILL)
         assert eventually(lambda: server.returncode is not None)
         assert server.returncode != 0
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
 
 
 def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
     assert server.wait_ready(30, interrupted=lambda: True) is False
     server.close()
     assert time.monotonic() - started < 15
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
     assert not folder.exists()
 
 

@@ -23,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from inflight.processes import ProcessId, this_parent
-from inflight.server.process import note_loss
+from inflight.server.runtime_directory import note_loss
 
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"

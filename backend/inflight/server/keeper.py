@@ -10,8 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inflight.server import belongings, runtime_directory
-from inflight.server.process import read_pid
+from inflight.server import runtime_directory
 
 _DONE = b"done\n"
 _GRACE_S = 10.0
@@ -44,13 +43,13 @@ def main(folder: Path) -> None:
     if sys.stdin.buffer.read() == _DONE:
         return
     _ask_to_end(folder)
-    belongings.end_all(folder)
+    runtime_directory.end_processes(folder)
     runtime_directory.remove(folder)
 
 
 def _ask_to_end(folder: Path) -> None:
-    pid = read_pid(folder)
-    for process in belongings.find(folder):  # another may have its number by now
+    pid = runtime_directory.read_pid(folder)
+    for process in runtime_directory.find_processes(folder):  # another may have its number by now
         if process.pid == pid:
             process.signal(signal.SIGTERM)
             process.wait(_GRACE_S)

@@ -12,25 +12,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from inflight.server import belongings, installation, mpirun, probe, ranks, runtime_directory
+from inflight.server import installation, mpirun, ranks, runtime_directory
+from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
 from inflight.server.errors import ServeError
-from inflight.server.farewell import Farewell
-from inflight.server.idle import IdleWatch, stubs_processor_time
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
 from inflight.server.ports import Ports, resolve_host, resolve_ports
-from inflight.server.process import PID_FILE, ServerProcess, was_lost
+from inflight.server.process import ServerProcess
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
-from inflight.server.startup import Startup, num_bytes
+from inflight.server.runtime_directory import PID_FILE
+from inflight.server.startup import Startup, is_ready, num_bytes
 
 _POLL_INTERVAL_S = 0.1
 _UNREADY_GRACE_S = 5.0  # nothing can be in flight
-# How long a server with nothing left to do may take to end (see `idle` for why it may not end at all). Of an
+# How long a server with nothing left to do may take to end (see `drain` for why it may not end at all). Of an
 # engine it is known that there is nothing left; of other models it is concluded from this much quiet.
 _DRAINED_GRACE_S = 2.0
 _QUIET_S = 5.0
 # What is still in flight is answered with UNAVAILABLE so long before the server gives up on it.
-_FAREWELL_MARGIN_S = 4.0
+_ANSWER_MARGIN_S = 4.0
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
 # Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
@@ -67,7 +67,7 @@ class ServerOptions:
 
 
 class TritonServer:
-    """A tritonserver and its private folder; construction checks and lays out, `start` runs it."""
+    """A tritonserver and its private folder; construction checks the options and lays out, `start` runs it."""
 
     def __init__(self, options: ServerOptions, echo: TextIO | None = None) -> None:
         self._options = options
@@ -167,7 +167,7 @@ class TritonServer:
         return Startup(
             self.repository.models,
             self._log,
-            lambda: num_bytes(belongings.find(self._folder)),
+            lambda: num_bytes(runtime_directory.find_processes(self._folder)),
             self._options.ready_timeout_s,
             tell,
         )
@@ -175,7 +175,7 @@ class TritonServer:
     @property
     def was_lost(self) -> bool:
         """Of a server that has ended: whether nobody had told it to, as a signal to tritonserver does."""
-        return self.returncode != 0 or was_lost(self._folder)
+        return self.returncode != 0 or runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:
         """What to say of a server that has ended although nobody asked it to."""
@@ -198,7 +198,7 @@ class TritonServer:
             self.kill()
             return False
         timeout_s = max(1.0, self._options.exit_timeout_s) if self._ready else _UNREADY_GRACE_S
-        watch: Farewell | IdleWatch | None = self._say_farewell()
+        watch: EngineDrain | IdleWatch | None = self._drain_engines()
         grace_s = min(_DRAINED_GRACE_S, timeout_s / 4)
         if watch is None:
             watch, grace_s = IdleWatch(lambda: stubs_processor_time(self.pid)), _QUIET_S
@@ -212,13 +212,13 @@ class TritonServer:
         self.kill()
         return in_order
 
-    def _say_farewell(self) -> Farewell | None:
-        """Tell the engines, if there are any where this launcher or a setting had them put their sockets."""
+    def _drain_engines(self) -> EngineDrain | None:
+        """Tell the engines whose sockets are where this launcher or a setting put them; None without any."""
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))
         timeout = self._options.exit_timeout_s
-        return Farewell(sockets, max(timeout - _FAREWELL_MARGIN_S, timeout / 2)) if sockets else None
+        return EngineDrain(sockets, max(timeout - _ANSWER_MARGIN_S, timeout / 2)) if sockets else None
 
     def kill(self) -> None:
         """End the server, its stubs and its ranks at once."""
@@ -291,7 +291,7 @@ class TritonServer:
         ]
 
     def _answers_ready(self) -> bool:
-        return probe.is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
+        return is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
 
     def _wait(self, timeout: float) -> None:
         self._started().wait(timeout)

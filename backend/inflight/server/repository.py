@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.server import ranks
+from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
     fill_fields,
     is_filled,
@@ -22,7 +23,6 @@ from inflight.server.config_text import (
     set_parameters,
 )
 from inflight.server.errors import OptionError
-from inflight.server.model_sizes import check_rank_sizes
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
@@ -36,7 +36,7 @@ _DEMO_MODEL = "demo_model"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fill in. `settings` are parameter names and values, and win over the other two."""
+    """What to fill into config.pbtxt: `settings` are parameter names and values, and win over the other two."""
 
     model: Path | None = None
     dtype: str | None = None
@@ -48,7 +48,7 @@ class RuntimeRepository:
     """A folder that tritonserver can load.
 
     Attributes:
-        models: Their names.
+        models: The names of its models.
         checkpoint: What its engines serve, separated by commas; None if there is none.
         launches: Who starts the ranks of each engine.
     """
