@@ -10,7 +10,7 @@ import pytest
 
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from tests.server.test_server_launch import command
+from tests.commands import command
 
 from .clients import Stream, ask, completion
 from .conftest import REPOSITORY

@@ -16,7 +16,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inflight.server import runtime_directory
-from tests.server.test_server_launch import Command, command
+from tests.commands import Command, command
 
 from .clients import Stream, ask, infer, unary
 from .conftest import DEMO_MODEL, REPOSITORY

@@ -11,7 +11,9 @@ from queue import Queue
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from .test_server_launch import ask, command, eventually, group_members, shared_memory_of
+from tests.commands import command, eventually, group_members, is_alive, shared_memory_of
+
+from .test_server_launch import ask
 
 pytestmark = pytest.mark.e2e
 
@@ -74,7 +76,7 @@ def test_a_signal_ends_the_command_while_the_server_starts_again(counting_reposi
         serving.ready_line()
         server = serving.server()
         os.kill(server, signal.SIGKILL)
-        assert eventually(lambda: not Path(f"/proc/{server}").exists())
+        assert eventually(lambda: not is_alive(server))
         serving.process.terminate()
         assert serving.process.wait(30) == 0
 
