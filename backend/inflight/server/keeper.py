@@ -17,7 +17,7 @@ _GRACE_S = 10.0
 
 
 class Keeper:
-    """Started before the server, so that there is no moment at which nobody would end it."""
+    """The launcher's side; to be constructed before the server, so that the server is never without a keeper."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -30,14 +30,14 @@ class Keeper:
         )
 
     def dismiss(self) -> None:
-        """The server has ended and left nothing; so does the keeper."""
+        """End the keeper, as the server has ended and left nothing."""
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the keeper
             self._process.communicate(_DONE)
         self._process.wait()
 
 
 def main(folder: Path) -> None:
-    """Wait for the launcher's word or its end."""
+    """Wait until the launcher says that it is done, or ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher
     if sys.stdin.buffer.read() == _DONE:

@@ -39,11 +39,11 @@ _SHARED_MEMORY_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Everything that decides what runs and where.
+    """Everything that decides which server runs, on which models and at which addresses.
 
     Attributes:
-        ports: Those that are 0 are chosen free.
-        ready_timeout_s: Most seconds without progress before it is ready; None: for ever.
+        ports: A free port is chosen for each that is 0.
+        ready_timeout_s: Give up after so many seconds without progress before the server is ready; None: never.
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
@@ -117,7 +117,7 @@ class TritonServer:
         return self._started().returncode
 
     def log_text(self) -> str:
-        """Everything the server and its models have written so far."""
+        """The log of the server and its models so far."""
         return self._log.text() if self._log else ""
 
     def start(self) -> None:
@@ -174,11 +174,11 @@ class TritonServer:
 
     @property
     def was_lost(self) -> bool:
-        """Of a server that has ended: whether nobody had told it to, as a signal to tritonserver does."""
+        """Whether a server that has ended did so although nobody had sent tritonserver a signal to end."""
         return self.returncode != 0 or runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:
-        """What to say of a server that has ended although nobody asked it to."""
+        """The error to raise for a server that has ended although nobody asked it to."""
         if self._log:
             self._log.join(timeout=2)
         when = "" if self._ready else " before it was ready"
@@ -244,12 +244,12 @@ class TritonServer:
         return assemble(given.model_repository, self._folder / "models", given.wanted, wanted)
 
     def _find_leader(self) -> ranks.Launch | None:
-        """The engine whose ranks this launcher starts: not those that were started around it."""
+        """The engine whose ranks this launcher starts; None if there is none, or its ranks run already."""
         leader = ranks.find_leader(self.repository.launches)
         return leader if ranks.num_ranks_around() == 1 else None
 
     def _make_environment(self) -> dict[str, str]:
-        """Of tritonserver; in leader mode of mpirun and the workers."""
+        """The environment of tritonserver; in leader mode that of mpirun and the workers."""
         environment = dict(os.environ) if self._leader else self._installation.environment()
         if all(launch.mode == "in_process" for launch in self.repository.launches):
             return environment
@@ -333,7 +333,7 @@ def _find(program: Path | None, folder: Path) -> installation.Installation:
 
 
 def _where_log_is(echo: TextIO | None) -> str:
-    """For people. The log is copied to wherever `echo` leads."""
+    """Words that tell people where the log is, which is copied to wherever `echo` leads."""
     if echo is None:
         return "its log ends with"
     try:

@@ -176,7 +176,7 @@ def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
 def _check_ranks_known(
     wanted: Mapping[str, str], present: Mapping[str, Mapping[str, str]], source: Path
 ) -> None:
-    """Say which option it is, as nobody has written these as --set."""
+    """Raise OptionError for a parameter that no model has, naming the option that stands for it."""
     for key in wanted:
         if not any(key in known for known in present.values()):
             raise OptionError(
@@ -186,14 +186,14 @@ def _check_ranks_known(
 
 
 def _batch_size(value: str | None) -> int | None:
-    """How many requests run at a time: a field of Triton's own, and of every model, not a parameter."""
+    """The value of max_batch_size, which is no parameter but a field of Triton's own in every config.pbtxt."""
     if value is not None and not (value.isdecimal() and int(value) > 0):
         raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
     return None if value is None else int(value)
 
 
 def _decoupled(value: str | None) -> bool | None:
-    """Whether models that may have several responses to a request have: a field of Triton's own, too."""
+    """The value of decoupled_mode, which is no parameter but a field of Triton's own, too."""
     if value is None:
         return None
     if value.lower() not in ("true", "false"):
@@ -208,7 +208,7 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """What a model that may be decoupled is: as wanted, else as its engine's model is; None: as it stands."""
+    """Whether to decouple a model that can be: as wanted, else as its engine's model is; None: as its file says."""
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 
