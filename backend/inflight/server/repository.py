@@ -208,7 +208,7 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """Whether to decouple a model that can be: as wanted, else as its engine's model is; None: as its file says."""
+    """Whether to decouple a model: as wanted, else as its engine's model is; None: as its file says."""
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 
