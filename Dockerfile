@@ -4,9 +4,8 @@
 #   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -v /path/to/checkpoint:/model \
 #       inflight --model /model
 #
-# --shm-size: every response crosses /dev/shm between Triton and its Python backend; a container has 64 MB, five models
-# take 4 MiB each, and each model keeps as much as its largest response took. Logits are what is large: 4 bytes for each
-# word of the vocabulary and token, 490 MiB for 1,000 tokens of a vocabulary of 128,256. What would not fit is refused.
+# --shm-size: responses cross /dev/shm, of which a container has 64 MB by default; how much they take stands in
+# docs/operating.md, Shared memory. What would not fit is refused.
 # The flags after the image's name are those of scripts/serve.
 ARG TRITON_IMAGE
 FROM ${TRITON_IMAGE}

@@ -8,7 +8,6 @@ likeliest token is the same, and the loss on the token that does follow.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sysconfig
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.long_context import Loop
+from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
@@ -93,6 +93,7 @@ def compute_logits(way: Way, windows: Sequence[Sequence[int]]) -> list[Tensor]:
     found = []
     for number, window in enumerate(windows):
         (response,) = loop.step(Request(number, tuple(window), 1, output=_OUTPUT))
+        assert response.result is not None and response.result.context_logits is not None
         logits = response.result.context_logits
         found.append(torch.from_numpy(np.frombuffer(logits.data, np.float32).copy()).view(logits.shape))
     engine.close()
@@ -121,7 +122,7 @@ def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench accuracy", description=__doc__.splitlines()[0])
+    parser = new_parser("accuracy", __doc__)
     parser.parse_args()
     tokens = held_out_tokens()
     windows = [tokens[begin : begin + _WINDOW] for begin in range(0, len(tokens) - 1, _WINDOW)]
@@ -147,6 +148,7 @@ def _load_training() -> ModuleType:
     """The program that trained the model knows how its text was prepared."""
     loader = SourceFileLoader("train_demo_model", str(_TRAINING))
     spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None, "there is a loader"
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring import perf_analyzer
 from benchmarks.measuring.report import Timeline
 from benchmarks.measuring.workload import BenchRequest
-from inflight.server import belongings, perf_analyzer
+from inflight.server import runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer
 
@@ -101,7 +102,7 @@ def engine_stub(pids: Sequence[int]) -> int:
 
 def process_ids(server: TritonServer) -> list[int]:
     """Of all processes of a server."""
-    return [process.pid for process in belongings.find(server.repository.path.parent)]
+    return [process.pid for process in runtime_directory.find_processes(server.repository.path.parent)]
 
 
 def _request_of(record: Mapping[str, Any]) -> BenchRequest:

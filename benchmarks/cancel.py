@@ -8,7 +8,6 @@ become free. Times are from the moment of the cancel, in milliseconds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,8 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.endless_streams import open_streams
-from benchmarks.growing_trace import GrowingTrace
+from benchmarks.measuring.options import new_parser
+from benchmarks.measuring.real_server import GrowingTrace, open_streams
 from inflight.batch_manager.recording import Begin
 from inflight.server.launch import TritonServer
 from inflight.testing.fake_server import serve_fake
@@ -73,7 +72,7 @@ def _rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench cancel", description=__doc__.splitlines()[0])
+    parser = new_parser("cancel", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-us", type=int, default=5000, help="time of the fake engine's iteration")

@@ -8,7 +8,6 @@ from the arrival until the prompt has its first token. With two prompts at a tim
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -16,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
+from benchmarks.measuring.options import new_parser
 from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.engine.torch import TorchEngine
@@ -138,7 +138,7 @@ def _ms(seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench chunked", description=__doc__.splitlines()[0])
+    parser = new_parser("chunked", __doc__)
     add_engine_options(parser)
     parser.add_argument("--streams", type=int, default=8, help="that run when the prompt arrives")
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")

@@ -34,7 +34,7 @@ from benchmarks.comparing.sides import (
     run,
 )
 from benchmarks.measuring.bandwidth import read_gb_per_s
-from benchmarks.measuring.options import kv_cache_tokens, positive
+from benchmarks.measuring.options import kv_cache_tokens, new_parser, positive
 from benchmarks.measuring.setup import ModelShape, cpu_name
 from benchmarks.measuring.workload import BenchRequest, WorkloadName, draw
 from inflight.errors import InflightError
@@ -95,9 +95,7 @@ class _InOrder(argparse.Action):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench compare", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = new_parser("compare", __doc__, allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     of_a_peer = {"action": _InOrder, "dest": "peer_options", "default": []}
     parser.add_argument("--peer", choices=PEER_NAMES, help="may be repeated, for several", **of_a_peer)

@@ -7,7 +7,6 @@ limit is those bytes over the bandwidth of a large copy. One JSON line for each 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import logging
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
@@ -148,7 +148,9 @@ def measure_transformers(
     """Tokens/s of greedy `generate` by number of sequences, its context phase taken off."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    # Its declared type has neither `to` of a module nor `generate`.
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.to(device)
     figures = []
     for rows in workload.rows:
         numbers = np.random.default_rng(0).integers(3, model.config.vocab_size, (rows, workload.context))
@@ -202,7 +204,7 @@ def run(folder: Path, workload: Workload, config: EngineConfig, beside: bool) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
-    parser = argparse.ArgumentParser(prog="scripts/bench device", description=__doc__.splitlines()[0])
+    parser = new_parser("device", __doc__)
     parser.add_argument("--shape", choices=_SHAPES, default="1b", help="of random weights")
     parser.add_argument("--model", type=Path, help="checkpoint folder, instead of random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

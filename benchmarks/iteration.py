@@ -7,13 +7,13 @@ forward pass is the loop's own work, and whatever the sender, cancellation and T
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
 import time
 
-from benchmarks.endless_streams import log_since, open_streams
+from benchmarks.measuring.options import new_parser
+from benchmarks.measuring.real_server import log_since, open_streams
 from inflight.server.launch import ServerOptions, TritonServer
 from inflight.testing.fake_server import serve_fake
 
@@ -39,7 +39,7 @@ def measure(server: TritonServer, num_streams: int, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench iteration", description=__doc__.splitlines()[0])
+    parser = new_parser("iteration", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a round")

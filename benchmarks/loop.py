@@ -7,12 +7,12 @@ many tokens the responses carried: a sender that falls behind joins tokens, and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import threading
 import time
 
+from benchmarks.measuring.options import new_parser
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulerConfig
 from inflight.core.request.request import EngineDescription, Request
@@ -81,7 +81,7 @@ def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench loop", description=__doc__.splitlines()[0])
+    parser = new_parser("loop", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, default=2000, help="tokens a stream")
     parser.add_argument("--send-us", type=float, default=165.0, help="time of one send")

@@ -7,7 +7,6 @@ many at a time; `lone` is one request after another. A run before the others war
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import threading
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.comparing.peers.peer_program import peak_rss_bytes, seconds_since_process_start
 from benchmarks.measuring.bandwidth import Probe
-from benchmarks.measuring.options import Options, add_options, engine_settings
+from benchmarks.measuring.options import Options, add_options, engine_settings, new_parser
 from benchmarks.measuring.report import Resources, Timeline, to_line
 from benchmarks.measuring.rounds import run_rounds
 from benchmarks.measuring.setup import Kernels, Setup
@@ -167,7 +166,7 @@ def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench offline", description=__doc__.splitlines()[0])
+    parser = new_parser("offline", __doc__)
     add_options(parser, concurrency=0)
     options = Options.of(parser.parse_args())
     try:

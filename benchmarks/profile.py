@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.measuring.options import Options, engine_settings, positive
+from benchmarks.measuring.options import Options, engine_settings, new_parser, positive
 from benchmarks.measuring.setup import Setup
 from benchmarks.measuring.workload import BenchRequest, draw
 from benchmarks.profiling.results import (
@@ -101,7 +101,7 @@ def _checkpoint(given: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench profile", description=__doc__.splitlines()[0])
+    parser = new_parser("profile", __doc__)
     parser.add_argument(
         "--model", type=Path, help="checkpoint folder; random weights of the shape 135m without it"
     )

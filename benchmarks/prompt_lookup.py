@@ -8,14 +8,13 @@ compared, and a difference is an error in float32.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, OutputConfig, Request
 from inflight.core.request.response import Result
@@ -38,7 +37,7 @@ _TESTS = "class TestNode(unittest.TestCase):\n" + "".join(
 )
 _GREEDY = SamplingConfig()
 _SAMPLED = SamplingConfig(temperature=1.0, top_p=0.95, random_seed=1)
-PROMPTS = {
+PROMPTS: dict[str, tuple[str, SamplingConfig]] = {
     "accessors": (_PROPERTIES, _GREEDY),
     "tests": (_TESTS, _GREEDY),
     "sampled": ("def parse_header(line, default=None):\n", _SAMPLED),
@@ -59,17 +58,17 @@ def run(engine: TorchEngine, request: Request) -> Run:
     scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), engine.limits)
     responses = scheduler.accept(IterationInput(0, 0, (request,)))
     first_token = 0.0
-    for iteration in itertools.count(1):  # noqa: B007 - the count is a result
-        batch = scheduler.schedule()
-        if batch is None:
-            break
+    num_iterations = 0
+    while (batch := scheduler.schedule()) is not None:
         responses += scheduler.update(batch, engine.decode(batch, engine.forward(batch)))
         first_token = first_token or time.perf_counter()
+        num_iterations += 1
     seconds = time.perf_counter() - first_token
-    result = responses[-1].result
-    if result is None:
-        raise responses[-1].error  # type: ignore[misc]
-    return Run(result, (result.num_output_tokens[0] - 1) / seconds, iteration - 1)
+    last = responses[-1]
+    if last.error is not None:
+        raise last.error
+    assert last.result is not None, "a response without an error has a result"
+    return Run(last.result, (last.result.num_output_tokens[0] - 1) / seconds, num_iterations)
 
 
 def measure(engine: TorchEngine, plain: Request, num_draft: int, rounds: int) -> dict:
@@ -83,6 +82,7 @@ def measure(engine: TorchEngine, plain: Request, num_draft: int, rounds: int) ->
     if not same and engine.dtype == "float32":
         raise AssertionError("prompt lookup changed the tokens")
     metrics = after.result.perf_metrics
+    assert metrics is not None, "they were asked for"
     return {
         "prompt_tokens": plain.prompt_length,
         "new_tokens": after.result.num_output_tokens[0],
@@ -99,7 +99,7 @@ def measure(engine: TorchEngine, plain: Request, num_draft: int, rounds: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench prompt_lookup", description=__doc__.splitlines()[0])
+    parser = new_parser("prompt_lookup", __doc__)
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
@@ -122,11 +122,12 @@ def main() -> None:
     prompts = {"file": (Path(arguments.prompt).read_text(), _GREEDY)} if arguments.prompt else PROMPTS
     output = OutputConfig(return_perf_metrics=True, exclude_input_from_output=True)
     rows = []
-    for (name, (text, sampling)), num_draft in itertools.product(prompts.items(), arguments.draft):
+    for name, (text, sampling) in prompts.items():
         prompt = tuple(tokenizer.encode(text))
         request = Request(0, prompt, arguments.tokens, sampling=sampling, output=output)
-        rows.append({"prompt": name} | measure(engine, request, num_draft, arguments.rounds))
-        print(rows[-1])
+        for num_draft in arguments.draft:
+            rows.append({"prompt": name} | measure(engine, request, num_draft, arguments.rounds))
+            print(rows[-1])
     print(json.dumps({"bench": "prompt_lookup", "dtype": engine.dtype, "rows": rows}))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from benchmarks.measuring.options import new_parser
 from inflight.ranks.launch import find_mpirun, mpirun_options
 
 _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
@@ -51,7 +52,7 @@ class Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench ranks", description=__doc__.splitlines()[0])
+    parser = new_parser("ranks", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; random weights of --shape without one")
     parser.add_argument("--shape", choices=("tiny", "135m", "1b"), default="1b")
     parser.add_argument("--dtype", default="bfloat16")

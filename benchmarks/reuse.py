@@ -6,12 +6,12 @@ request with a prefix, the second one, and the second one with `enable_kv_cache_
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
+from benchmarks.measuring.options import new_parser
 from inflight.config import SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
@@ -44,7 +44,7 @@ class Asker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench reuse", description=__doc__.splitlines()[0])
+    parser = new_parser("reuse", __doc__)
     add_engine_options(parser)
     parser.add_argument("--prefix", type=int, default=1000, help="tokens that prompts share")
     parser.add_argument("--suffix", type=int, default=16, help="tokens that they do not")

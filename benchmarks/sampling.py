@@ -6,7 +6,6 @@ within some dozens of tokens. With `--flat` they are normally distributed, and a
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.options import new_parser
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
@@ -118,6 +118,7 @@ def _batch(feature: Feature, shape: Shape) -> tuple[ScheduledBatch, np.ndarray]:
         request = _request(feature, shape, prompt, numbers)
         starts.append(SlotStart(slot, request, slot, prompt if request.looks_back else ()))
         if slot < num_drafted:
+            assert request.draft is not None, "the first slots have drafts"
             token_ids = (prompt[-1], *request.draft.token_ids)
             chunks.append(ContextChunk(slot, shape.history - 1, token_ids, True, _DRAFTS))
     plain = tuple(range(num_drafted, num_drafted + num_plain))
@@ -172,7 +173,7 @@ def run(shape: Shape, features: Sequence[Feature], flat: bool, repeats: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench sampling", description=__doc__.splitlines()[0])
+    parser = new_parser("sampling", __doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=128_000)
     parser.add_argument("--history", type=int, default=512, help="tokens that penalties look back at")
@@ -185,7 +186,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     wanted = [f for f in FEATURES if not arguments.feature or any(n in f.name for n in arguments.feature)]
     shape = Shape(arguments.rows, arguments.vocab, arguments.history)
-    figures = {"rows": shape.rows, "vocab": shape.vocab_size}
+    figures: dict[str, object] = {"rows": shape.rows, "vocab": shape.vocab_size}
     print(f"{torch.get_num_threads()} threads")
     figures["features"] = run(shape, wanted, arguments.flat, arguments.repeats)
     if not arguments.feature:

@@ -7,7 +7,6 @@ With `--beside`, the same engine also runs in this process, in turn with the ser
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from benchmarks.analyzer import TIMEOUT_S, analyze, engine_stub, process_ids
 from benchmarks.measuring.bandwidth import Probe
-from benchmarks.measuring.options import Options, add_options, engine_settings, positive
+from benchmarks.measuring.options import Options, add_options, engine_settings, new_parser, positive
 from benchmarks.measuring.report import Resources, Timeline, to_line, to_values
 from benchmarks.measuring.rounds import BenchedEngine, run_rounds
 from benchmarks.measuring.setup import Setup
@@ -63,7 +62,7 @@ class ServedEngine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench serve", description=__doc__.splitlines()[0])
+    parser = new_parser("serve", __doc__)
     add_options(parser, concurrency=16)
     parser.add_argument("--beside", action="store_true", help="in this process too, in turn; print the ratio")
     parser.add_argument("--stream-interval", type=positive, default=1, help="as the parameter")

@@ -7,6 +7,7 @@ root) not, and with the compiled layers of an earlier start or (`--compile`) wit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
+
+import psutil
 
 from benchmarks.measuring.setup import cpu_name
 
@@ -130,9 +134,8 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as server:
         log = _Log(begin)
-        readers = [
-            threading.Thread(target=log.copy, args=(stream,)) for stream in (server.stdout, server.stderr)
-        ]
+        streams = (server.stdout, server.stderr)
+        readers = [threading.Thread(target=log.copy, args=(stream,)) for stream in streams]
         for reader in readers:
             reader.start()
         peak = 0
@@ -169,9 +172,9 @@ class _Log:
         """Whether it is of no use to wait longer."""
         return time.monotonic() - self._begin > _GIVE_UP_S
 
-    def copy(self, stream: object) -> None:
-        """To the stream's end."""
-        for line in stream:  # type: ignore[attr-defined]
+    def copy(self, stream: IO[str]) -> None:
+        """Take in the lines of a stream until it ends."""
+        for line in stream:
             after_s = round(time.monotonic() - self._begin, 2)
             self.lines.append(line)
             for name, pattern in _EVENTS.items():
@@ -186,38 +189,25 @@ class _Log:
 
 def _processes(root: int) -> tuple[Process, ...]:
     """A process and all below it."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        if fields := _stat(pid):
-            parents.setdefault(int(fields[1]), []).append(pid)
-    pids = [root]
-    for pid in pids:
-        pids += parents.get(pid, [])
-    return tuple(process for process in map(_describe, pids) if process is not None)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server = psutil.Process(root)
+        found = map(_describe, [server, *server.children(recursive=True)])
+        return tuple(process for process in found if process is not None)
+    return ()
 
 
-def _describe(pid: int) -> Process | None:
-    """None if it has ended meanwhile."""
-    fields = _stat(pid)
+def _describe(process: psutil.Process) -> Process | None:
+    """What a process takes; None if it has ended meanwhile."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        pss = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
-        peak = _kilobytes(Path(f"/proc/{pid}/status"), "VmHWM:")
-    except (OSError, StopIteration):
+        words = process.cmdline()
+        peak = _kilobytes(Path(f"/proc/{process.pid}/status"), "VmHWM:")
+        pss = process.memory_full_info().pss
+        cpu_s = sum(
+            process.cpu_times()[:4]
+        )  # its own, as user and system, and that of children that have ended
+    except (OSError, StopIteration, psutil.Error):
         return None
-    if not fields:
-        return None
-    ticks = sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
-    return Process(_name(words), ticks / os.sysconf("SC_CLK_TCK"), pss * 1024, peak * 1024)
-
-
-def _stat(pid: int) -> list[str]:
-    """Its fields from the state on; [] if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return Process(_name(words), cpu_s, pss, peak * 1024) if words else None
 
 
 def _kilobytes(file: Path, name: str) -> int:

@@ -8,10 +8,8 @@ falls behind joins tokens, so a stream should wait no longer than one response t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import resource
 import statistics
 import tempfile
@@ -23,9 +21,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.analyzer import Answer, analyze, engine_stub, process_ids
-from benchmarks.growing_trace import GrowingTrace
-from benchmarks.measuring.options import positive
+from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.real_server import GrowingTrace
 from benchmarks.measuring.report import Percentiles
 from benchmarks.measuring.workload import BenchRequest
 from inflight.batch_manager.recording import Begin, End
@@ -79,8 +79,8 @@ class ProcessorTime:
 
 
 def _seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    used = psutil.Process(pid).cpu_times()
+    return used.user + used.system
 
 
 class TokenTimes:
@@ -210,7 +210,7 @@ def settings(step_us: int, stream_interval: int, trace: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench stream", description=__doc__.splitlines()[0])
+    parser = new_parser("stream", __doc__)
     parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument(
         "--step-us", type=positive, nargs="+", default=[5000, 20000], help="of a forward pass"

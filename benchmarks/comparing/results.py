@@ -109,10 +109,17 @@ def values_of(told: Mapping[str, object], memory_gb_per_s: float) -> Values:
     for group, columns in _COLUMNS.items():
         part = told if group == "process" else told.get(group)
         if isinstance(part, Mapping):
-            part = {"memory_gb_per_s": memory_gb_per_s, **part}
-            numbers = {column.metric: _number(part.get(column.metric)) for column in columns}
-            found[group] = {metric: number for metric, number in numbers.items() if number is not None}
+            found[group] = _known(columns, {"memory_gb_per_s": memory_gb_per_s, **part})
     return found
+
+
+def _known(columns: Sequence[Column], told: Mapping[str, object]) -> dict[Metric, float]:
+    """The columns' metrics as far as the program told them."""
+    known: dict[Metric, float] = {}
+    for column in columns:
+        if (number := _number(told.get(column.metric))) is not None:
+            known[column.metric] = number
+    return known
 
 
 def _number(value: object) -> float | None:

@@ -64,6 +64,14 @@ class Options:
         )
 
 
+def new_parser(name: str, docstring: str | None, allow_abbrev: bool = True) -> argparse.ArgumentParser:
+    """The parser of `scripts/bench NAME`, described by the first line of the program's docstring."""
+    description = (docstring or "").partition("\n")[0]
+    return argparse.ArgumentParser(
+        prog=f"scripts/bench {name}", description=description, allow_abbrev=allow_abbrev
+    )
+
+
 def positive(text: str) -> int:
     """For argparse: an integer of at least 1."""
     value = int(text)

@@ -30,9 +30,11 @@ class BenchedEngine(Protocol):
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
         """Send all of them, so many at a time, and wait until all have ended."""
+        ...
 
     def resources(self) -> Resources:
-        """What it has taken so far."""
+        """Its memory and load time so far."""
+        ...
 
 
 def run_rounds(

@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inflight.server import belongings, runtime_directory
+from inflight.server import runtime_directory
 from inflight.server.launch import TritonServer
+from tests.commands import group_members
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Footprint:
     def of(cls, server: TritonServer) -> Footprint:
         folder, process = server.repository.path.parent, Path("/proc", str(server.pid))
         return cls(
-            stubs=sum(1 for pid in _members(server.pid) if pid != server.pid),
+            stubs=sum(1 for pid in group_members(server.pid) if pid != server.pid),
             threads=len(os.listdir(process / "task")),
             files=len(os.listdir(process / "fd")),
             shared_memory=tuple(sorted(_sizes(folder))),
@@ -57,19 +58,7 @@ def folder_of(server: TritonServer) -> Path:
 def left_of(folder: Path) -> list[object]:
     """What there is of a server: processes, shared memory, the private folder itself."""
     shared_memory = runtime_directory.shared_memory_files(folder)
-    return [*belongings.find(folder), *shared_memory, *folder.parent.glob(folder.name)]
-
-
-def _members(group: int) -> list[int]:
-    """Live processes of a process group."""
-    members = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, _, process_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            # A shell is there for a moment when a stub starts.
-            if int(process_group) == group and state != "Z":
-                members.append(int(entry.name))
-    return members
+    return [*runtime_directory.find_processes(folder), *shared_memory, *folder.parent.glob(folder.name)]
 
 
 def _sizes(folder: Path) -> list[int]:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.server import belongings
+from inflight.server import runtime_directory
 from inflight.server.launch import TritonServer
 
 _STUB, _WORKER, _MPIRUN = "triton_python_backend_stub", "inflight.worker", "prterun"
@@ -22,7 +22,7 @@ class Processes:
 
     @classmethod
     def of(cls, server: TritonServer) -> Processes:
-        pids = [process.pid for process in belongings.find(server.repository.path.parent)]
+        pids = [process.pid for process in runtime_directory.find_processes(server.repository.path.parent)]
         named = {name: pid for pid in pids if (name := _name(pid))}
         return cls(named, frozenset(pids))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight.server import belongings
+from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from tests.server.test_server_launch import command
+from tests.commands import command
 
 from .clients import Stream, ask, completion
 from .conftest import REPOSITORY
@@ -24,7 +24,7 @@ PROMPTS = ([3, 1, 4, 1, 5], list(range(40, 90)))
 def workers(folder: Path) -> list[int]:
     """Process ids of the other ranks of a server, by its private folder."""
     found = []
-    for process in belongings.find(folder):
+    for process in runtime_directory.find_processes(folder):
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         if words[1:3] == [b"-m", b"inflight.worker"]:
             found.append(process.pid)

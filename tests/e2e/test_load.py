@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
-import os
+import time
 from pathlib import Path
 
-from inflight.server import perf_analyzer
+import psutil
 
-from .clients import ask, wait_until
+from benchmarks.measuring import perf_analyzer
+from tests.commands import group_members
+
+from .clients import ask
 
 REQUESTS = Path(__file__).with_name("requests.json")
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def test_perf_analyzer_streams_at_every_concurrency_without_an_error(fake_server, tmp_path):
@@ -31,20 +33,9 @@ def test_perf_analyzer_streams_at_every_concurrency_without_an_error(fake_server
     )
 
 
-def cpu_ticks(group: int) -> int:
+def cpu_seconds(group: int) -> float:
     """Processor time of every process in a process group."""
-    ticks = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(entry)) and int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks
-
-
-def _stat(entry: Path) -> list[str]:
-    try:
-        return (entry / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in group_members(group))
 
 
 def test_an_idle_server_uses_under_one_percent_of_a_core(demo_server):
@@ -52,16 +43,9 @@ def test_an_idle_server_uses_under_one_percent_of_a_core(demo_server):
     samples = []
 
     def idle_second() -> bool:
-        before = cpu_ticks(demo_server.pid)
-        wait_until(_after(4.0), timeout=10)
-        samples.append((cpu_ticks(demo_server.pid) - before) / TICKS / 4.0)
+        before = cpu_seconds(demo_server.pid)
+        time.sleep(4.0)
+        samples.append((cpu_seconds(demo_server.pid) - before) / 4.0)
         return samples[-1] < 0.01
 
     assert idle_second() or idle_second(), f"{samples} of a core"
-
-
-def _after(seconds: float):
-    from time import monotonic
-
-    end = monotonic() + seconds
-    return lambda: monotonic() >= end

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from inflight.server import belongings, runtime_directory
+from inflight.server import runtime_directory
 from inflight.testing.fake_server import make_fake_repository
-from tests.server.test_server_launch import Command, command
+from tests.commands import Command, command
 
 from .clients import Stream, ask, infer, unary
 from .conftest import DEMO_MODEL, REPOSITORY
@@ -44,7 +44,7 @@ def folder_of(serving: Command) -> Path:
 def stubs(serving: Command) -> dict[str, int]:
     """Process ids of the models' processes, by model."""
     found = {}
-    for process in belongings.find(folder_of(serving)):
+    for process in runtime_directory.find_processes(folder_of(serving)):
         arguments = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
         if arguments[0].endswith("triton_python_backend_stub"):
             found[Path(arguments[1]).parents[1].name] = process.pid
@@ -168,7 +168,7 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
     assert all(end.startswith("error") for end in ends.values()), ends
     assert after.error is None and after.text == before.text
     assert bystander.longest_s < OUTAGE_S
-    assert not folder.exists() and not belongings.find(folder)
+    assert not folder.exists() and not runtime_directory.find_processes(folder)
     assert not runtime_directory.shared_memory_files(folder)
     serving.process.terminate()
     assert f"the process of the model {model} has ended" in serving.process.communicate(timeout=30)[1]
@@ -181,10 +181,10 @@ def test_a_server_with_ranks_comes_back_with_others(elsewhere, mode):
         ready, folder = serving.ready_line(), serving.folder()
         before = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
         tritonserver = int((folder / "tritonserver.pid").read_text())
-        old = belongings.find(folder)
+        old = runtime_directory.find_processes(folder)
         os.kill(tritonserver, signal.SIGKILL)
         assert serving.ready_line() == ready
-        assert not any(process in belongings.find(folder) for process in old)
+        assert not any(process in runtime_directory.find_processes(folder) for process in old)
         assert not folder.exists() and not runtime_directory.shared_memory_files(folder)
         after = unary(ready["grpc"], input_ids=PROMPT, request_output_len=8).as_numpy("output_ids").tolist()
         assert after == before

@@ -61,4 +61,10 @@ def test_perf_analyzer_leaves_the_environment_that_serves_alone(checkout: Path):
 
 def test_perf_analyzer_is_taken_from_the_tests_environment_where_there_is_one(checkout: Path):
     make_environment(checkout, ".venv", "serve", "test")
-    assert perf_analyzer(checkout) == [".venv", "-m", "inflight.server.perf_analyzer", "-m", "some_model"]
+    assert perf_analyzer(checkout) == [
+        ".venv",
+        "-m",
+        "benchmarks.measuring.perf_analyzer",
+        "-m",
+        "some_model",
+    ]

@@ -1,13 +1,8 @@
 """The real tritonserver under a trivial model: ready, ended in every way, and nothing left behind."""
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
 
@@ -15,10 +10,11 @@ import numpy
 import pytest
 import tritonclient.grpc as grpcclient
 
-from inflight.server import perf_analyzer
+from benchmarks.measuring import perf_analyzer
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
+from tests.commands import command, eventually, group_members, shared_memory_of
 
 pytestmark = pytest.mark.e2e
 
@@ -39,70 +35,6 @@ def ask(
         inputs[-1].set_data_from_numpy(numpy.array([value], numpy.int32))
     client.async_stream_infer("tensorrt_llm", inputs)
     return client
-
-
-def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def shared_memory_of(server_folder: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(server_folder + "*"))
-
-
-class Command:
-    """`python -m inflight.server` with free ports, as a child process."""
-
-    def __init__(self, repository: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "inflight.server", "--model-repository", str(repository), *arguments]
-        for service in ("http", "grpc", "metrics"):
-            if f"--{service}-port" not in arguments:
-                command += [f"--{service}-port", "0"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", bufsize=1
-        )
-
-    def ready_line(self) -> dict[str, str]:
-        assert self.process.stdout is not None
-        word, *pairs = self.process.stdout.readline().rstrip("\n").split(" ", 4)
-        assert word == "READY"
-        return dict(pair.split("=", 1) for pair in pairs)
-
-    def server(self) -> int:
-        """The tritonserver's process id."""
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return next(
-            pid for pid in map(int, listed.split()) if "tritonserver" in os.readlink(f"/proc/{pid}/exe")
-        )
-
-    def folder(self) -> Path:
-        """The private folder, which is where tritonserver or mpirun runs."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        folders = {Path(os.readlink(f"/proc/{child}/cwd")) for child in children}
-        return next(folder for folder in folders if folder != Path("/"))
-
-
-@contextlib.contextmanager
-def command(repository: Path, *arguments: str) -> Iterator[Command]:
-    running = Command(repository, *arguments)
-    try:
-        yield running
-    finally:
-        running.process.kill()
-        running.process.communicate()
-
-
-def group_members(group: int) -> list[int]:
-    """Live processes of a process group."""
-    members = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state != "Z":
-                members.append(int(entry.name))
-    return members
 
 
 def test_a_ready_server_answers_and_leaves_nothing(counting_repository: Path) -> None:

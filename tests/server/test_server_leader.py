@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
 
+import psutil
 import pytest
 
 from inflight.ranks.launch import find_mpirun
-from inflight.server import belongings, ranks
+from inflight.server import ranks, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from tests.server.test_server_launch import ask, eventually, shared_memory_of
+from tests.commands import eventually, folder_of, is_alive, read_ready_line, shared_memory_of
+from tests.server.test_server_launch import ask
 
 pytestmark = pytest.mark.e2e
 
@@ -44,12 +46,6 @@ def workers(server: TritonServer) -> dict[int, int]:
     return {int(rank): int(pid) for rank, pid in found}
 
 
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def serve_command(repository: Path) -> list[str]:
     ports = [word for service in ("http", "grpc", "metrics") for word in (f"--{service}-port", "0")]
     given = ["--model-repository", str(repository), "--tp", "3", "--mode", "leader", *ports]
@@ -72,20 +68,6 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=30)
 
 
-def ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
-    assert process.stdout is not None
-    word, *pairs = process.stdout.readline().rstrip("\n").split(" ", 4)
-    assert word == "READY"
-    return dict(pair.split("=", 1) for pair in pairs)
-
-
-def folder_of(process: subprocess.Popen[str]) -> Path:
-    """The private folder is where mpirun runs."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    folders = {Path(os.readlink(f"/proc/{child}/cwd")) for child in children}
-    return next(folder for folder in folders if folder != Path("/"))
-
-
 def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with serve(ranked_repository, options=OPTIONS) as server:
@@ -99,7 +81,7 @@ def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path)
         assert server.shut_down() is True
     assert server.returncode == 0
     assert server.log_text().count(" ends\n") == 2
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
     assert shared_memory_of(folder.name) == []
     assert not folder.exists()
 
@@ -124,26 +106,26 @@ def test_the_ranks_shared_memory_is_the_servers(ranked_repository: Path) -> None
 def test_what_is_in_flight_finishes(ranked_repository: Path, number: signal.Signals) -> None:
     numbers: Queue[int | Exception] = Queue()
     with running(serve_command(ranked_repository)) as process:
-        ready, folder = ready_line(process), folder_of(process)
+        ready, folder = read_ready_line(process), folder_of(process)
         client = ask(ready["grpc"], 10, 100, numbers)
         assert numbers.get(timeout=10) == 0
         process.send_signal(number)
         assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
         assert process.wait(20) == 0
         client.close()
-        assert belongings.find(folder) == []
+        assert runtime_directory.find_processes(folder) == []
         assert shared_memory_of(folder.name) == []
         assert not folder.exists()
 
 
 def test_it_all_ends_with_a_launcher_that_is_killed(ranked_repository: Path) -> None:
     with running(serve_command(ranked_repository)) as process:
-        ready_line(process)
+        read_ready_line(process)
         folder = folder_of(process)
-        assert len(belongings.find(folder)) >= 5
+        assert len(runtime_directory.find_processes(folder)) >= 5
         process.kill()
         assert eventually(lambda: not folder.exists())
-        assert belongings.find(folder) == []
+        assert runtime_directory.find_processes(folder) == []
         assert shared_memory_of(folder.name) == []
 
 
@@ -153,7 +135,7 @@ def kill_tritonserver(server: TritonServer) -> None:
 
 def kill_mpirun(server: TritonServer) -> None:
     """The parent of tritonserver."""
-    os.kill(int(Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(psutil.Process(server.pid).ppid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kill", [kill_tritonserver, kill_mpirun])
@@ -164,7 +146,7 @@ def test_what_dies_takes_all_with_it(ranked_repository: Path, kill: Callable[[Tr
         kill(server)
         assert eventually(lambda: server.returncode is not None)
         assert server.returncode != 0
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
     assert shared_memory_of(folder.name) == []
     assert not folder.exists()
 
@@ -176,7 +158,7 @@ def test_a_rank_that_is_stopped_does_not_keep_a_server_that_has_ended(ranked_rep
         os.kill(server.pid, signal.SIGKILL)
         assert eventually(lambda: server.returncode is not None)
         assert server.returncode != 0
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
 
 
 def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
@@ -187,7 +169,7 @@ def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
     assert server.wait_ready(30, interrupted=lambda: True) is False
     server.close()
     assert time.monotonic() - started < 15
-    assert belongings.find(folder) == []
+    assert runtime_directory.find_processes(folder) == []
     assert not folder.exists()
 
 
@@ -210,9 +192,7 @@ def test_ranks_that_were_started_together_are_not_started_again(ranked_repositor
         client = ask(ready.split("grpc=")[1].split()[0], 3, 0, numbers)
         assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
         client.close()
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        launcher = next(
-            int(pid) for pid in children if b"cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        os.kill(launcher, signal.SIGTERM)
+        children = psutil.Process(process.pid).children()
+        launcher = next(child for child in children if any("cli.main" in word for word in child.cmdline()))
+        launcher.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from inflight.processes import ProcessId
-from inflight.server import belongings, process
-from inflight.server.process import PID_FILE, ServerProcess
+from inflight.server import process, runtime_directory
+from inflight.server.process import ServerProcess
+from inflight.server.runtime_directory import PID_FILE
 
 # It starts one in a session of its own, which starts another and ends.
 FAMILY = "setsid sh -c 'sleep 1000 & echo started' & exec sleep 1000"
@@ -22,10 +23,10 @@ def start(folder: Path, script: str, is_mpirun: bool = False) -> ServerProcess:
 def test_whatever_a_server_has_started_is_ended(tmp_path: Path) -> None:
     server = start(tmp_path, FAMILY)
     assert server.output.readline() == b"started\n"
-    assert len(belongings.find(tmp_path)) >= 2
+    assert len(runtime_directory.find_processes(tmp_path)) >= 2
     server.kill()
     assert server.returncode == -9
-    assert belongings.find(tmp_path) == []
+    assert runtime_directory.find_processes(tmp_path) == []
 
 
 def test_others_are_left_alone(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_others_are_left_alone(tmp_path: Path) -> None:
     mine, other = start(tmp_path / "a", "exec sleep 1000"), start(tmp_path / "ab", "exec sleep 1000")
     mine.kill()
     assert other.returncode is None
-    assert [process.pid for process in belongings.find(tmp_path / "ab")] == [other.pid]
+    assert [process.pid for process in runtime_directory.find_processes(tmp_path / "ab")] == [other.pid]
     other.kill()
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from inflight.server import ranks
+from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions, TritonServer
-from inflight.server.model_sizes import check_rank_sizes
 from inflight.server.repository import Wanted, assemble
 
 MODEL = "tensorrt_llm"

@@ -8,10 +8,13 @@ import signal
 from pathlib import Path
 from queue import Queue
 
+import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from .test_server_launch import ask, command, eventually, group_members, shared_memory_of
+from tests.commands import command, eventually, group_members, shared_memory_of
+
+from .test_server_launch import ask
 
 pytestmark = pytest.mark.e2e
 
@@ -74,7 +77,7 @@ def test_a_signal_ends_the_command_while_the_server_starts_again(counting_reposi
         serving.ready_line()
         server = serving.server()
         os.kill(server, signal.SIGKILL)
-        assert eventually(lambda: not Path(f"/proc/{server}").exists())
+        assert eventually(lambda: not psutil.pid_exists(server))  # the command has noticed
         serving.process.terminate()
         assert serving.process.wait(30) == 0
 

@@ -1,16 +1,11 @@
-"""The command line of `scripts/serve`: options in, a READY line out, signals passed on.
+"""The command line of `scripts/serve`: options in, a READY line out.
 
 Keeping the server up is `supervisor.py`'s affair. Runs on the main thread alone; the server's log is copied to
 stderr by a thread of `log.ServerLog`.
 """
 
 import argparse
-import os
-import select
-import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -21,14 +16,13 @@ from inflight.server.option_types import count, port, seconds, setting, whole
 from inflight.server.ports import Ports
 from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
-from inflight.server.supervisor import Supervisor
+from inflight.server.supervisor import Signals, Supervisor
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until told to end; the exit status."""
+    """Serve until a signal says to end; returns the exit status."""
     try:
         return _serve(parse(arguments))
     except ServeError as error:
@@ -72,6 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         "and ensemble give one response to a request.",
         allow_abbrev=False,
     )
+    _add_model_options(parser)
+    _add_address_options(parser)
+    _add_running_options(parser)
+    _add_program_options(parser)
+    _add_rank_options(parser)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve (default: the demo model)")
     add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
@@ -83,16 +86,18 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a config.pbtxt parameter, as often as wanted",
     )
+
+
+def _add_address_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--http-port", type=port, default=8000, metavar="PORT", help="default: %(default)s; 0: any free one")
-    add("--grpc-port", type=port, default=8001, metavar="PORT", help="default: %(default)s; 0: any free one")
-    add(
-        "--metrics-port",
-        type=port,
-        default=8002,
-        metavar="PORT",
-        help="default: %(default)s; 0: any free one",
-    )
+    for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        explanation = "default: %(default)s; 0: any free one"
+        add(f"--{service}-port", type=port, default=default, metavar="PORT", help=explanation)
+
+
+def _add_running_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--exit-timeout",
         type=seconds,
@@ -124,12 +129,14 @@ def _parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
+
+
+def _add_program_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
     add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
     add("--engine", choices=("torch", "tensorrt"), default="torch", help="only torch in this version")
     add("--engine-dir", metavar="DIR", help="not in this version")
-    _add_rank_options(parser)
-    return parser
 
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -157,54 +164,13 @@ def _refuse_unavailable(given: argparse.Namespace) -> None:
 
 
 def _serve(options: ServerOptions) -> int:
-    with _Signals() as signals:
+    with Signals() as signals:
         return Supervisor(
             options, signals, sys.stderr, lambda server: print(ready_line(server), flush=True)
         ).run()
 
 
 def ready_line(server: TritonServer) -> str:
-    """What a ready server says of itself on one line."""
+    """The line that tells where a ready server listens and what it serves."""
     model = server.repository.checkpoint or "none"
     return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics} model={model}"
-
-
-class _Signals:
-    """Signals as they arrive, and a way to sleep until one does.
-
-    The handlers only take note; a byte in a pipe wakes the sleeper, for the end of a child process too.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> "_Signals":
-        self._wakeup, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            signal.signal(number, lambda number, _: self.received.append(number))
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """The process is about to end: the handlers stay, so that no late signal changes its exit status."""
-
-    def any(self) -> bool:
-        return bool(self.received)
-
-    def several(self) -> bool:
-        return len(self.received) > 1
-
-    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Sleep until a signal arrives or, looked at whenever a child process ends, `until` is true.
-
-        For `timeout` seconds at most; None: for as long as it takes.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.received and not until():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            if select.select([self._wakeup], [], [], left)[0]:
-                os.read(self._wakeup, 64)

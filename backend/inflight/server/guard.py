@@ -23,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from inflight.processes import ProcessId, this_parent
-from inflight.server.process import note_loss
+from inflight.server.runtime_directory import note_loss
 
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
@@ -38,7 +38,7 @@ _STOPPED = 1.5  # a wait that takes so many times as long: this process was stop
 
 
 class Guard:
-    """One for each process of the model; tritonserver is its parent. Any thread."""
+    """The side of the model's process, whose parent is tritonserver; every such process has one. Any thread."""
 
     def __init__(self, python: str, model: str, *kept_open: int) -> None:
         """Args:
@@ -59,20 +59,20 @@ class Guard:
         self._has_ended = threading.Event()
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """These ranks end with the server: the process that ends them, and their folder in shared memory."""
+        """End ranks with the server: `launcher` is what ends them, `folder` is theirs in shared memory."""
         self._tell(b"%s %s %s" % (_RANKS, str(launcher).encode(), os.fsencode(folder)))
 
     def remove_later(self, files: str) -> None:
-        """When the server has been ended, files whose paths start like this go too; "" for none."""
+        """Remove files whose paths start with `files` when the server has been ended; "" for none."""
         if files:
             self._tell(b"%s %s" % (_FILES, os.fsencode(files)))
 
     def beat(self, timeout_s: float) -> None:
-        """From now on this process says that it lives: silence for `timeout_s` seconds is taken for its end."""
+        """Tell the guard regularly that this process lives; `timeout_s` seconds of silence count as its end."""
         threading.Thread(target=self._beat, args=(timeout_s,), name="guard-beat", daemon=True).start()
 
     def end_server(self) -> None:
-        """End everything; this process too."""
+        """End the server and everything that belongs to it, this process too."""
         self._tell(_END)
 
     def dismiss(self) -> None:
@@ -106,7 +106,7 @@ def guard_in_server(model: str) -> Guard | None:
 
 
 class _Word(Enum):
-    """How the wait for the model's process ends."""
+    """What the guard does when it has heard from the model's process, or of its end."""
 
     END = "the server is to be ended, or has ended"
     DISMISS = "there is nothing more to do"
@@ -115,15 +115,15 @@ class _Word(Enum):
 
 @dataclass(slots=True)
 class _Leftovers:
-    """What there is to end beside the server.
+    """What has to be ended and removed beside the server.
 
     Attributes:
         region: The name of the shared memory of the model's process.
         model: The model's name.
         launcher: The process that ends the ranks.
-        folder: The ranks' folder in shared memory.
-        files: What the paths of other files start with.
-        timeout_s: Silence of the model after which it is lost; None before its first beat.
+        folder: The ranks' folder in shared memory; "" without ranks.
+        files: The beginning of the paths of other files to remove; "" for none.
+        timeout_s: Seconds of silence after which the model's process counts as lost; None before its first beat.
     """
 
     region: str
@@ -144,7 +144,7 @@ class _Leftovers:
 
 
 def main(server: ProcessId, region: str, model: str) -> None:
-    """Wait for the word or the end of the model's process, or for the server's end."""
+    """Wait until the model's process says something or ends, or until the server ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the server
     leftovers = _Leftovers(region, model)
@@ -177,7 +177,7 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
 
 
 def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
-    """What there is to be read; nothing after so much time of this process's own."""
+    """The descriptors that can be read; none after `timeout_s` seconds in which this process was not stopped."""
     while True:
         begun_s = time.monotonic()
         ready = select.select([pipe, server_end], [], [], timeout_s)[0]
@@ -186,7 +186,7 @@ def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
 
 
 def _say(what: str) -> None:
-    """In the server's log, and like its own errors, so that it is found as the cause of the end."""
+    """Write to the server's log as its own errors are written, so that this is found as the cause of the end."""
     when = time.strftime("E%m%d %H:%M:%S.000000")
     with contextlib.suppress(OSError):  # nobody reads it any more
         print(

@@ -20,9 +20,9 @@ class Installation:
     """A tritonserver program, and what belongs to it.
 
     Attributes:
-        program: What to run.
+        program: The path of tritonserver.
         interpreter: Folder of the `python3` that the Python backend takes its packages from.
-        arguments: Of the program.
+        arguments: The program's first arguments.
         library_path: Folders that its loader has to search.
     """
 
@@ -36,7 +36,7 @@ class Installation:
         return dict(os.environ) | self.variables()
 
     def variables(self) -> dict[str, str]:
-        """What is other in it: the Python stub takes its interpreter from the first on PATH."""
+        """The variables that differ in it: the Python stub takes its interpreter from the first folder on PATH."""
         folders = {"PATH": [self.interpreter], "LD_LIBRARY_PATH": list(self.library_path)}
         return {name: _prepended(name, before) for name, before in folders.items() if before}
 

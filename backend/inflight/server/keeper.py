@@ -10,15 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inflight.server import belongings, runtime_directory
-from inflight.server.process import read_pid
+from inflight.server import runtime_directory
 
 _DONE = b"done\n"
 _GRACE_S = 10.0
 
 
 class Keeper:
-    """Started before the server, so that there is no moment at which nobody would end it."""
+    """The launcher's side; to be constructed before the server, so that the server is never without a keeper."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -31,26 +30,26 @@ class Keeper:
         )
 
     def dismiss(self) -> None:
-        """The server has ended and left nothing; so does the keeper."""
+        """End the keeper, as the server has ended and left nothing."""
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the keeper
             self._process.communicate(_DONE)
         self._process.wait()
 
 
 def main(folder: Path) -> None:
-    """Wait for the launcher's word or its end."""
+    """Wait until the launcher says that it is done, or ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher
     if sys.stdin.buffer.read() == _DONE:
         return
     _ask_to_end(folder)
-    belongings.end_all(folder)
+    runtime_directory.end_processes(folder)
     runtime_directory.remove(folder)
 
 
 def _ask_to_end(folder: Path) -> None:
-    pid = read_pid(folder)
-    for process in belongings.find(folder):  # another may have its number by now
+    pid = runtime_directory.read_pid(folder)
+    for process in runtime_directory.find_processes(folder):  # another may have its number by now
         if process.pid == pid:
             process.signal(signal.SIGTERM)
             process.wait(_GRACE_S)

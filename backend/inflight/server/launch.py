@@ -12,25 +12,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from inflight.server import belongings, installation, probe, ranks, runtime_directory
+from inflight.server import installation, ranks, runtime_directory
+from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
 from inflight.server.errors import ServeError
-from inflight.server.farewell import Farewell
-from inflight.server.idle import IdleWatch, stubs_processor_time
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
 from inflight.server.ports import Ports, resolve_host, resolve_ports
-from inflight.server.process import PID_FILE, ServerProcess, was_lost
+from inflight.server.process import ServerProcess
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
-from inflight.server.startup import Startup, num_bytes
+from inflight.server.runtime_directory import PID_FILE
+from inflight.server.startup import Startup, is_ready, num_bytes
 
 _POLL_INTERVAL_S = 0.1
 _UNREADY_GRACE_S = 5.0  # nothing can be in flight
-# How long a server with nothing left to do may take to end (see `idle` for why it may not end at all). Of an
+# How long a server with nothing left to do may take to end (see `drain` for why it may not end at all). Of an
 # engine it is known that there is nothing left; of other models it is concluded from this much quiet.
 _DRAINED_GRACE_S = 2.0
 _QUIET_S = 5.0
 # What is still in flight is answered with UNAVAILABLE so long before the server gives up on it.
-_FAREWELL_MARGIN_S = 4.0
+_ANSWER_MARGIN_S = 4.0
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
 # Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
@@ -39,11 +39,11 @@ _SHARED_MEMORY_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Everything that decides what runs and where.
+    """Everything that decides which server runs, on which models and at which addresses.
 
     Attributes:
-        ports: Those that are 0 are chosen free.
-        ready_timeout_s: Most seconds without progress before it is ready; None: for ever.
+        ports: A free port is chosen for each that is 0.
+        ready_timeout_s: Give up after so many seconds without progress before the server is ready; None: never.
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
@@ -67,7 +67,7 @@ class ServerOptions:
 
 
 class TritonServer:
-    """A tritonserver and its private folder; construction checks and lays out, `start` runs it."""
+    """A tritonserver and its private folder; construction checks the options and lays out, `start` runs it."""
 
     def __init__(self, options: ServerOptions, echo: TextIO | None = None) -> None:
         self._options = options
@@ -117,7 +117,7 @@ class TritonServer:
         return self._started().returncode
 
     def log_text(self) -> str:
-        """Everything the server and its models have written so far."""
+        """The log of the server and its models so far."""
         return self._log.text() if self._log else ""
 
     def start(self) -> None:
@@ -167,18 +167,18 @@ class TritonServer:
         return Startup(
             self.repository.models,
             self._log,
-            lambda: num_bytes(belongings.find(self._folder)),
+            lambda: num_bytes(runtime_directory.find_processes(self._folder)),
             self._options.ready_timeout_s,
             tell,
         )
 
     @property
     def was_lost(self) -> bool:
-        """Of a server that has ended: whether nobody had told it to, as a signal to tritonserver does."""
-        return self.returncode != 0 or was_lost(self._folder)
+        """Whether a server that has ended did so although nobody had sent tritonserver a signal to end."""
+        return self.returncode != 0 or runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:
-        """What to say of a server that has ended although nobody asked it to."""
+        """The error to raise for a server that has ended although nobody asked it to."""
         if self._log:
             self._log.join(timeout=2)
         when = "" if self._ready else " before it was ready"
@@ -198,7 +198,7 @@ class TritonServer:
             self.kill()
             return False
         timeout_s = max(1.0, self._options.exit_timeout_s) if self._ready else _UNREADY_GRACE_S
-        watch: Farewell | IdleWatch | None = self._say_farewell()
+        watch: EngineDrain | IdleWatch | None = self._drain_engines()
         grace_s = min(_DRAINED_GRACE_S, timeout_s / 4)
         if watch is None:
             watch, grace_s = IdleWatch(lambda: stubs_processor_time(self.pid)), _QUIET_S
@@ -212,13 +212,13 @@ class TritonServer:
         self.kill()
         return in_order
 
-    def _say_farewell(self) -> Farewell | None:
-        """Tell the engines, if there are any where this launcher or a setting had them put their sockets."""
+    def _drain_engines(self) -> EngineDrain | None:
+        """Tell the engines whose sockets are where this launcher or a setting put them; None without any."""
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))
         timeout = self._options.exit_timeout_s
-        return Farewell(sockets, max(timeout - _FAREWELL_MARGIN_S, timeout / 2)) if sockets else None
+        return EngineDrain(sockets, max(timeout - _ANSWER_MARGIN_S, timeout / 2)) if sockets else None
 
     def kill(self) -> None:
         """End the server, its stubs and its ranks at once."""
@@ -244,12 +244,12 @@ class TritonServer:
         return assemble(given.model_repository, self._folder / "models", given.wanted, wanted)
 
     def _find_leader(self) -> ranks.Launch | None:
-        """The engine whose ranks this launcher starts: not those that were started around it."""
+        """The engine whose ranks this launcher starts; None if there is none, or its ranks run already."""
         leader = ranks.find_leader(self.repository.launches)
         return leader if ranks.num_ranks_around() == 1 else None
 
     def _make_environment(self) -> dict[str, str]:
-        """Of tritonserver; in leader mode of mpirun and the workers."""
+        """The environment of tritonserver; in leader mode that of mpirun and the workers."""
         environment = dict(os.environ) if self._leader else self._installation.environment()
         if all(launch.mode == "in_process" for launch in self.repository.launches):
             return environment
@@ -291,7 +291,7 @@ class TritonServer:
         ]
 
     def _answers_ready(self) -> bool:
-        return probe.is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
+        return is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
 
     def _wait(self, timeout: float) -> None:
         self._started().wait(timeout)
@@ -333,7 +333,7 @@ def _find(program: Path | None, folder: Path) -> installation.Installation:
 
 
 def _where_log_is(echo: TextIO | None) -> str:
-    """For people. The log is copied to wherever `echo` leads."""
+    """Words that tell people where the log is, which is copied to wherever `echo` leads."""
     if echo is None:
         return "its log ends with"
     try:

@@ -26,7 +26,7 @@ class ServerLog:
     """Everything the server has written, line by line.
 
     Attributes:
-        num_lines: How many lines that is.
+        num_lines: How many lines the server has written.
     """
 
     def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool) -> None:

@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from inflight.processes import ProcessId
-from inflight.server import belongings
-
-PID_FILE = "tritonserver.pid"
-"""In the server's folder: tritonserver's process id, on a line."""
-
-_LOSS_FILE = "lost"
-"""In the server's folder: a guard has ended the server, whatever its exit status says."""
+from inflight.server import runtime_directory
+from inflight.server.runtime_directory import FOLDER_VARIABLE, PID_FILE, read_pid
 
 # What ranks may take to end once tritonserver has; one that is stopped never does.
 _RANKS_END_S = 10.0
@@ -32,29 +27,8 @@ _STACK_BYTES = 256 << 20
 """Of each thread. tritonserver 2.51 keeps texts of HTTP generate bodies there: 5 MB overflow 8 MiB."""
 
 
-def read_pid(folder: Path) -> int | None:
-    """tritonserver's process id; None before it has been started."""
-    with contextlib.suppress(OSError):
-        text = (folder / PID_FILE).read_text()
-        return int(text) if text.endswith("\n") else None
-    return None
-
-
-def note_loss() -> None:
-    """Say, from a process of the server's, that it is ended because it cannot serve any more."""
-    folder = Path(os.environ.get(belongings.MARK, "."))
-    if read_pid(folder) is not None:  # else nobody has made the folder for the server
-        with contextlib.suppress(OSError):
-            (folder / _LOSS_FILE).touch()
-
-
-def was_lost(folder: Path) -> bool:
-    """Whether somebody has said so."""
-    return (folder / _LOSS_FILE).exists()
-
-
 def _larger_stacks() -> tuple[str, ...]:
-    """What to put before a command; nothing where the limit is high enough or cannot be raised."""
+    """A prefix of the command that raises the limit; empty where it is high enough or cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _STACK_BYTES
     may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
@@ -65,7 +39,7 @@ def _larger_stacks() -> tuple[str, ...]:
 
 
 class ServerProcess:
-    """Started by construction; raises OSError if the program cannot be run."""
+    """tritonserver or mpirun, started by construction; OSError if the program cannot be run."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, is_mpirun: bool
@@ -77,7 +51,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**environment, belongings.MARK: str(folder)},
+            env={**environment, FOLDER_VARIABLE: str(folder)},
             start_new_session=True,
         )
         if is_mpirun:
@@ -87,8 +61,8 @@ class ServerProcess:
 
     @property
     def output(self) -> IO[bytes]:
-        """What it writes to stdout and stderr."""
-        assert self._child.stdout is not None
+        """What the server writes to stdout and stderr."""
+        assert self._child.stdout is not None, "it was started with a pipe"
         return self._child.stdout
 
     @property
@@ -102,7 +76,7 @@ class ServerProcess:
         return self._child.poll()
 
     def wait(self, timeout: float) -> None:
-        """Until it has ended, or for `timeout` seconds."""
+        """Wait until it has ended, or for `timeout` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout)
 
@@ -116,8 +90,8 @@ class ServerProcess:
         return True
 
     def kill(self) -> None:
-        """End all of it at once."""
-        belongings.end_all(self._folder)
+        """End the server, its stubs and its ranks at once."""
+        runtime_directory.end_processes(self._folder)
         self._child.wait()
 
     def _end_with_tritonserver(self) -> None:
@@ -130,5 +104,5 @@ class ServerProcess:
             tritonserver.wait()
         self.wait(_RANKS_END_S)
         if self.returncode is None:
-            belongings.end_all(self._folder)
+            runtime_directory.end_processes(self._folder)
             self.wait(_RANKS_END_S)

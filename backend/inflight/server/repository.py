@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.server import ranks
+from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
     fill_fields,
     is_filled,
@@ -22,7 +23,6 @@ from inflight.server.config_text import (
     set_parameters,
 )
 from inflight.server.errors import OptionError
-from inflight.server.model_sizes import check_rank_sizes
 
 MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
@@ -35,7 +35,7 @@ _DEMO_MODEL = "demo_model"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fill in. `settings` are parameter names and values, and win over the other two."""
+    """What to fill into config.pbtxt: `settings` are parameter names and values, and win over the other two."""
 
     model: Path | None = None
     dtype: str | None = None
@@ -47,7 +47,7 @@ class RuntimeRepository:
     """A folder that tritonserver can load.
 
     Attributes:
-        models: Their names.
+        models: The names of its models.
         checkpoint: What its engines serve, separated by commas; None if there is none.
         launches: Who starts the ranks of each engine.
     """
@@ -175,7 +175,7 @@ def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
 def _check_ranks_known(
     wanted: Mapping[str, str], present: Mapping[str, Mapping[str, str]], source: Path
 ) -> None:
-    """Say which option it is, as nobody has written these as --set."""
+    """Raise OptionError for a parameter that no model has, naming the option that stands for it."""
     for key in wanted:
         if not any(key in known for known in present.values()):
             raise OptionError(
@@ -185,14 +185,14 @@ def _check_ranks_known(
 
 
 def _batch_size(value: str | None) -> int | None:
-    """How many requests run at a time: a field of Triton's own, and of every model, not a parameter."""
+    """The value of max_batch_size, which is no parameter but a field of Triton's own in every config.pbtxt."""
     if value is not None and not (value.isdecimal() and int(value) > 0):
         raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
     return None if value is None else int(value)
 
 
 def _decoupled(value: str | None) -> bool | None:
-    """Whether models that may have several responses to a request have: a field of Triton's own, too."""
+    """The value of decoupled_mode, which is no parameter but a field of Triton's own, too."""
     if value is None:
         return None
     if value.lower() not in ("true", "false"):
@@ -207,7 +207,7 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """What a model that may be decoupled is: as wanted, else as its engine's model is; None: as it stands."""
+    """Whether to decouple a model: as wanted, else as its engine's model is; None: as its file says."""
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 

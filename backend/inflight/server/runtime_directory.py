@@ -1,15 +1,31 @@
-"""A private folder for one running server, and what else on the machine carries its name.
+"""The private folder of one running server, and all else on the machine that belongs to the server by that folder.
 
-Owns the folder and what lies in /dev/shm under names that start with the folder's name. Does not know what is put
-into the folder, nor when the server has ended.
+That is shared memory under names that start with the folder's name, and processes: tritonserver, its stubs, mpirun
+and the ranks on this machine. mpirun gives every rank a process group of its own, and a process that loses its
+parent gets another one; so they are known by the folder, which the environment that they inherit names. Two notes
+in the folder say which process tritonserver is, and that the server was ended because it could not serve any more.
+Standard library only, as the keeper and the guards run it beside tritonserver. Any thread.
 """
 
+import contextlib
+import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
+from inflight.processes import ProcessId
+
+FOLDER_VARIABLE = "XDG_RUNTIME_DIR"
+"""The environment variable that names a server's folder to its processes. The engine's socket goes there too."""
+
+PID_FILE = "tritonserver.pid"
+"""In the server's folder: tritonserver's process id, on a line."""
+
+_LOSS_FILE = "lost"  # in the server's folder: a guard has ended the server, whatever its exit status says
 _PREFIX = "inflight-server-"
 _SHARED_MEMORY = Path("/dev/shm")
+_END_S = 10.0  # a process that hangs in a device driver cannot be ended, nor waited for
 
 
 def make() -> Path:
@@ -46,3 +62,47 @@ def remove(folder: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_processes(folder: Path) -> list[ProcessId]:
+    """The server's processes that run now."""
+    mark = os.fsencode(f"{FOLDER_VARIABLE}={folder}")
+    running = [ProcessId.of(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")]
+    return [process for process in running if process is not None and mark in _environment(process.pid)]
+
+
+def end_processes(folder: Path) -> None:
+    """Kill the server's processes, and whatever they start meanwhile; returns when they are gone."""
+    while processes := find_processes(folder):
+        for process in processes:
+            process.signal(signal.SIGKILL)
+        if not all(process.wait(_END_S) for process in processes):
+            return
+
+
+def read_pid(folder: Path) -> int | None:
+    """tritonserver's process id; None before it has been started."""
+    with contextlib.suppress(OSError):
+        text = (folder / PID_FILE).read_text()
+        return int(text) if text.endswith("\n") else None
+    return None
+
+
+def note_loss() -> None:
+    """Say, from a process of the server's, that the server is ended because it cannot serve any more."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
+    if read_pid(folder) is not None:  # otherwise nobody has made the folder for the server
+        with contextlib.suppress(OSError):
+            (folder / _LOSS_FILE).touch()
+
+
+def was_lost(folder: Path) -> bool:
+    """Whether a process of the server's has called `note_loss`."""
+    return (folder / _LOSS_FILE).exists()
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile, or is another user's
+        return []

@@ -1,50 +1,65 @@
-"""Whether a server that has been started gets anywhere: what it waits for, since when, and when to give up.
+"""Whether a server that has been started is ready, or gets anywhere: what it waits for, and when to give up.
 
 Progress is a line in the server's log, or processes that read files or come to new memory: a large checkpoint may
 take many minutes, and does both all the while; one that waits in vain does neither, even if it spins. Runs on the
 thread that waits.
 """
 
+import http.client
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+
+import psutil
 
 from inflight.processes import ProcessId
+from inflight.server.log import ServerLog
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _TELL_EVERY_S = 30.0
 _SAMPLE_EVERY_S = 5.0
 _LEAST_BYTES = 4_000_000  # in that time; a server that only answers whether it is ready stays far below
 _PAGE_BYTES = 4096
+_ANSWER_S = 5.0
 
 
-class Log(Protocol):
-    """Of the server."""
+def is_ready(address: str, http_port: int, metrics_port: int, models: Sequence[str]) -> bool:
+    """Whether the server, each of its models and the metrics answer over HTTP."""
+    paths = ["/v2/health/ready", *(f"/v2/models/{model}/ready" for model in models)]
+    asked = [*((http_port, path) for path in paths), (metrics_port, "/metrics")]
+    return all(_answers(address, port, path) for port, path in asked)
 
-    num_lines: int
 
-    def text(self) -> str:
-        """All of it."""
+def _answers(address: str, port: int, path: str) -> bool:
+    connection = http.client.HTTPConnection(address, port, timeout=_ANSWER_S)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        response.read()
+        return response.status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 class Startup:
-    """Asked again and again while a server starts.
+    """Says, whenever it is asked, whether a starting server still gets anywhere.
 
     Args:
         models: Those that have to be ready.
-        log: Of the server.
+        log: The server's log.
         num_bytes: How much its processes have read, and how much memory they have come to.
         stall_timeout_s: Most seconds without progress; None: for ever.
-        say: Takes a line for people, from time to time; None: nobody wants it.
+        say: Called with a line for people from time to time; None: nobody wants it.
         now: Monotonic seconds.
     """
 
     def __init__(
         self,
         models: Sequence[str],
-        log: Log,
+        log: ServerLog,
         num_bytes: Callable[[], int],
         stall_timeout_s: float | None,
         say: Callable[[str], None] | None = None,
@@ -98,10 +113,9 @@ def num_bytes(processes: Sequence[ProcessId]) -> int:
 
 def _bytes_read(pid: int) -> int:
     try:
-        fields = dict(line.split(": ", 1) for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    except (OSError, ValueError):  # it has ended meanwhile, or is another user's
+        return psutil.Process(pid).io_counters().read_chars
+    except psutil.Error:  # it has ended meanwhile, or is another user's
         return 0
-    return int(fields.get("rchar", 0))
 
 
 def _page_faults(pid: int) -> int:

@@ -1,49 +1,80 @@
 """Keeps a server up: one that ends although nobody has asked it to is started again, on the same ports.
 
 A model's process that is killed takes the server with it (`guard`), and this version of tritonserver aborts on
-some uses of it; either way the requests in flight end with their connections. Owns when to start again, and when
-to give up. Runs on the main thread.
+some uses of it; either way the requests in flight end with their connections. Owns when to start again, when to
+give up, and the signals that tell this process to end. Runs on the main thread.
 """
 
 import contextlib
+import os
+import select
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
-"""Before a start, by how many servers have been lost in a row; the last for all further ones."""
+"""Seconds before a start, by how many servers have been lost in a row; the last one for all further starts."""
 
 _PROVEN_S = 60.0
-"""A server that was ready for so long is no part of a row."""
+"""A server that was ready for so many seconds ends a row of lost ones."""
 
 
-class Signals(Protocol):
-    """What this process is told."""
+class Signals:
+    """The signals that tell this process to end, and a way to sleep until one arrives.
 
-    received: list[int]
+    The handlers only note the signal; a byte in a pipe wakes the sleeper, for the end of a child process too.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> "Signals":
+        self._wakeup, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self.received.append(number))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The process is about to end: the handlers stay, so that no late signal changes its exit status."""
 
     def any(self) -> bool:
-        """Whether it is to end."""
+        """Whether this process is to end."""
+        return bool(self.received)
 
     def several(self) -> bool:
-        """Whether it is to end at once."""
+        """Whether this process is to end at once."""
+        return len(self.received) > 1
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Sleep until a signal arrives, or `until` is true, or for `timeout` seconds."""
+        """Sleep until a signal arrives or, looked at whenever a child process ends, `until` is true.
+
+        For `timeout` seconds at most; None: for as long as it takes.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.received and not until():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            if select.select([self._wakeup], [], [], left)[0]:
+                os.read(self._wakeup, 64)
 
 
 class Supervisor:
-    """One after the other, servers of the same options.
+    """Runs one server after another with the same options.
 
     Args:
-        options: Of all of them.
+        options: The options of every server.
         signals: Say when to end.
-        echo: Where their log goes, and what there is to say.
-        on_ready: Called with each one that is ready.
+        echo: Takes the servers' logs, and the supervisor's own lines.
+        on_ready: Called with each server that is ready.
     """
 
     def __init__(
@@ -58,11 +89,11 @@ class Supervisor:
         self._echo = echo
         self._on_ready = on_ready
         self._has_served = False
-        self._num_lost = 0  # in a row; this and the next
-        self._num_failed_starts = 0
+        self._num_lost = 0  # in a row
+        self._num_failed_starts = 0  # in a row
 
     def run(self) -> int:
-        """Serve until told to end; the exit status. ServeError where there is nothing to be done any more."""
+        """Serve until told to end; returns the exit status. ServeError if no server can be kept up."""
         while (server := self._start()) is not None:
             with contextlib.closing(server):
                 loss = self._watch(server)

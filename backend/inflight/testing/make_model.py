@@ -104,7 +104,7 @@ def make_model(
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # written for its owner alone
     _write_json(out / "config.json", config(family, sizes, dtype))
-    ids = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
+    ids: dict[str, object] = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
     _write_json(out / "generation_config.json", ids)
     write_tokenizer(out, sizes.vocabulary, sizes.positions)
     return out

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight.server.idle import IdleWatch, stubs_processor_time
+from inflight.server.drain import IdleWatch, stubs_processor_time
 
 
 class Readings:

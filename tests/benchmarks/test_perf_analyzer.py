@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from inflight.server import perf_analyzer
+from benchmarks.measuring import perf_analyzer
 from inflight.server.errors import ServeError
 
 EXPERIMENTS = [{"experiment": {"mode": "concurrency", "value": 1}, "requests": [{"timestamp": 3}]}]

@@ -63,6 +63,7 @@ def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[
         ServeError: What it said when it failed, or that all its exports were cut.
         subprocess.TimeoutExpired: A run took longer than `timeout` seconds.
     """
+    text = ""
     for _ in range(_ATTEMPTS):
         text = _export(arguments, timeout)
         # It writes text as it came, which need not be text when a response ends within a character.

@@ -1,13 +1,16 @@
-"""What benchmarks of a real server share: streams that run until they are cancelled, and the log with times."""
+"""What benchmarks of a real server share: streams that never end, its log with times, and the trace it writes."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpc
 
+from inflight.batch_manager.recording import Begin, End, Header, decode
 from inflight.server.launch import TritonServer
 
 _LINE = re.compile(r"^I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d\.\d+) (.*)$", re.M)
@@ -43,3 +46,18 @@ def log_since(server: TritonServer, started: float) -> list[tuple[float, str]]:
         if when >= 0:
             lines.append((when, text))
     return lines
+
+
+class GrowingTrace:
+    """A trace that is read while a server writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._rest = b""
+
+    def new_records(self, containing: bytes = b"") -> Iterator[Begin | End]:
+        """The records completed since the last call; only lines that contain these bytes are decoded."""
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in lines:
+            if containing in line and not isinstance(record := decode(line), Header):
+                yield record
