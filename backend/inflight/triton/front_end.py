@@ -93,7 +93,7 @@ class FrontEnd:
             pb_utils.Logger.log_verbose,
             model.parameters.stream_interval,
         )
-        client.add_outbox(self._sender)
+        client.add_outbox(self._sender.wait_until_sent)
         self._lanes = ClientLanes(_TOKENIZING_THREADS)
         self._repetition = Repetition(
             model.parameters.repeat_log_probs, model.parameters.max_repeated_logits_bytes
