@@ -62,7 +62,7 @@ def _check_queues(pool: BlockPool, cached: set[int]) -> None:
     assert len(pool._cached) == len(cached), f"{len(pool._cached)} of {len(cached)} cached blocks are queued"
     for block_id in cached:
         content = pool._contents[block_id]
-        key, is_leaf = pool._cached.key(block_id), content.digest not in pool._children
+        key, is_leaf = pool._cached._key_of.get(block_id), content.digest not in pool._children
         wanted = (0, content.retention.priority, content.age) if is_leaf else (1, 0, content.age)
         assert key == wanted, f"cached block {block_id} is queued at {key}, its place is {wanted}"
     expiring = {b for b in cached if pool._contents[b].retention.duration_ms is not None}

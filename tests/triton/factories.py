@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from inflight.config import Parameters, Role, read_parameters
-from inflight.core.ports import Outbox, SendResponseCallback
+from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopReason
@@ -219,7 +219,7 @@ class FakeEngineClient:
     read_state: Callable[[float], str] = lambda timeout_s: "{}"
     answers_stops: bool = True
     closed: bool = False
-    outboxes: list[Outbox] = field(default_factory=list)
+    outboxes: list[WaitUntilSent] = field(default_factory=list)
     _callbacks: dict[int, SendResponseCallback] = field(default_factory=dict)
 
     def describe(self) -> EngineDescription:
@@ -240,8 +240,8 @@ class FakeEngineClient:
         if self.answers_stops and request_id in self._callbacks:
             self.respond(make_response(request_id, (), FinishReason.CANCELLED))
 
-    def add_outbox(self, outbox: Outbox) -> None:
-        self.outboxes.append(outbox)
+    def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
+        self.outboxes.append(wait_until_sent)
 
     def state(self, timeout_s: float) -> str:
         return self.read_state(timeout_s)

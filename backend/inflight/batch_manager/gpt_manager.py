@@ -53,9 +53,9 @@ class GptManager:
             mean nothing, also if their ids come back.
         return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
             JSON string.
-        stats_period_ns: Shortest time between two statistics, those between are left out; 0: all are told.
+        stats_period_ns: Shortest time between two reports of statistics; 0: every iteration is reported.
         on_death: Called once if the loop itself fails or a rank is lost, after every active request was
-            answered; whoever queues requests in front of this object answers those.
+            answered. Requests that were not fetched yet are to be answered by it.
         instruments: What else watches the loop; this object closes it.
         clock_ns: Monotonic time; injected by tests.
         ranks: The ranks that run the model in step, this one among them; None if it is alone.

@@ -379,7 +379,7 @@ class Inspections:
             if question.set_running_or_notify_cancel():
                 try:
                     question.set_result((self._scheduler.state(), self._scheduler.stats(None)))
-                except Exception as error:  # whoever asks is to hear of it; the loop has others to serve
+                except Exception as error:  # the asking thread gets the error; the loop goes on
                     question.set_exception(error)
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """When responses are handed over, and how long the loop then waits for them to be sent.
 
-A forward pass that computes on all processors of a host shares them with whoever sends: a response that is sent
-meanwhile takes a processor from one of the model's threads, for which the others wait at their next barrier. So
-responses are kept for a few iterations, handed over together, and sent while the loop waits. This module owns
-what is kept and decides for how long. It does not know who sends. Only the loop thread calls it.
+A forward pass that computes on all processors of a host shares them with the threads that send: a response that
+is sent meanwhile takes a processor from one of the model's threads, for which the others wait at their next
+barrier. So responses are kept for a few iterations, handed over together, and sent while the loop waits. This
+module owns what is kept and decides for how long. It does not know how they are sent. Only the loop thread calls
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SendWindow:
     joins the responses of a sequence into one.
 
     Args:
-        hand_over: Gives responses to whoever sends them, in order; never waits.
+        hand_over: Gives responses in order to the threads that send them; never waits.
         wait_until_sent: Waits until all of them have been sent, for some seconds at most.
         clock_ns: Monotonic time.
     """

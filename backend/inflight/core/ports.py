@@ -98,14 +98,6 @@ class Ranks(Protocol):
         ...
 
 
-class Outbox(Protocol):
-    """The responses that a front end has not sent yet."""
-
-    def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until there are none, at most for `timeout_s`; returns whether there are none. Any thread."""
-        ...
-
-
 class EngineClient(Protocol):
     """How a front end reaches the batcher: in this process or through the engine endpoint, the same calls.
 
@@ -125,8 +117,8 @@ class EngineClient(Protocol):
         """End a request that `submit` returned this id of, or one of its sequences, early; others are ignored."""
         ...
 
-    def add_outbox(self, outbox: Outbox) -> None:
-        """Register a front end's outbox, for which an engine in the same process may wait."""
+    def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
+        """Register a front end's unsent responses, for which an engine in the same process may wait."""
         ...
 
     def state(self, timeout_s: float) -> str:

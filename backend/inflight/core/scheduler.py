@@ -1,13 +1,14 @@
 """The scheduler: owns every request's state and the waiting queue, and makes the batches.
 
-One iteration is `accept` (what is new), `schedule` (what runs), then, when the device has answered, `update`
-(what came of it) or `fail` (nothing did). `schedule` may be called again before an earlier batch's `update`;
-rows in flight are counted in num_scheduled_tokens, and rows that depend on their outcome wait: those that need the
-host, and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay
-until its last batch is back.
+An iteration calls `accept` with what is new, then `schedule` for a batch, and, when the device has answered,
+`update`, or `fail` if the batch failed. `schedule` may be called again before an earlier batch's `update`: rows
+in flight
+are counted in num_scheduled_tokens, and rows that depend on their outcome wait: those that need the host, and
+with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay until its
+last batch is back.
 
 Every method that can end requests returns responses, and a request's blocks are free before its final response
-is among them. Deterministic: a function of the calls alone. Called by the loop thread only.
+is among them. Decisions are a function of the calls alone. Only the loop thread calls this.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Scheduler:
         self._observed.looked_up(num_reused_tokens, num_missed_blocks * self.kv_cache.tokens_per_block)
         batch.add_start(llm_request)
 
-    # ---------------------------------------------------------------- what came of it
+    # ---------------------------------------------------------------- after a batch
 
     def update(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int = 0) -> list[Response]:
         """Apply the device's answer to a batch: append tokens, publish filled blocks, end sequences, respond.
@@ -239,7 +240,7 @@ class Scheduler:
             self._recovery.review(self._groups)
         return responses
 
-    # ---------------------------------------------------------------- when nothing came of it
+    # ---------------------------------------------------------------- failures
 
     def fail(self, batch: ScheduledBatch, error: InflightError) -> list[Response]:
         """After an iteration failed, end the faulty request with `error`; the others go on with the same tokens.

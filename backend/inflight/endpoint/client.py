@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
 
-from inflight.core.ports import Outbox, SendResponseCallback
+from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
@@ -86,7 +86,7 @@ class SocketEngineClient:
         if connection is not None:
             connection.stop(Stop(request_id, reason, sequence_index))
 
-    def add_outbox(self, outbox: Outbox) -> None:
+    def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
         """Do nothing: an engine in another process waits for no outbox here."""
 
     def state(self, timeout_s: float) -> str:
@@ -193,7 +193,7 @@ class _Connection:
             return False
         except OSError as error:
             _log.warning("the engine at %s takes no requests: %s", self._path, error)
-            self._shut()  # the reader answers whoever is in flight, this request too
+            self._shut()  # the reader answers all requests in flight, this one too
         return True
 
     def _shut(self) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from inflight.core.ports import Outbox, SendResponseCallback
+from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
@@ -52,7 +52,7 @@ class LocalEngineClient:
         self._read_state = read_state
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._outboxes: tuple[Outbox, ...] = ()
+        self._outboxes: tuple[WaitUntilSent, ...] = ()
         self._callbacks: dict[int, SendResponseCallback] = {}  # of every unanswered request
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._stopped_in_queue: dict[int, list[Response]] = {}
@@ -99,9 +99,9 @@ class LocalEngineClient:
                 return
         self._notify()
 
-    def add_outbox(self, outbox: Outbox) -> None:
-        """Register a front end's outbox; see `wait_until_sent`."""
-        self._outboxes += (outbox,)
+    def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
+        """Register a front end's unsent responses; see `wait_until_sent`."""
+        self._outboxes += (wait_until_sent,)
 
     def state(self, timeout_s: float) -> str:
         """What is queued here and what the batcher is doing, as JSON; waits at most `timeout_s` for it.
@@ -203,7 +203,7 @@ class LocalEngineClient:
         Front ends in other processes have outboxes of their own, which nobody here can see.
         """
         end_s = time.monotonic() + timeout_s
-        return all(outbox.wait_until_sent(max(0.0, end_s - time.monotonic())) for outbox in self._outboxes)
+        return all(wait(max(0.0, end_s - time.monotonic())) for wait in self._outboxes)
 
     def _hand_on(self, response: Response) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 A row's next token is a digest of everything its block table holds, so any slip in scheduling (a wrong block, a
 block shared too early or freed too soon, a missing copy, a token computed twice or not at all) changes the tokens,
 and the `expected_*` functions of `fake_model` say what they should have been. External drafts are verified as
-drafts without logits are. No model, no clock. Loop thread only.
+drafts without logits are. There is no model and no clock. Only the loop thread calls it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _EMPTY = 0  # what an unwritten position holds
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device remembers of a row; `history` only where the choice of tokens looks back."""
+    """What the device remembers of a row; `history` is used only if the choice of tokens looks back."""
 
     start: SlotStart
     looks_back: bool
@@ -82,9 +82,9 @@ class FakeLogits:
 
     Attributes:
         sampled: For each of `ScheduledBatch.sampled_slots` the digests of its rows, one more than it has drafts.
-        context: By slot, of chunks that want context outputs: whose they are, and the digests of their rows. The
-            slot itself may be void by then, if a later batch has failed.
-        output: What was chosen, if the batch feeds itself.
+        context: For chunks that want context outputs, by slot, the request and the digests of the chunk's rows.
+            The slot itself may be void when they are decoded, if a later batch has failed.
+        output: The tokens that were chosen, if the batch samples on the device.
     """
 
     sampled: list[Sequence[int]]
@@ -96,10 +96,10 @@ class FakeEngine:
     """Implements `inflight.core.ports.Engine`.
 
     Args:
-        limits: What it declares.
-        seconds_per_step: Time that a forward pass takes, slept.
-        attend_to_all: Read every position of the prefix, as attention does, or (cheap: cost independent of
-            the length) only the one before.
+        limits: The limits that the engine declares.
+        seconds_per_step: Seconds that a forward pass sleeps.
+        attend_to_all: Whether a row reads every position of the prefix, as attention does, or only the one before,
+            which costs the same at any length.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class FakeEngine:
 
     @property
     def limits(self) -> EngineLimits:
-        """As given."""
+        """The limits that were given."""
         return self._limits
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
-        """Apply the deltas and compute every row; choose tokens too, if the batch feeds itself."""
+        """Apply the deltas and compute every row; choose tokens too, if the batch samples on the device."""
         with self._forgotten_on_failure(batch, batch.starts):
             return self._forward(batch)
 
@@ -179,7 +179,7 @@ class FakeEngine:
 
     @contextmanager
     def _forgotten_on_failure(self, batch: ScheduledBatch, starts: Sequence[SlotStart]) -> Iterator[None]:
-        """Nobody carries on where a batch failed: its slots have to be started again, unless they have been."""
+        """Forget the slots of a batch that fails, so that they have to be started again."""
         try:
             yield
         except BaseException:
@@ -193,7 +193,7 @@ class FakeEngine:
             raise
 
     def _still_there(self, starts: Sequence[SlotStart]) -> list[SlotStart]:
-        """Who has no row in flight may have left its slot to another, which a later batch has started."""
+        """The starts that still hold: a later batch may have started another sequence in a slot."""
         return [
             start for start in starts if start.slot in self._slots and self._slots[start.slot].start is start
         ]

@@ -1,9 +1,9 @@
-"""What the fake engine computes, apart from how it computes it: a made-up model, and what it says alone.
+"""The model that the fake engine pretends to run, and the tokens that a sequence gets if it runs alone.
 
 A position's **digest** stands for its keys and values: it depends on every token up to it. The logits after a
 position are pseudo-random numbers drawn from its digest, so everything that is said of a token (log probabilities,
-likeliest tokens, the ranks of beams) agrees with everything else, and `expected_*` say what a sequence or a search
-gets that has the device to itself. Pure Python, deterministic, the same in every process.
+likeliest tokens, the ranks of beams) agrees with everything else. The `expected_*` functions return what a
+sequence or a search gets that has the device to itself. Pure Python, deterministic, the same in every process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # the others: 0 .. 8,
 _NO_HISTORY = 0
 
 PLAIN = PrefixIdentity()
-"""Nothing but tokens."""
+"""The identity of a prompt whose keys and values depend on its tokens alone."""
 
 
 def digest_after(prefix: Sequence[int], token_id: int) -> int:
@@ -142,10 +142,10 @@ class LoneSequence:
     """A sequence that has the device to itself.
 
     Args:
-        token_ids: Its first tokens, at least one.
+        token_ids: The first tokens.
         vocab_size: Number of token ids.
         attend_to_all: Whether a digest depends on all digests before it, or on the last one.
-        identity: What its digests depend on besides its tokens.
+        identity: What the digests depend on besides the tokens.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class LoneSequence:
 
     @property
     def digest(self) -> int:
-        """Of the last token."""
+        """The digest of the last token."""
         return self._digests[-1]
 
     def append(self, token_id: int) -> None:

@@ -86,7 +86,7 @@ class FrontEnd:
         self._sender = Sender(
             self._in_flight, self._responses, self._budget, model.parameters.stream_interval
         )
-        client.add_outbox(self._sender)
+        client.add_outbox(self._sender.wait_until_sent)
         self._lanes = ClientLanes(_TOKENIZING_THREADS)
         self._repetition = Repetition(
             model.parameters.repeat_log_probs, model.parameters.max_repeated_logits_bytes

@@ -47,7 +47,7 @@ def private_scope(key: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """With whom a sequence shares its blocks, and how long they are worth keeping.
+    """The rules by which a sequence shares its blocks, and how long these are worth keeping.
 
     Attributes:
         scope: What the sequence's chain of digests starts from, 16 bytes; None: the sequence neither finds blocks
@@ -70,7 +70,7 @@ class CacheRules:
         return block_digest(parent, token_ids[start:end], extra_ids)
 
     def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-        """Tokens start .. end - 1 as what they are told apart by: an id, or an id with its extra id."""
+        """Tokens start .. end - 1 as values to compare: an id, or an id with its extra id."""
         tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
         if not any(extra_ids):
             return tuple(tokens)

@@ -51,10 +51,6 @@ class BlockHeap:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._key_of
 
-    def key(self, block_id: int) -> Key | None:
-        """The block's key; None if the block is not in the heap."""
-        return self._key_of.get(block_id)
-
     def put(self, block_id: int, key: Key) -> None:
         """Add a block, or change its key."""
         if self._key_of.get(block_id) == key:

@@ -3,8 +3,8 @@
 Blocks are shared by content (`block_keys.py`): only full ones, and never a sequence's last known token: its logits
 are needed, so it is computed. Of a block that only begins as a sequence goes on, the beginning is copied.
 
-The beams of a search share the block that they are filling too, as long as they agree: whoever writes into a block
-that others hold gets a copy of its own.
+The beams of a search share the block that they are filling too, as long as they agree: a beam that writes into a
+block that others hold gets a copy of its own.
 
 What a running sequence is about to publish is promised, so that another with the same prefix may wait for it and
 not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Only

@@ -43,7 +43,7 @@ class TokenRangeRetention:
 
 @dataclass(frozen=True, slots=True)
 class RetentionConfig:
-    """Everything a request says about its blocks. Tensors `retention_*`.
+    """What a request says about how long its blocks are worth keeping. Tensors `retention_*`.
 
     Attributes:
         ranges: Ranges of the prompt, which must not overlap; sorted by their starts when this is made.

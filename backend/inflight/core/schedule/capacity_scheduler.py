@@ -1,4 +1,4 @@
-"""Who may hold KV blocks: decides which requests to pause and which waiting ones to admit.
+"""Decides who may hold KV blocks: which sequences are paused, and how many blocks a new one reserves.
 
 The two policies differ in one number, the blocks that a sequence reserves at admission:
 

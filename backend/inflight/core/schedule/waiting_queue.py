@@ -180,7 +180,7 @@ class WaitingQueue:
             yield from self._levels[-negated].front.values()
 
     def in_order(self) -> Iterator[LlmRequest]:
-        """All sequences, clients in the order of their next turns; for people to look at."""
+        """The sequences in order, clients by their next turns; for people to look at."""
         for negated in self._priorities:
             level = self._levels[-negated]
             yield from level.front.values()
