@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
@@ -178,6 +178,7 @@ def test_every_histogram_has_its_own_observations():
         assert (page.value(f"{name}_count"), page.value(f"{name}_sum")) == (number, 7 * number)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 200), max_size=20), min_size=1, max_size=5),
 )
@@ -205,6 +206,7 @@ def test_a_histogram_of_counters_is_a_histogram(periods):
         assert count == sum(value <= float(le) for value in values)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 200_000), max_size=30), st.lists(st.integers(0, 200_000), max_size=30))
 def test_lengths_make_up_the_difference_of_two_snapshots(first, then):
     histogram = Histogram(TOKENS)
