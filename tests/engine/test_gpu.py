@@ -20,7 +20,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch
-from tests.engine.test_running_ahead import assert_same, undemanding
+from tests.engine.test_overlapped_iterations import assert_same, undemanding
 from tests.models.zoo import CASES, Zoo, ZooModel
 
 pytestmark = [
