@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,28 +67,17 @@ class Kind:
         return value
 
 
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+def integer(minimum: int) -> Kind:
+    """An integer, at least `minimum`."""
+    return Kind(f"an integer >= {minimum}", int, lambda value: value >= minimum)
 
 
-def integer(minimum: int, maximum: int | None = None) -> Kind:
-    """An integer in [minimum, maximum]."""
-    bounds = f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+def share(above: bool = False) -> Kind:
+    """A number in [0, 1], or ]0, 1] if it has to be above 0."""
     return Kind(
-        f"an integer {bounds}",
-        int,
-        lambda value: value >= minimum and (maximum is None or value <= maximum),
-    )
-
-
-def real(minimum: float, maximum: float = math.inf, above: bool = False) -> Kind:
-    """A number in [minimum, maximum], or ]minimum, maximum] if it has to be above the minimum."""
-    expected = f"a number {'>' if above else '>='} {minimum:g}"
-    return Kind(
-        expected + ("" if math.isinf(maximum) else f" and <= {maximum:g}"),
+        f"a number {'>' if above else '>='} 0 and <= 1",
         float,
-        lambda value: (
-            minimum <= value <= maximum and not (above and value == minimum) and math.isfinite(value)
-        ),
+        lambda value: 0 <= value <= 1 and not (above and value == 0),
     )
 
 
@@ -98,16 +86,16 @@ def _named(values: Mapping[str, Any], any_case: bool = False) -> Kind:
     by_text = {name.lower(): value for name, value in values.items()} if any_case else values
 
     def convert(text: str) -> Any:
-        try:
-            return by_text[text.lower() if any_case else text]
-        except KeyError:
-            raise ValueError(text) from None
+        name = text.lower() if any_case else text
+        if name not in by_text:
+            raise ValueError(text)
+        return by_text[name]
 
     return Kind(" or ".join(values), convert, lambda value: value in values.values())
 
 
 def choice(*names: str, any_case: bool = False) -> Kind:
-    """One of these names."""
+    """One of these names; with `any_case` in small letters or capitals too."""
     return _named({name: name for name in names}, any_case)
 
 
@@ -123,6 +111,7 @@ def _integers(expected: str, minimum: int) -> Kind:
     return Kind(expected, lambda text: tuple(int(part) for part in text.split(",")), accepts)
 
 
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 BOOLEAN = dataclasses.replace(_named(_TRUTH, any_case=True), expected="true or false")
 TEXT = Kind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
@@ -389,10 +378,10 @@ class EngineConfig:
         None, integer(1), "size of the KV cache; by fraction without one"
     )
     kv_cache_free_gpu_mem_fraction: float = parameter(
-        0.9, real(0, 1, above=True), "share of free GPU memory for the KV cache"
+        0.9, share(above=True), "share of free GPU memory for the KV cache"
     )
     kv_cache_free_cpu_mem_fraction: float = parameter(
-        0.5, real(0, 1, above=True), "the same share of memory, on a CPU"
+        0.5, share(above=True), "the same share of memory, on a CPU"
     )
     normalize_log_probs: bool = parameter(
         False,
@@ -514,22 +503,13 @@ _DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 
 
 def _unbuilt(
-    key: str,
-    kind: Kind,
-    meaning: str,
-    *neutral: Any,
-    template: str = "",
-    roles: frozenset[Role] = _ENGINE,
+    key: str, kind: Kind, meaning: str, *neutral: Any, template: str = "", roles: frozenset[Role] = _ENGINE
 ) -> ParameterSpec:
     return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral)
 
 
 def _no_effect(
-    key: str,
-    kind: Kind,
-    meaning: str,
-    reason: str,
-    roles: frozenset[Role] = _ENGINE,
+    key: str, kind: Kind, meaning: str, reason: str, roles: frozenset[Role] = _ENGINE
 ) -> ParameterSpec:
     return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
 
@@ -570,7 +550,7 @@ _NO_EFFECT: tuple[ParameterSpec, ...] = (
     ),
     _no_effect("lora_cache_optimal_adapter_size", integer(0), "page size of the adapter cache", _NO_ADAPTERS),
     _no_effect("lora_cache_max_adapter_size", integer(0), "largest rank", _NO_ADAPTERS),
-    _no_effect("lora_cache_gpu_memory_fraction", real(0, 1), "adapter cache", _NO_ADAPTERS),
+    _no_effect("lora_cache_gpu_memory_fraction", share(), "adapter cache", _NO_ADAPTERS),
     _no_effect("lora_cache_host_memory_bytes", integer(0), "adapter cache", _NO_ADAPTERS),
     _no_effect(
         "max_num_images", integer(0), "most images of a prompt", "no model here takes any", _PREPROCESSING
@@ -589,7 +569,7 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
     _unbuilt("visual_model_path", TEXT, "its name in older versions", roles=_PREPROCESSING),
     _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
-    _unbuilt("cross_kv_cache_fraction", real(0, 1), "KV cache share of an encoder", 0.0),
+    _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
     _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
     _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
@@ -603,7 +583,7 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0),
     _unbuilt("medusa_choices", TEXT, "draft tree"),
     _unbuilt("eagle_choices", TEXT, "draft tree"),
-    _unbuilt("gpu_weights_percent", real(0, 1), "weights kept on the GPU", 1.0),
+    _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
     _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
     _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),

@@ -49,7 +49,10 @@ def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Z
     answers = []
     for policy, chunked, reuse in itertools.product(CapacitySchedulerPolicy, (False, True), (False, True)):
         config = SchedulerConfig(
-            policy, chunked, max_num_tokens=24 if chunked else 512, enable_kv_cache_reuse=reuse
+            policy,
+            enable_chunked_context=chunked,
+            max_num_tokens=24 if chunked else 512,
+            enable_kv_cache_reuse=reuse,
         )
         served = serve(load(model.folder, num_blocks=20), config, requests)
         answers.append([served.tokens(request) for request in requests])
