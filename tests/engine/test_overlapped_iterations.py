@@ -265,7 +265,7 @@ def test_what_is_sent_is_not_there_before_its_mark(monkeypatch: pytest.MonkeyPat
     with FakeDevice() as device:
         monkeypatch.setattr(transfer, "mark", device.mark)
         values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32)
-        arriving = transfer.Arriving.of(*(transfer.upload(array, DEVICE) for array in values))
+        arriving = transfer.Arriving.send(*(transfer.upload(array, DEVICE) for array in values))
         assert device.waits == []
         assert arriving.joined.numpy()[:8].view(np.int64) != [3]
         for ours, theirs in zip(arriving.wait(), values, strict=True):
