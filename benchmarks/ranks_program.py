@@ -22,7 +22,7 @@ from inflight.batch_manager import GptManager
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import load_stage
+from inflight.engine.torch import TorchEngine, load_stage
 from inflight.engine.torch.collectives import MpiCollectives, make_stage_link
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
@@ -59,8 +59,10 @@ class _Rank:
         stage = load_stage(_config(work, self.world.size), mapping, collectives, self._least)
         hidden = torch.empty(stage.decoder_config.hidden_size, dtype=getattr(torch, stage.dtype))
         hidden_link, outcomes = make_stage_link(mapping, link, hidden), MpiOutcomes(mapping.sampler)
-        ranks = RankEngine(stage, mapping, hidden_link, outcomes, stage_ranks)
-        self._engine = stage if self._is_alone else ranks
+        self._engine: Engine = RankEngine(stage, mapping, hidden_link, outcomes, stage_ranks)
+        if self._is_alone:
+            assert isinstance(stage, TorchEngine), "the only rank chooses tokens"
+            self._engine = stage
         peers = meet(self.world, gather_hosts(self.world))
         self._heartbeat = Heartbeat(peers, self.world.size, _TIMEOUT_S, lambda error: os._exit(1))
         self._ranks = Lockstep(self.world, self._heartbeat)
