@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.ranks import Figures, Work
 from inflight.batch_manager import GptManager
 from inflight.config import EngineConfig, SchedulerConfig
+from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine, load_stage
