@@ -41,7 +41,8 @@ DETAILS = OutputConfig(
 Part = Callable[[TorchEngine], Any]
 # name: whose function, which, whether it has done its work by then, how many calls go well before
 STAGES: dict[str, tuple[Part, str, bool, int]] = {
-    "before anything": (lambda engine: engine.runner, "run", False, 0),
+    "before anything": (lambda engine: engine.sampler, "apply", False, 0),
+    "before the runner": (lambda engine: engine.runner, "run", False, 0),
     "amid moves": (lambda engine: engine.runner.slots, "_move", True, 0),
     "amid block tables": (lambda engine: engine.runner.slots, "_append", False, 0),
     "after block tables": (lambda engine: engine.runner.slots, "apply", True, 0),

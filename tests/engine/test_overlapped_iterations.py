@@ -276,7 +276,8 @@ def test_what_is_sent_is_not_there_before_its_mark(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------- when something fails
 
 STAGES = {
-    "before anything": (lambda engine: engine.runner, "run", False),
+    "before anything": (lambda engine: engine.sampler, "apply", False),
+    "before the runner": (lambda engine: engine.runner, "run", False),
     "after the forward pass": (lambda engine: engine.runner, "run", True),
     "before slots": (lambda engine: engine.runner.slots, "apply", False),
     "before the choice": (lambda engine: engine.sampler, "begin", False),
