@@ -196,8 +196,9 @@ def _say(what: str) -> None:
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
-    if not server.wait(0):
-        note_loss()  # before it is told: it may end then as if somebody had wanted it to
+    # Whether or not the server still runs: told by a guard, it may end as if somebody had wanted it to, and mpirun
+    # may end with status 0 although its tritonserver was killed.
+    note_loss()
     stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
     # Exact names, as two servers may share a prefix.
     regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}
