@@ -1,6 +1,6 @@
 """What both ranks of `test_lost_rank` run, on two parts of the demo model: rank 1 is killed or stopped.
 
-`python -m tests.composition.losing_program PLACE SIGNAL` under mpirun. Rank 0 says what was answered.
+`python -m tests.ranks.losing_program PLACE SIGNAL` under mpirun. Rank 0 says what was answered.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("place", ["asleep", "broadcast", "collective"])
 def test_everyone_is_answered_although_the_loop_waits_in_mpi(place: str, number: str) -> None:
-    program = "tests.composition.losing_program"
+    program = "tests.ranks.losing_program"
     with start_ranks(2, program, place, number, mpirun_arguments=["--enable-recovery"]) as ranks:
         deadline = threading.Timer(DEADLINE_S, ranks.kill)
         deadline.start()

@@ -10,7 +10,7 @@ from tests.ranks.mpirun import TIMEOUT_S, start_ranks
 @pytest.mark.parametrize(("moment", "answer"), [("busy", "UNAVAILABLE"), ("idle", "well")])
 def test_the_rank_of_a_dead_loop_is_lost(moment: str, answer: str) -> None:
     """Rank 0's, of a callback; rank 1 waits in the next broadcast, or sleeps."""
-    with start_ranks(2, "tests.composition.dying_program", moment) as ranks:
+    with start_ranks(2, "tests.ranks.dying_program", moment) as ranks:
         said, complained = ranks.communicate(timeout=TIMEOUT_S)
     lines = set(said.splitlines())
     assert f"answered {answer}" in lines, complained
