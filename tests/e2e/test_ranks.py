@@ -84,10 +84,11 @@ class Clients:
     def __init__(self, server: TritonServer) -> None:
         self._streams = [Stream(server.grpc), Stream(server.grpc)]
         direct, by_front_end = self._streams
-        direct.send(ENGINE, input_ids=PROMPT, request_output_len=1000, end_id=-1, streaming=True)
+        # The front end first: it may be slow to answer its first request, while the engine is never.
         by_front_end.send("ensemble", text_input="def f", max_tokens=1000, end_id=-1, stream=True)
-        for stream in self._streams:
-            stream.receive()
+        by_front_end.receive()
+        direct.send(ENGINE, input_ids=PROMPT, request_output_len=1000, end_id=-1, streaming=True)
+        direct.receive()
 
     def __enter__(self) -> Clients:
         return self
