@@ -164,7 +164,7 @@ class Observations:
         self._num_micro_batches = num_micro_batches
         self._static_batch = StaticBatchStats() if counts_static_batches else None
         # How many sequences that get a token in this update got their last one at which time.
-        self._gaps: Counter[int] = Counter()
+        self._gaps: dict[int, int] = {}  # not a Counter: one is counted for every token
         self._num_new_tokens = 0
         self.begin_iteration()
 

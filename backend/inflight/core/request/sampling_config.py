@@ -222,8 +222,10 @@ class SamplingConfig:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidArgument naming the tensor, what came and what was expected."""
-        for name, control in CONTROLS.items():
-            _check(control, getattr(self, name), vocab_size)
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(self, name)
+            if value != neutral:
+                _check(CONTROLS[name], value, vocab_size)
         returned, width = self.num_return_sequences, self.beam_width
         most = width if self.uses_beams else MAX_RETURN_SEQUENCES
         if returned is not None and not 1 <= returned <= most:

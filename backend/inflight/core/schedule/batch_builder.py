@@ -90,6 +90,7 @@ class BatchBuilder:
     def _add_generation(self, sequences: list[LlmRequest], num_free_rows: int) -> None:
         """Rows of sequences in generation. A sequence that lacks a block is left out of this iteration."""
         kv_cache, size = self._kv_cache, self._kv_cache.tokens_per_block
+        generation_slots = self._generation_slots
         for llm_request in sequences:
             position = llm_request.num_computed_tokens + llm_request.num_scheduled_tokens
             if llm_request.beams is not None:
@@ -107,7 +108,7 @@ class BatchBuilder:
                 llm_request.num_scheduled_tokens += 1 + len(draft)
                 continue
             llm_request.num_scheduled_tokens += 1
-            self._generation_slots.append(llm_request.slots[0])
+            generation_slots.append(llm_request.slots[0])
 
     def _look_up(self, llm_request: LlmRequest, num_free_rows: int) -> tuple[int, ...]:
         """A sequence's draft tokens, as many as rows, room in its own blocks and the length limit allow."""
