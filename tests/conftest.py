@@ -21,7 +21,9 @@ SHARED_SERVERS = (
 """Fixtures of servers that several files use. A file that uses two goes where the first of them is."""
 
 ALONE = {
+    "e2e/test_leader.py": "how soon a loss is noticed; each test starts a server and its ranks",
     "e2e/test_load.py": "processor time of an idle server",
+    "e2e/test_ranks.py": "how soon a loss is noticed; each test starts a server and its ranks",
     "e2e/test_shutdown.py": "how long a server takes to end",
     "e2e/test_supervision.py": "how long a server is away",
     "ranks/test_idle.py": "processor time of idle ranks",
