@@ -27,6 +27,7 @@ ALONE = {
     "e2e/test_shutdown.py": "how long a server takes to end",
     "e2e/test_supervision.py": "how long a server is away",
     "ranks/test_idle.py": "processor time of idle ranks",
+    "server/test_server_leader.py": "mpirun starts a server and its ranks",
     "test_release.py": "memory of this process, in which other tests would leave some",
 }
 """Files of tests that nothing else may run beside, and what they measure."""
