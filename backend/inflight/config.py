@@ -8,20 +8,38 @@ that ask for nothing.
 
 TensorRT-LLM's keys come with their meaning and, where it is known, their default. An empty value or an unfilled
 `${…}` is absent. Every other value must parse and every key must be known: the load fails otherwise, with all
-problems in one message. Below every other room: the standard library and `inflight.errors` only. Pure.
+problems in one message. Below every other room; the types, the ranges and the rows are
+`parameter_spec.py`'s. Pure.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.parameter_spec import (
+    BOOLEAN,
+    DEVICES,
+    ENGINE_ONLY,
+    NAMES,
+    TEXT,
+    TOKEN_IDS,
+    WINDOWS,
+    Kind,
+    ParameterSpec,
+    Role,
+    choice,
+    declared_rows,
+    integer,
+    member,
+    parameter,
+    share,
+)
 
 __all__ = [
     "INT8",
@@ -41,191 +59,10 @@ __all__ = [
 INT8 = "int8"
 """The data type of which only weights of linear layers are; the rest is bfloat16."""
 
-
-# ---------------------------------------------------------------------- types and ranges
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The type and the range of a parameter.
-
-    Attributes:
-        expected: What to write.
-        convert: Makes a value of a text; ValueError for a text that is none of the type.
-        accepts: Whether a value is of the type and within the range.
-    """
-
-    expected: str
-    convert: Callable[[str], Any]
-    accepts: Callable[[Any], bool]
-
-    def parse(self, text: str) -> Any:
-        """The value that `text` stands for; ValueError if that is not accepted."""
-        value = self.convert(text)
-        if not self.accepts(value):
-            raise ValueError(text)
-        return value
-
-
-def integer(minimum: int) -> Kind:
-    """An integer, at least `minimum`."""
-    return Kind(f"an integer >= {minimum}", int, lambda value: value >= minimum)
-
-
-def share(above: bool = False) -> Kind:
-    """A number in [0, 1], or ]0, 1] if it has to be above 0."""
-    return Kind(
-        f"a number {'>' if above else '>='} 0 and <= 1",
-        float,
-        lambda value: 0 <= value <= 1 and not (above and value == 0),
-    )
-
-
-def _named(values: Mapping[str, Any], any_case: bool = False) -> Kind:
-    """One of these values, by its name: letter for letter, or with `any_case` in small letters or capitals."""
-    by_text = {name.lower(): value for name, value in values.items()} if any_case else values
-
-    def convert(text: str) -> Any:
-        name = text.lower() if any_case else text
-        if name not in by_text:
-            raise ValueError(text)
-        return by_text[name]
-
-    return Kind(" or ".join(values), convert, lambda value: value in values.values())
-
-
-def choice(*names: str, any_case: bool = False) -> Kind:
-    """One of these names; with `any_case` in small letters or capitals too."""
-    return _named({name: name for name in names}, any_case)
-
-
-def member(enum: type[Enum], *but: Enum) -> Kind:
-    """The value of one of an Enum's members, `but` these."""
-    return _named({item.value: item for item in enum if item not in but})
-
-
-def _integers(expected: str, minimum: int) -> Kind:
-    def accepts(values: tuple[Any, ...]) -> bool:
-        return all(type(value) is int and value >= minimum for value in values)
-
-    return Kind(expected, lambda text: tuple(int(part) for part in text.split(",")), accepts)
-
-
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
-BOOLEAN = dataclasses.replace(_named(_TRUTH, any_case=True), expected="true or false")
-TEXT = Kind("text", str, lambda value: True)
-TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
-WINDOWS = _integers("integers >= 1 with commas between", 1)
-DEVICES = _integers("numbers >= 0 with commas between", 0)
-NAMES = Kind("names with commas between", lambda text: tuple(part.strip() for part in text.split(",")), all)
-
-
-# ---------------------------------------------------------------------- rows of config.pbtxt
-
-
-class Role(Enum):
-    """What a model of the repository does; each takes its own part of the parameters."""
-
-    ENGINE = "engine"
-    FRONT_END = "front end"
-    PREPROCESSING = "preprocessing"
-    POSTPROCESSING = "postprocessing"
-
-
-_ENGINE = frozenset({Role.ENGINE})
 _FRONT_END = frozenset({Role.FRONT_END})
-_MODELS = _ENGINE | _FRONT_END
+_MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """One row.
-
-    Attributes:
-        key: The key in config.pbtxt; a field's name unless it says another.
-        kind: What its text may be.
-        default: The value when absent.
-        meaning: One line for the reader of config.pbtxt.
-        roles: The models that take it.
-        template: tensorrtllm_backend's template variable, where its name is not the key.
-        template_value: What config.pbtxt says instead of a template variable.
-        neutral: None for a built row. Otherwise the only values accepted, () for none.
-        read_by_triton: Whether Triton's Python backend reads it and this package does not.
-        complaint: How an error about its value begins: with {key} and {text}.
-        no_effect: Why any value that parses does nothing; "" for a row of which that is not so. What was given is
-            logged with it.
-        behind: Of a field that does not follow the one before it in config.pbtxt: the key that it follows there.
-    """
-
-    key: str
-    kind: Kind
-    default: Any
-    meaning: str
-    roles: frozenset[Role] = _ENGINE
-    template: str = ""
-    template_value: str = ""
-    neutral: tuple[Any, ...] | None = None
-    read_by_triton: bool = False
-    complaint: str = "{key}: got {text!r}"
-    no_effect: str = ""
-    behind: str = ""
-
-    @property
-    def built(self) -> bool:
-        """Whether this version acts on it."""
-        return self.neutral is None and not self.read_by_triton and not self.no_effect
-
-    @property
-    def expectation(self) -> str:
-        """What may be written, for a comment."""
-        if self.neutral is not None:
-            return f"not available yet, {self._neutral_advice}"
-        if self.no_effect:
-            expected = "any text" if self.kind is TEXT else self.kind.expected
-            return f"no effect, {self.no_effect}; {expected}"
-        default = self.default.value if isinstance(self.default, Enum) else self.default
-        shown = str(default).lower() if isinstance(default, bool) else default
-        expected = "" if self.kind is TEXT else self.kind.expected
-        return ", ".join(filter(None, (expected, f"{shown} by default" if shown not in (None, ()) else "")))
-
-    @property
-    def _neutral_advice(self) -> str:
-        shown = [
-            str(value).lower() if isinstance(value, bool) else str(value) for value in self.neutral or ()
-        ]
-        return "leave it out" + (f" or say {' or '.join(shown)}" if shown else "")
-
-    def parse(self, text: str) -> Any:
-        """The value of a filled-in `text`; ConfigError with key, value and what was expected."""
-        try:
-            value = self.kind.parse(text)
-        except ValueError:
-            complaint = self.complaint.format(key=self.key, text=text)
-            raise ConfigError(f"{complaint}, expected {self.kind.expected}") from None
-        if self.neutral is not None and value not in self.neutral:
-            raise ConfigError(
-                f"{self.key}: got {text!r}, which is not available in this version; {self._neutral_advice}"
-            )
-        return value
-
-
-def parameter(
-    default: Any, kind: Kind, meaning: str, roles: frozenset[Role] = _ENGINE, key: str = "", **more: Any
-) -> Any:
-    """A field of a dataclass that is a row of config.pbtxt; the arguments are those of ParameterSpec."""
-    spec = ParameterSpec(key, kind, default, meaning, roles, **more)
-    return field(default=default, metadata={"parameter": spec})
-
-
-def _declared(owner: type) -> dict[str, ParameterSpec]:
-    """The rows that the fields of a dataclass declare, by the fields' names."""
-    return {
-        each.name: dataclasses.replace(spec, key=spec.key or each.name)
-        for each in dataclasses.fields(owner)
-        if (spec := each.metadata.get("parameter"))
-    }
 
 
 # ---------------------------------------------------------------------- parameters
@@ -344,7 +181,7 @@ class EngineConfig:
         None,
         TEXT,
         "folder of the checkpoint; the demo model without one",
-        _ENGINE | _PREPROCESSING,
+        ENGINE_ONLY | _PREPROCESSING,
         template="engine_dir",
     )
     dtype: str | None = parameter(
@@ -402,7 +239,7 @@ class EngineConfig:
 
     def validate(self) -> None:
         """Raise ConfigError naming parameter, value and what was expected."""
-        for name, spec in _declared(EngineConfig).items():
+        for name, spec in declared_rows(EngineConfig).items():
             value = getattr(self, name)
             if value is not None and not spec.kind.accepts(value):
                 raise ConfigError(f"{name} is {value!r}, expected {spec.kind.expected}")
@@ -503,13 +340,18 @@ _DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 
 
 def _unbuilt(
-    key: str, kind: Kind, meaning: str, *neutral: Any, template: str = "", roles: frozenset[Role] = _ENGINE
+    key: str,
+    kind: Kind,
+    meaning: str,
+    *neutral: Any,
+    template: str = "",
+    roles: frozenset[Role] = ENGINE_ONLY,
 ) -> ParameterSpec:
     return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral)
 
 
 def _no_effect(
-    key: str, kind: Kind, meaning: str, reason: str, roles: frozenset[Role] = _ENGINE
+    key: str, kind: Kind, meaning: str, reason: str, roles: frozenset[Role] = ENGINE_ONLY
 ) -> ParameterSpec:
     return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
 
@@ -597,7 +439,7 @@ def _built() -> list[ParameterSpec]:
     rows: list[ParameterSpec] = []
     for owner in (Parameters, SchedulerConfig, EngineConfig):
         place = 0
-        for spec in _declared(owner).values():
+        for spec in declared_rows(owner).values():
             if spec.behind:
                 place = 1 + [row.key for row in rows].index(spec.behind)
             rows.insert(place, spec)
@@ -659,7 +501,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
 
 def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """What is given for the fields of `owner`, by their names."""
-    return {name: given[spec.key] for name, spec in _declared(owner).items() if spec.key in given}
+    return {name: given[spec.key] for name, spec in declared_rows(owner).items() if spec.key in given}
 
 
 def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
