@@ -1,7 +1,7 @@
 """Several ranks in one process, without MPI: what the leader shares waits for each follower in a queue.
 
-For tests. Each rank is for a thread of its own, or all of them for one that asks `num_unheard` before it follows.
-A wake that nobody waits for, and one that somebody waits for in vain, are errors.
+Each rank is for a thread of its own, or all of them for one that asks `num_unheard` before it follows. A wake that
+nobody waits for, and one that somebody waits for in vain, are errors.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def make_sequences(key: int = 0, **fields) -> list[LlmRequest]:
 
 
 def make_sequence(key: int = 0, **fields) -> LlmRequest:
-    """The first of them."""
+    """The first sequence of a request that no scheduler knows of, under `key`."""
     return make_sequences(key, **fields)[0]
 
 

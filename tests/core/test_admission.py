@@ -306,7 +306,7 @@ def test_a_static_batch_is_told():
     assert why(scheduler) == {2: "static batching: waits for the end of the batch that runs"}
 
 
-def test_a_trial_is_told():
+def test_a_retry_is_told():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1), make_request(2))
     scheduler.fail(scheduler.schedule(), StepFailed("boom"))

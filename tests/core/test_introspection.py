@@ -32,6 +32,51 @@ def test_nothing_is_going_on():
     )
 
 
+GENERATES = RunningState(
+    request_id=1,
+    sequence_index=0,
+    slots=(0,),
+    phase="generation",
+    computed_tokens=6,
+    scheduled_tokens=0,
+    context_tokens=5,
+    generated_tokens=2,
+    max_new_tokens=8,
+    blocks=2,
+    reserved_blocks=1,
+    running_ms=20.0,
+    deadline_ms=80.0,
+)
+IN_CONTEXT = RunningState(
+    request_id=2,
+    sequence_index=0,
+    slots=(1,),
+    phase="context",
+    computed_tokens=8,
+    scheduled_tokens=0,
+    context_tokens=13,
+    generated_tokens=0,
+    max_new_tokens=3,
+    blocks=2,
+    reserved_blocks=2,
+    running_ms=10.0,
+    deadline_ms=None,
+)
+WAITS = WaitingState(
+    request_id=3,
+    sequence_index=0,
+    state="WAITING",
+    why="needs 1 slot, 0 free",
+    prompt_tokens=5,
+    generated_tokens=0,
+    max_new_tokens=2,
+    priority=0.25,
+    client_id=77,
+    waited_ms=11.0,
+    deadline_ms=29.0,
+)
+
+
 def test_one_generates_one_is_in_its_context_and_one_waits():
     """Slots for two; chunks of 8 tokens. The first has ended its context, the second has two chunks of two."""
     scheduler = make_scheduler(max_num_sequences=2, max_num_tokens=9, chunked=True)
@@ -51,53 +96,8 @@ def test_one_generates_one_is_in_its_context_and_one_waits():
         slots=2,
         free_slots=0,
         suspects=(),
-        waiting=(
-            WaitingState(
-                request_id=3,
-                sequence_index=0,
-                state="WAITING",
-                why="needs 1 slot, 0 free",
-                prompt_tokens=5,
-                generated_tokens=0,
-                max_new_tokens=2,
-                priority=0.25,
-                client_id=77,
-                waited_ms=11.0,
-                deadline_ms=29.0,
-            ),
-        ),
-        running=(
-            RunningState(
-                request_id=1,
-                sequence_index=0,
-                slots=(0,),
-                phase="generation",
-                computed_tokens=6,
-                scheduled_tokens=0,
-                context_tokens=5,
-                generated_tokens=2,
-                max_new_tokens=8,
-                blocks=2,
-                reserved_blocks=1,
-                running_ms=20.0,
-                deadline_ms=80.0,
-            ),
-            RunningState(
-                request_id=2,
-                sequence_index=0,
-                slots=(1,),
-                phase="context",
-                computed_tokens=8,
-                scheduled_tokens=0,
-                context_tokens=13,
-                generated_tokens=0,
-                max_new_tokens=3,
-                blocks=2,
-                reserved_blocks=2,
-                running_ms=10.0,
-                deadline_ms=None,
-            ),
-        ),
+        waiting=(WAITS,),
+        running=(GENERATES, IN_CONTEXT),
         blocks=BlockMapState(total=16, held=4, cached=0, empty=12, reserved=3, shared=0, tokens_per_block=4),
     )
 

@@ -86,7 +86,6 @@ def test_a_block_is_shared_while_its_producer_runs():
     cache.publish(1, tokens, 4)
     match = found(cache, 2, tokens)
     assert match.num_held == len(match.block_ids) == 1
-    assert 3 - match.num_held == 2
 
 
 def test_blocks_freed_counts_only_what_nobody_else_holds():

@@ -60,7 +60,7 @@ def test_a_snapshot_does_not_change_with_what_it_was_taken_from():
     assert before.time_to_first_token.num_observations == 1
     assert (before.finished, before.failed, before.num_preemptions) == ({FinishReason.LENGTH: 1}, {}, 0)
     with pytest.raises(FrozenInstanceError):
-        before.num_preemptions = 2  # type: ignore[misc]
+        before.num_preemptions = 2
 
 
 def test_a_snapshot_has_everything_there_is():

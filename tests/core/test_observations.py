@@ -53,33 +53,36 @@ def three_requests() -> tuple[Observed, list[IterationStats]]:
     return observed, stats
 
 
+FIRST_OF_THREE = IterationStats(
+    iteration=0,
+    duration_ns=5 * MS,
+    num_active_requests=2,
+    num_completed_requests=0,
+    num_new_requests=2,
+    new_requests_queue_ns=0,
+    max_num_requests=4,
+    max_num_tokens=64,
+    max_num_blocks=16,
+    num_free_blocks=11,
+    tokens_per_block=4,
+    num_scheduled_requests=2,
+    num_context_requests=2,
+    num_generation_requests=0,
+    num_context_tokens=14,
+    num_generated_tokens=2,
+    num_advanced_sequences=2,
+    micro_batch_id=0,
+    num_waiting_requests=0,
+    num_paused_requests=0,
+    num_taken_blocks=5,
+    num_reused_blocks=0,
+    num_missed_blocks=3,
+)
+
+
 def test_statistics_of_three_requests():
     _, (first, second, third) = three_requests()
-    assert first == IterationStats(
-        iteration=0,
-        duration_ns=5 * MS,
-        num_active_requests=2,
-        num_completed_requests=0,
-        num_new_requests=2,
-        new_requests_queue_ns=0,
-        max_num_requests=4,
-        max_num_tokens=64,
-        max_num_blocks=16,
-        num_free_blocks=11,
-        tokens_per_block=4,
-        num_scheduled_requests=2,
-        num_context_requests=2,
-        num_generation_requests=0,
-        num_context_tokens=14,
-        num_generated_tokens=2,
-        num_advanced_sequences=2,
-        micro_batch_id=0,
-        num_waiting_requests=0,
-        num_paused_requests=0,
-        num_taken_blocks=5,
-        num_reused_blocks=0,
-        num_missed_blocks=3,
-    )
+    assert first == FIRST_OF_THREE
     assert second == replace(
         first,
         iteration=2,

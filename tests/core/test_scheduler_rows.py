@@ -242,7 +242,7 @@ def test_drafts_that_come_to_where_every_token_is_banned(accepted):
 
 
 def test_a_row_in_flight_behind_one_that_has_every_token_banned():
-    """A device that runs ahead has fed itself some token by then, and what follows it is dropped."""
+    """A device that overlaps iterations goes on from some token by then, and what follows it is dropped."""
     scheduler = make_scheduler(overlaps_iterations=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, bad_words=((5,),)), make_request(2, new=3))

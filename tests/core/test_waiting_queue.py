@@ -289,7 +289,7 @@ def test_a_start_costs_the_same_with_a_priority_for_every_request():
 
     for key in range(500):
         queue.add(make_sequence(key, priority=key / 500))
-    queue._push_turn = counted  # type: ignore[method-assign]
+    queue._push_turn = counted
     for _ in range(100):
         first = queue.first()
         queue.remove(first)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from inflight.endpoint import client as endpoint_client
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
-from inflight.endpoint.frames import read_frame
+from inflight.endpoint.frames import Retire, decode_from_front_end, read_frame
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.path import listen, peer_has_this_parent, remove
 from inflight.endpoint.server import EndpointServer
@@ -36,13 +32,6 @@ with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     print(peer_has_this_parent(connection))
 """
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="endpoint-")  # pytest's own folders can be too deep for a socket
-    yield str(Path(folder, "engine.sock"))
-    shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -110,6 +99,22 @@ def test_a_successor_hears_last_of_the_end(path, related):
         for front_end in front_ends:
             front_end.setblocking(False)
             assert front_end.recv(1) == b""
+
+
+def test_an_engine_that_takes_no_requests_any_more_and_says_no_hello_is_told_to_go(path, related):
+    told = []
+
+    def hear_one() -> None:
+        connected, _ = listening.accept()
+        with connected:
+            told.append(decode_from_front_end(read_frame(connected)))
+
+    with listen(path) as listening:
+        thread = threading.Thread(target=hear_one)
+        thread.start()
+        assert retire_predecessor(path, 7.5) is True
+        thread.join()
+    assert told == [Retire(7.5)]
 
 
 def test_an_engine_of_somebody_else_is_left_alone(path):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -48,13 +45,6 @@ class Watching:
     def _take(self, told: Statistics) -> None:
         self.told.append(told)
         self.has_been_told.set()
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="endpoint-")
-    yield str(Path(folder, "engine.sock"))
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

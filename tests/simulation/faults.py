@@ -39,8 +39,6 @@ from tests.simulation.faults_of_turns import (
     clients_take_no_turns,
     deadline_ignored,
     deadline_too_early,
-    feeding_itself_untold,
-    feeding_whoever_it_is,
     first_started_paused,
     full_queue_ignored,
     last_come_first_served,
@@ -49,6 +47,8 @@ from tests.simulation.faults_of_turns import (
     not_waited_for_before_a_pause,
     nothing_left_for_free_stages,
     oldest_always_first,
+    sampled_on_device_untold,
+    sampled_on_device_whoever_it_is,
     static_batch_joined,
     token_not_waited_for,
     unused_share_kept,
@@ -57,7 +57,7 @@ from tests.simulation.faults_of_turns import (
 Patch = pytest.MonkeyPatch
 
 
-def guilty_acquitted(patch: Patch) -> None:
+def faulty_cleared(patch: Patch) -> None:
     failed = Isolation.failed
 
     def nobody_is_faulty(isolation: Isolation, request_ids, was_alone: bool) -> None:
@@ -66,7 +66,7 @@ def guilty_acquitted(patch: Patch) -> None:
     patch.setattr(Isolation, "failed", nobody_is_faulty)
 
 
-def first_suspect_condemned(patch: Patch) -> None:
+def first_suspect_ended(patch: Patch) -> None:
     patch.setattr(Isolation, "failed", lambda isolation, request_ids, was_alone: request_ids[0])
 
 
@@ -93,7 +93,7 @@ def blamed_for_what_failed_before(patch: Patch) -> None:
     patch.setattr(Recovery, "judge", judge_void_rows)
 
 
-def guilty_blocks_still_found(patch: Patch) -> None:
+def faulty_blocks_still_found(patch: Patch) -> None:
     patch.setattr(KvCacheManager, "unpublish", lambda *_: None)
 
 
@@ -129,13 +129,13 @@ FAULTS = (
     static_batch_joined,
     chunking_policy_ignored,
     first_started_paused,
-    guilty_acquitted,
-    first_suspect_condemned,
+    faulty_cleared,
+    first_suspect_ended,
     all_tried_together,
     blamed_for_what_failed_before,
-    guilty_blocks_still_found,
-    feeding_whoever_it_is,
-    feeding_itself_untold,
+    faulty_blocks_still_found,
+    sampled_on_device_whoever_it_is,
+    sampled_on_device_untold,
     not_waited_for_before_a_pause,
 )
 

@@ -1,4 +1,4 @@
-"""Faults to plant: in whose turn it is, in which micro-batch, and in what runs ahead."""
+"""Faults to plant: in whose turn it is, in which micro-batch, and in iterations that overlap."""
 
 from __future__ import annotations
 
@@ -158,14 +158,14 @@ def micro_batches_without_numbers(patch: Patch) -> None:
     change_batches(patch, lambda batch: dataclasses.replace(batch, micro_batch_id=0))
 
 
-# ---------------------------------------------------------------------- what runs ahead
+# ---------------------------------------------------------------------- iterations that overlap
 
 
-def feeding_whoever_it_is(patch: Patch) -> None:
+def sampled_on_device_whoever_it_is(patch: Patch) -> None:
     patch.setattr(Scheduler, "_samples_on_device", lambda scheduler, _: scheduler._overlaps_iterations)
 
 
-def feeding_itself_untold(patch: Patch) -> None:
+def sampled_on_device_untold(patch: Patch) -> None:
     change_batches(patch, lambda batch: dataclasses.replace(batch, samples_on_device=False))
 
 

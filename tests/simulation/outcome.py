@@ -28,7 +28,7 @@ class Outcome:
         num_exact_reuses: Starts of which it was certain what they had to find.
         num_divided_contexts: Iterations in which the policy for chunks made a difference.
         num_full_pipelines: Iterations with a batch in every stage of several.
-        num_ahead: Batches that began while the one before was in flight, on a device that feeds itself.
+        num_ahead: Batches that began while the one before was in flight, on a device that overlaps iterations.
         num_shared_generations: Batches in which not all generated that could, to leave some for other stages.
         num_mixed_batches: With beams of several widths, or beams beside other rows in generation.
     """

@@ -115,7 +115,7 @@ class QueueOracle:
         self._started: set[int] = set()  # keys
         self._present: dict[int, LlmRequest] = {}
         self._admit = scheduler._admission.admit
-        scheduler._admission.admit = self._watched_admit  # type: ignore[method-assign]
+        scheduler._admission.admit = self._watched_admit
 
     # ---------------------------------------------------------------- who comes and goes
 

@@ -35,7 +35,7 @@ class RowsOracle:
         self._equally = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
         self._generation_was_left_out = False
         self._select = scheduler._micro_batch.select
-        scheduler._micro_batch.select = self._watched_select  # type: ignore[method-assign]
+        scheduler._micro_batch.select = self._watched_select
 
     def _watched_select(self, running: Iterable[LlmRequest], num_in_flight: int = 0) -> MicroBatch:
         running = list(running)

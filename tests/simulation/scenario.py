@@ -73,7 +73,7 @@ class Scenario:
         return self.pipelined(1)
 
     def ahead(self) -> Scenario:
-        """The same on a device that feeds itself."""
+        """The same on a device that overlaps iterations."""
         return replace(self, limits=replace(self.limits, num_micro_batches=1, overlaps_iterations=True))
 
     def undemanding(self) -> Scenario:

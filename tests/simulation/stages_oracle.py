@@ -26,7 +26,7 @@ class StagesOracle:
         """A batch has been made, with others in flight ahead of it."""
         assert flight.batch.micro_batch_id == self._num_batches % self._num_stages
         self._num_batches += 1
-        self._check_feeding(flight, ahead)
+        self._check_overlap(flight, ahead)
         if self._num_stages == 1:
             return
         assert len(ahead) < self._num_stages
@@ -42,8 +42,8 @@ class StagesOracle:
             "the other stages have too little work"
         )
 
-    def _check_feeding(self, flight: Flight, ahead: Sequence[Flight]) -> None:
-        """It feeds itself if it can, and if not, nothing is made before it is back."""
+    def _check_overlap(self, flight: Flight, ahead: Sequence[Flight]) -> None:
+        """It samples on the device if it can, and if not, nothing is made before it is back."""
         sampled = set(flight.batch.sampled_slots())
         waits = [r for r in flight.rows if sampled.intersection(r.slots) and _waits_for_host(r.request)]
         assert flight.batch.samples_on_device == (self._overlaps_iterations and not waits)

@@ -204,7 +204,7 @@ class Defect:
     def __init__(self, site: str, is_late: bool, run: Run, faulty: int, position: int) -> None:
         self._owner, self._name, self._about = SITES[site]
         self._original = getattr(self._owner, self._name)
-        self._is_late, self._run, self._guilty, self._position = is_late, run, faulty, position
+        self._is_late, self._run, self._faulty, self._position = is_late, run, faulty, position
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace the method."""
@@ -224,7 +224,7 @@ class Defect:
         if isinstance(one, int):
             groups = self._run.scheduler._groups.values()
             one = next(s for group in groups for s in group.sequences if s.key == one)
-        return one.request_id == self._guilty and one.next_position >= self._position
+        return one.request_id == self._faulty and one.next_position >= self._position
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])

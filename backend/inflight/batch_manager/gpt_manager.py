@@ -217,7 +217,7 @@ class GptManager:
         """The next batch. If making it fails, there is none, and the responses that follow are added."""
         try:
             return self._scheduler.schedule()
-        except Exception as error:
+        except Exception as error:  # a defect that one request meets must not end the others
             if self._has_other_ranks:  # they may have made a batch, which they cannot run without this one
                 raise
             _log.exception("the scheduler failed: whose fault it was is being found out")
@@ -228,7 +228,7 @@ class GptManager:
     def _forward(self, batch: ScheduledBatch) -> Any:
         try:
             return self._engine.forward(batch)
-        except Exception as error:
+        except Exception as error:  # whatever a device raises, its batch alone has failed
             return _as_step_failure(batch, error)
 
     def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
@@ -242,7 +242,7 @@ class GptManager:
     def _decode(self, batch: ScheduledBatch, logits: Any) -> ModelOutput | InflightError:
         try:
             return self._engine.decode(batch, logits)
-        except Exception as error:
+        except Exception as error:  # as in `_forward`
             return _as_step_failure(batch, error)
 
     def _send(self, responses: list[Response]) -> None:

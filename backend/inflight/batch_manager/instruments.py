@@ -31,6 +31,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, Unavailable
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,6 @@ class _Ring(Generic[_T]):
     def last(self, count: int) -> list[_T]:
         first = max(0, len(self._kept) - max(0, count))
         return list(islice(self._kept, first, None))
-
-
-_log = logging.getLogger(__name__)
 
 
 class _Run:
@@ -338,7 +336,7 @@ def _describe(scheduler: Scheduler) -> str:
 
 
 _RECENT = 10
-
+"""Iterations whose statistics are part of an answer."""
 
 _Answer = tuple[SchedulerState, IterationStats]
 

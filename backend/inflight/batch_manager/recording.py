@@ -41,7 +41,7 @@ from inflight.errors import ConfigError, InflightError
 from inflight.file_names import native
 
 FORMAT = "inflight-trace"
-VERSION = 1
+VERSION = 2
 """The version of the records and of the dataclasses in them; traces of another version cannot be read."""
 
 _log = logging.getLogger(__name__)

@@ -95,7 +95,7 @@ class Outcomes:
                     self.admission.queue_siblings(llm_request.group)
                 self._check_tokens(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
-            except Exception as error:
+            except Exception as error:  # a row at fault must not end other requests; so below
                 responses += self._fail(llm_request, error)
 
     def _apply_generation(

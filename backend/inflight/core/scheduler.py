@@ -1,10 +1,9 @@
 """The scheduler: owns every request's state and the waiting queue, and makes the batches.
 
 An iteration calls `accept` with what is new, then `schedule` for a batch, and, when the device has answered,
-`update`, or `fail` if the batch failed. `schedule` may be called again before an earlier batch's `update`: rows
-in flight
-are counted in num_scheduled_tokens, and rows that depend on their outcome wait: those that need the host, and
-with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay until its
+`update`, or `fail` if the batch failed. `schedule` may be called again before an earlier batch's `update`: rows in
+flight are counted in num_scheduled_tokens, and rows that depend on their outcome wait: those that need the host,
+and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay until its
 last batch is back.
 
 Every method that can end requests returns responses, and a request's blocks are free before its final response

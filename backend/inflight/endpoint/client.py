@@ -36,7 +36,7 @@ from inflight.endpoint.frames import (
     read_frame,
     read_response,
 )
-from inflight.endpoint.path import connect, peer_has_this_parent
+from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
 from inflight.errors import InvalidArgument, Unavailable, error_from_code
 
 _log = logging.getLogger(__name__)
@@ -298,8 +298,8 @@ def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + patience_s)
         try:
-            hello = connect(connection, path)
-            if not (peer_has_this_parent(connection) or (server and hello.server == server)):
+            reach(connection, path)
+            if not (peer_has_this_parent(connection) or (server and read_hello(connection).server == server)):
                 return False
             _log.warning("the engine at %s is told to make room for this one", path)
             connection.sendall(encode(Retire(timeout_s)))

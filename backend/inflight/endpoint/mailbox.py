@@ -3,8 +3,7 @@
 The mailbox owns the waiting responses of one consumer (a sender thread, a connection's writer). The consumer
 gets one joined response per sequence however many have come meanwhile, so that what it has to do is bounded by
 the number of sequences and not by the tokens they produce. A request's final response comes out after everything
-else of the
-request: its sequences are joined apart, and end in any order.
+else of the request: its sequences are joined apart, and end in any order.
 
 It does not know who the consumer is or what it does with a response. Any thread may call `put` and `close`; one or
 more consumer threads sit in `get`. Nobody polls: an idle consumer sleeps in a condition variable.

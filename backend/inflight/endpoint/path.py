@@ -71,10 +71,20 @@ def connect(connection: socket.socket, path: str) -> Hello:
     Raises OSError if it cannot be reached, BadFrame if it says something else, or belongs to another user than
     this one or root.
     """
+    reach(connection, path)
+    return read_hello(connection)
+
+
+def reach(connection: socket.socket, path: str) -> None:
+    """Connect as `connect` does, without waiting for the Hello: an engine that takes no requests says none."""
     connection.connect(native(path))
     _pid, uid, _gid = _peer(connection)
     if uid not in (0, os.geteuid()):
         raise BadFrame("it belongs to another user")
+
+
+def read_hello(connection: socket.socket) -> Hello:
+    """The engine's first frame; raises BadFrame if it is no Hello."""
     body = read_frame(connection)
     frame = decode_from_engine(body) if body is not None else None
     if not isinstance(frame, Hello):

@@ -220,7 +220,7 @@ class _Connection:
         """Answer a question for the state; on a thread of its own, which ends in time although nobody joins it."""
         try:
             state = State(frame.question, self._client.state(frame.timeout_s))
-        except Exception as caught:
+        except Exception as caught:  # the side that asked gets it
             error = _as_inflight_error(caught, "the state could not be read")
             state = State(frame.question, error_code=error.code, error_message=str(error))
         with contextlib.suppress(OSError):  # the connection has ended

@@ -2,8 +2,8 @@
 
 `Supervision` is the engine's side. It has one thread for each supervisor, which sends a sign of life or the newest
 statistics; a supervisor that is slow to take them delays its own thread and nothing else. An engine without
-supervisors
-is of no use to anybody: it ends. `EngineWatch` is a supervisor's side, with a connection that carries no requests.
+supervisors is of no use to anybody: it ends. `EngineWatch` is a supervisor's side, with a connection that carries
+no requests.
 """
 
 from __future__ import annotations

@@ -26,7 +26,13 @@ from itertools import islice
 
 from inflight.core.kv.retention import Retention
 
+_NS_PER_MS = 1_000_000
+_DEFAULT_RETENTION = Retention()
+_MOST_COMPARED = 64
+"""Blocks whose tokens are compared to find the one that begins with the most."""
+
 Key = tuple[int, ...]
+"""A place in a BlockHeap: the block with the smallest key comes first."""
 
 
 class BlockHeap:
@@ -82,12 +88,6 @@ class BlockHeap:
         _, block_id = heappop(self._entries)
         del self._key_of[block_id]
         return block_id
-
-
-_NS_PER_MS = 1_000_000
-_DEFAULT_RETENTION = Retention()
-_MOST_COMPARED = 64
-"""Blocks whose tokens are compared to find the one that begins with the most."""
 
 
 @dataclass(slots=True)

@@ -108,6 +108,7 @@ class KvCacheManager:
 
     Attributes:
         pool: The blocks.
+        tokens_per_block: Tokens per block.
         num_reserved: Free blocks that running sequences count on.
         num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
             at admissions, and not found there, since the start.

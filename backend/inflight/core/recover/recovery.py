@@ -234,11 +234,9 @@ def rebuild(
     """After `schedule` raised half-way, make slots, block tables and the queue anew from the requests themselves.
 
     Nobody knows which of the scheduler's books were changed before it raised, nor whether they agree. The
-    requests'
-    tokens, and what was sent of them, are not among these books, and all else follows from them: every sequence
-        gives
-    up slots and blocks, and waits to be computed again from its known tokens. Afterwards no prefix is in the
-    cache.
+    requests' tokens, and what was sent of them, are not among these books, and all else follows from them: every
+    sequence gives up slots and blocks, and waits to be computed again from its known tokens. Afterwards no prefix
+    is in the cache.
 
     Args:
         groups: All requests without a final response.

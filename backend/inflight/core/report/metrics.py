@@ -137,7 +137,7 @@ class ServiceMetrics:
 
 
 def seconds(duration_ns: int) -> float:
-    """Nanoseconds as seconds."""
+    """A duration in seconds from one in nanoseconds."""
     return duration_ns * _NS
 
 
@@ -163,13 +163,14 @@ class Observations:
         self._max_num_tokens = max_num_tokens
         self._num_micro_batches = num_micro_batches
         self._static_batch = StaticBatchStats() if counts_static_batches else None
-        # How many sequences that get a token in this update got their last one at which time.
-        self._gaps: dict[int, int] = {}  # not a Counter: one is counted for every token
+        # By the time of their last token, how many sequences get another one in this update. A dict and no
+        # Counter, which takes longer: this is written for every token.
+        self._gaps: dict[int, int] = {}
         self._num_new_tokens = 0
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
-        """Begin to count an iteration."""
+        """Set the counts of an iteration to 0."""
         self._num_new = 0
         self._num_paused = 0
         self._queue_ns = 0

@@ -18,6 +18,8 @@ from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.schedule.running import Running
 
+_NS_PER_MS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingState:
@@ -129,9 +131,6 @@ class SchedulerState:
     waiting: tuple[WaitingState, ...]
     running: tuple[RunningState, ...]
     blocks: BlockMapState
-
-
-_NS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

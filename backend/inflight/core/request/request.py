@@ -217,7 +217,9 @@ class Request:
         """Names of the tensors that may leave a sequence without a token to go on with."""
         asked = {
             "embedding_bias": self.embedding_bias is not None,
-            "min_length": bool(self.end_ids),
+            "min_length": bool(
+                self.end_ids
+            ),  # and if the control is used: it bans end ids, where there are any
             "bad_words_list": bool(self.bad_words),
         }
         for name, control in CONTROLS.items():

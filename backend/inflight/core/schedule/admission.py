@@ -72,8 +72,7 @@ class Admission:
         """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
 
         A sequence whose prompt a running sequence is just computing is passed over, and is the first again the
-        next
-        time: it will find more in the cache. If requests are `retrying`, no others are let in.
+        next time: it will find more in the cache. If requests are `retrying`, no others are let in.
 
         Yields:
             A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its

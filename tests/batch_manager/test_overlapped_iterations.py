@@ -1,4 +1,4 @@
-"""The loop over an engine that feeds itself: the next batch begins before this one's tokens are looked at."""
+"""The loop over an engine that overlaps iterations: a batch begins before the tokens of the last one are seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that feed themselves: which do, and what is scheduled behind them before they are back."""
+"""Batches that sample on the device: which do, and what is scheduled behind them before they are back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GOING_ON: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_a_batch_with_one_that_needs_the_host_does_not_feed_itself(name):
+def test_a_batch_with_one_that_needs_the_host_does_not_sample_on_the_device(name):
     scheduler = make_scheduler(max_num_sequences=8, overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1), make_request(2, **WAITING[name]))
     batch = scheduler.schedule()
