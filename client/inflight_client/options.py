@@ -183,7 +183,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 
 def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.ndarray:
-    """[1, …], `ndim` dimensions and a leading 1, which may be there already; ValueError if it does not fit."""
+    """Make an array of `ndim` dimensions and a leading 1, which may be there already.
+
+    Raises ValueError if `values` do not fit.
+    """
     if not hasattr(values, "__iter__"):
         raise ValueError(f"{name} must be a list of numbers, got {values!r}")
     if issubclass(dtype, np.integer):
@@ -201,7 +204,7 @@ def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.
 
 
 def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(name in a text model, name in an id model, tensor)."""
+    """Tell (name in a text model, name in an id model, tensor) of each tensor of a keyword."""
     if name in _WORDS:
         yield from _word_tensors(name, value)
     elif name == _RETENTION:
@@ -231,7 +234,10 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def _retention_tensors(ranges: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Ranges (start, end, priority) or (start, end, priority, duration_ms); None: no end, for ever."""
+    """Tell the tensors of ranges (start, end, priority) or (start, end, priority, duration_ms).
+
+    A None among them is no end, or for ever.
+    """
     given = list(ranges) if isinstance(ranges, Iterable) else [ranges]
     rows = [list(one) if isinstance(one, Iterable) else [] for one in given]
     if not all(len(row) in (3, 4) for row in rows):
@@ -267,7 +273,7 @@ def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]
 
 
 def pack_words(name: str, words: Sequence[Iterable[int]]) -> np.ndarray:
-    """[1, 2, n]: the ids of all words; below, where each word ends, filled up with -1."""
+    """Pack words as [1, 2, n]: all ids, then where each word ends, filled up with -1."""
     lists = [list(word) for word in words]
     flat = [token_id for word in lists for token_id in word]
     if not all(lists):
@@ -287,7 +293,7 @@ def _text_array(texts: Sequence[str]) -> np.ndarray:
 
 
 def _check_scalar(name: str, value: Any, dtype: type[np.generic]) -> None:
-    """Whether it is a number, or for a flag True or False (or 1 or 0)."""
+    """Raise ValueError unless `value` is a number, or for a flag True or False (or 1 or 0)."""
     if np.ndim(value) != 0:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if dtype is np.bool_ and (isinstance(value, str) or value not in (0, 1)):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from inflight.serving.client_lanes import NOBODY, ClientLanes
+from inflight.serving.client_lanes import NOBODY, ClientLanes, Job
 
 WAIT_S = 30
 
@@ -19,7 +19,7 @@ class Journal:
         self.gates: dict[str, threading.Event] = {}
         self._changed = threading.Condition()
 
-    def job(self, name: str, waits: bool = False):  # type: ignore[no-untyped-def]
+    def job(self, name: str, waits: bool = False) -> Job:
         gate = self.gates[name] = threading.Event()
         if not waits:
             gate.set()

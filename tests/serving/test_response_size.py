@@ -57,12 +57,12 @@ def reserve(budget: ResponseBudget, *requests: Request, streaming: bool = False,
     return budget.reserve(requests, VOCABULARY, streaming, in_one)
 
 
-def response_of(mib: int) -> list[tuple[str, int]]:
+def sizes_with_logits(mib: int) -> list[tuple[str, int]]:
     return [("generation_logits", mib << 20)]
 
 
 def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
-    with budget.sending(ticket, response_of(mib)):
+    with budget.sending(ticket, sizes_with_logits(mib)):
         pass
 
 
@@ -224,7 +224,7 @@ def test_a_response_is_not_sent_where_the_room_has_gone() -> None:
     ticket = reserve(budget, with_logits(30))
     memory.free = 0
     sent = []
-    with pytest.raises(Unavailable, match="--shm-size"), budget.sending(ticket, response_of(30)):
+    with pytest.raises(Unavailable, match="--shm-size"), budget.sending(ticket, sizes_with_logits(30)):
         sent.append(30)
     assert not sent
     send(budget, ticket, 0)  # an error, say, is small
@@ -234,7 +234,7 @@ def test_a_response_that_could_not_be_sent_is_no_proof_of_room() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     ticket = reserve(budget, with_logits(30))
-    with pytest.raises(RuntimeError), budget.sending(ticket, response_of(30)):
+    with pytest.raises(RuntimeError), budget.sending(ticket, sizes_with_logits(30)):
         raise RuntimeError("Failed to increase the shared memory pool size")
     budget.release(ticket)
     memory.free = 0

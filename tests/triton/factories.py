@@ -137,7 +137,7 @@ def make_prompt(
 def make_result(
     ids: Sequence[int] = (8, 9), reason: FinishReason = FinishReason.NOT_FINISHED, **changes: object
 ) -> Result:
-    """Of one sequence; a reason makes it the last."""
+    """A result of one sequence; a reason makes it the last."""
     result = Result(
         (tuple(ids),),
         num_input_tokens=3,

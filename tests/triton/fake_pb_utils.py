@@ -128,7 +128,16 @@ class ResponseSender:
 
 
 class InferenceRequest:
-    """One request as `execute` gets it."""
+    """One request as `execute` gets it.
+
+    Args:
+        inputs: Arrays by name, in the shapes that a model sees.
+        requested_output_names: The real server puts all outputs here if the client named none.
+        request_id: The client's.
+        sender: Where responses go.
+        parameters: What the client sent beside tensors, as JSON.
+        timeout: The client's, in microseconds; 0 without one.
+    """
 
     def __init__(
         self,
@@ -139,14 +148,6 @@ class InferenceRequest:
         parameters: str = "{}",
         timeout: int = 0,
     ) -> None:
-        """Args:
-        inputs: Arrays by name, in the shapes that a model sees.
-        requested_output_names: The real server puts all outputs here if the client named none.
-        request_id: The client's.
-        sender: Where responses go.
-        parameters: What the client sent beside tensors, as JSON.
-        timeout: The client's, in microseconds; 0 without one.
-        """
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._requested_output_names = list(requested_output_names)
         self._request_id = request_id

@@ -53,7 +53,7 @@ def test_requests_and_tensors() -> None:
     assert (request.requested_output_names(), request.request_id()) == (["x"], "id")
     assert request.get_response_sender() is request.sender
     with pytest.raises(TypeError, match="needs a numpy array, got list"):
-        Tensor("a", [1])  # type: ignore[arg-type]
+        Tensor("a", [1])
 
 
 def test_every_module_has_its_own_log() -> None:

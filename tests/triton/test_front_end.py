@@ -35,7 +35,7 @@ def build() -> Iterator[Build]:
     stages: list[Stage] = []
 
     def make(*args: object, **kwargs: object) -> Stage:
-        stages.append(Stage(*args, **kwargs))  # type: ignore[arg-type]
+        stages.append(Stage(*args, **kwargs))
         return stages[-1]
 
     yield make
@@ -86,7 +86,7 @@ def test_streamed_texts_together_are_the_completion(build: Build) -> None:
     for letter in "cde":
         stage.client.respond(make_response(stage.client.last_id, ids_of(letter)))
     stage.finish([])
-    texts = [value_of(sent, "text_output")[0] for sent in sender.wait_final()]  # type: ignore[index]
+    texts = [value_of(sent, "text_output")[0] for sent in sender.wait_final()]
     assert b"".join(texts) == b"cde"
 
 
@@ -94,7 +94,7 @@ def test_text_is_not_made_unless_it_is_wanted(build: Build) -> None:
     stage = build()
     sender = stage.take(make_triton_request(outputs=ALL_OUTPUTS - {"text_output"}))
     stage.finish([8])
-    assert "text_output" not in sender.wait_final()[0].response.arrays()  # type: ignore[union-attr]
+    assert "text_output" not in sender.wait_final()[0].response.arrays()
 
 
 def test_without_a_tokenizer_ids_are_served_and_text_is_refused() -> None:
@@ -102,7 +102,7 @@ def test_without_a_tokenizer_ids_are_served_and_text_is_refused() -> None:
         raise ConfigError(f"{directory} has no tokenizer.json")
 
     stage = Stage()
-    finder = TokenizerFinder(None, fail)  # type: ignore[arg-type]
+    finder = TokenizerFinder(None, fail)
     front_end = FrontEnd(
         stage.pb_utils,
         stage.client,
@@ -135,7 +135,7 @@ def test_a_bad_request_is_answered_alone(build: Build) -> None:
 
 def test_an_unforeseen_failure_is_answered_alone_and_logged(build: Build) -> None:
     class BrokenRequest(InferenceRequest):
-        def inputs(self) -> list:  # type: ignore[type-arg]
+        def inputs(self) -> list:
             raise OSError("shared memory is gone")
 
     stage = build()

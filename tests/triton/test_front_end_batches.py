@@ -203,7 +203,7 @@ def test_text_that_cannot_be_is_refused_and_not_left_out(
         client,
         client.close,
         make_model_args(),
-        TokenizerFinder("nowhere", fail),  # type: ignore[arg-type]
+        TokenizerFinder("nowhere", fail),
     )
     request = make_triton_request(inputs, outputs=outputs)
     front_end.execute([request])
@@ -225,7 +225,7 @@ def test_a_response_too_large_to_be_sent_is_refused_at_once(decoupled: Stage) ->
     def refuse(*args: object) -> int:
         raise Unavailable("no room in /dev/shm")
 
-    decoupled.front_end._budget.reserve = refuse  # type: ignore[method-assign,assignment]
+    decoupled.front_end._budget.reserve = refuse
     sender = decoupled.take(make_triton_request())
     assert error_of(sender.wait_final()[0]) == (TritonError.UNAVAILABLE, "no room in /dev/shm")
     assert not decoupled.client.submitted
@@ -239,7 +239,7 @@ def test_room_is_made_for_the_prompt_of_a_batch_that_is_not_streamed(decoupled: 
         reserved.append(streaming)
         raise Unavailable("enough seen")
 
-    decoupled.front_end._budget.reserve = reserve  # type: ignore[method-assign,assignment]
+    decoupled.front_end._budget.reserve = reserve
     for streamed in ([True, False], [True, True], [False, True]):
         decoupled.take(make_triton_request(batch(streaming=np.array(streamed)))).wait_final()
     assert reserved == [False, True, False]

@@ -215,7 +215,7 @@ def test_a_batch_in_parallel_has_the_ids_of_each_alone() -> None:
 # -------------------------------------------------------------------- bounds
 
 
-class Bound:
+class Bound(Tokenizer):
     """A tokenizer as far as bounds go: of four bytes a token, or of no such bound."""
 
     def __init__(self, max_bytes: int | None = 4) -> None:
@@ -224,7 +224,7 @@ class Bound:
 
 def check(max_bytes: int | None = 4, **tensors: object) -> None:
     reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
-    encoder = TextEncoder(lambda: Bound(max_bytes))  # type: ignore[arg-type,return-value]
+    encoder = TextEncoder(lambda: Bound(max_bytes))
     check_texts(reader, encoder, make_limits(max_input_length=10))
 
 

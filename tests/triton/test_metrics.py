@@ -190,7 +190,7 @@ def test_a_histogram_of_counters_is_a_histogram(periods):
     metrics, values = ServiceMetrics(), []
     pages: list[Page] = []
     said = server.said
-    server.said = lambda *what: (said(*what), pages.append(parse(server.page())))[0]  # type: ignore[method-assign]
+    server.said = lambda *what: (said(*what), pages.append(parse(server.page())))[0]
     for period in periods:
         for value in period:
             metrics.end_to_end.observe(value)

@@ -29,7 +29,7 @@ from tests.triton.logging_restored import logging_restored
 @pytest.fixture
 def pb_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePbUtils]:
     fake = FakePbUtils()
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake)
     with logging_restored():
         yield fake
 

@@ -40,7 +40,7 @@ def build() -> Iterator[Build]:
     stages: list[Stage] = []
 
     def make(*args: object, enabled: bool = True, **kwargs: object) -> Stage:
-        stage = Stage(*args, **kwargs)  # type: ignore[arg-type]
+        stage = Stage(*args, **kwargs)
         stage.client.description = make_description(tokenizer_dir="letters", state_enabled=enabled)
         stages.append(stage)
         return stage
@@ -75,7 +75,7 @@ def test_nothing_is_asked_by_false(build: Build) -> None:
     stage = build(enabled=False)
     sender = stage.take(make_triton_request(token_inputs(state=False)))
     stage.finish([8])
-    assert "state" not in sender.wait_final()[0].response.arrays()  # type: ignore[union-attr]
+    assert "state" not in sender.wait_final()[0].response.arrays()
 
 
 def test_execute_goes_on_while_it_is_read_and_who_asks_meanwhile_shares(build: Build) -> None:

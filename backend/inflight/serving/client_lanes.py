@@ -18,12 +18,13 @@ NOBODY = 0
 
 
 class ClientLanes:
-    """Runs jobs on a few threads: those of one client one after the other, in the order in which they came."""
+    """Runs jobs on a few threads: those of one client one after the other, in the order in which they came.
+
+    Args:
+        num_threads: Most jobs at a time. Threads start with the first jobs.
+    """
 
     def __init__(self, num_threads: int) -> None:
-        """Args:
-        num_threads: Most jobs at a time. Threads start with the first jobs.
-        """
         self._lock = threading.Lock()
         self._waiting: dict[int, deque[Job]] = {}  # by client, of all that have a job
         self._pool = ThreadPoolExecutor(num_threads, "inflight-tokenizing")

@@ -31,13 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 class TokenizerFinder:
-    """Loads a model's tokenizer once, as soon as it is known where it is."""
+    """Loads a model's tokenizer once, as soon as it is known where it is.
 
-    def __init__(self, directory: str | None, load: Callable[[str], Tokenizer] = Tokenizer.from_dir) -> None:
-        """Args:
+    Args:
         directory: Parameter tokenizer_dir; None takes the folder that the engine names.
         load: Loads the tokenizer of a folder; raises for a folder that has none.
-        """
+    """
+
+    def __init__(self, directory: str | None, load: Callable[[str], Tokenizer] = Tokenizer.from_dir) -> None:
         self._directory = directory
         self._load = load
         self._found: Tokenizer | None = None
@@ -92,6 +93,15 @@ class CompletionText:
     All of that is the same however the tokens were spread over results, but for a tokenizer whose text is only
     known at the end (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
 
+    Args:
+        tokenizer: Of the model.
+        prompt_ids: The prompt.
+        prompt_text: The prompt as it came; None if it came as ids.
+        lead: Whether the text starts with the prompt.
+        stop_strings: What ends the text; may be shared by all sequences of a request.
+        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all the
+            same.
+
     Usage, once per result and in order:
 
         deltas = text.add(result)
@@ -107,15 +117,6 @@ class CompletionText:
         stop_strings: StopStrings = NO_STOP_STRINGS,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Args:
-        tokenizer: Of the model.
-        prompt_ids: The prompt.
-        prompt_text: The prompt as it came; None if it came as ids.
-        lead: Whether the text starts with the prompt.
-        stop_strings: What ends the text; may be shared by all sequences of a request.
-        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all the
-            same.
-        """
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
         self._prompt_text = prompt_text

@@ -115,7 +115,7 @@ class InFlight:
         self._changed = threading.Condition(threading.Lock())
         self._entries: dict[InFlightRequest, None] = {}  # in order of arrival
         self._by_engine_id: dict[int, tuple[InFlightRequest, int]] = {}
-        self._by_client_id: dict[str, InFlightRequest] = {}
+        self._by_client_request_id: dict[str, InFlightRequest] = {}
         self._closed = False
 
     def register(self, entry: InFlightRequest) -> None:
@@ -165,7 +165,7 @@ class InFlight:
         if not client_request_id:
             raise InvalidArgument("Cannot send stop request without specifying a request_id")
         with self._changed:
-            entry = self._by_client_id.get(client_request_id)
+            entry = self._by_client_request_id.get(client_request_id)
             if entry is not None and not entry.engine_ids:
                 entry.is_stopped = True
         if entry is not None:
@@ -231,11 +231,11 @@ class InFlight:
         self._make_room_for(entry.client_request_id)
         self._entries[entry] = None
         if entry.client_request_id:
-            self._by_client_id[entry.client_request_id] = entry
+            self._by_client_request_id[entry.client_request_id] = entry
         self._changed.notify()
 
     def _make_room_for(self, client_request_id: str) -> None:
-        earlier = self._by_client_id.get(client_request_id)
+        earlier = self._by_client_request_id.get(client_request_id)
         if earlier is None:
             return
         if earlier.ending is Ending.NONE:
@@ -263,5 +263,5 @@ class InFlight:
     def _forget(self, entry: InFlightRequest) -> None:
         self._entries.pop(entry, None)
         # The id may be another's by now: the client of this one was gone when it came.
-        if self._by_client_id.get(entry.client_request_id) is entry:
-            del self._by_client_id[entry.client_request_id]
+        if self._by_client_request_id.get(entry.client_request_id) is entry:
+            del self._by_client_request_id[entry.client_request_id]

@@ -12,13 +12,14 @@ from inflight.core.request.response import Response
 
 
 class Pacing:
-    """Lets one response of a sequence through for every `interval` tokens between its first and its last."""
+    """Lets one response of a sequence through for every `interval` tokens between its first and its last.
 
-    def __init__(self, interval: int, hand_on: Callable[[Response], None]) -> None:
-        """Args:
+    Args:
         interval: Tokens, at least 1.
         hand_on: Called with responses in order; those of a sequence that come together are to be joined.
-        """
+    """
+
+    def __init__(self, interval: int, hand_on: Callable[[Response], None]) -> None:
         self._interval = interval
         self._hand_on = hand_on
         # By request and sequence: responses held back since one was let through; empty once the first has been.

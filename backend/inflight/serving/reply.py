@@ -1,9 +1,9 @@
 """What goes back for one client's request: the engine's results in, outputs to be sent out.
 
 A client's request is one prompt or a batch of them, each an engine request of its own with one or several
-sequences. Owns what is held back: results that are gathered because the client wants one response where
-the engine gives several, and whatever comes after a text stop string. Owns what is repeated in every response of a
-stream. Knows no protocol. Belongs to the sender thread.
+sequences. Owns what is held back: results that are gathered because the client wants one response where the engine
+gives several, and whatever comes after a text stop string. Owns what is repeated in every response of a stream.
+Knows no protocol. Belongs to the sender thread.
 """
 
 from __future__ import annotations
@@ -113,6 +113,12 @@ AS_UPSTREAM = Repetition()
 class PromptReply:
     """Makes the outputs of one prompt from its results.
 
+    Args:
+        prompt: What was asked.
+        new_text: Makes the text of each sequence; None if the prompt has no text.
+        batch_index: Which of the request's prompts it is.
+        repetition: What every response of a stream repeats.
+
     Attributes:
         has_just_stopped: Whether the result added last has brought its sequence to a stop string.
     """
@@ -124,12 +130,6 @@ class PromptReply:
         batch_index: int = 0,
         repetition: Repetition = AS_UPSTREAM,
     ) -> None:
-        """Args:
-        prompt: What was asked.
-        new_text: Makes the text of each sequence; None if the prompt has no text.
-        batch_index: Which of the request's prompts it is.
-        repetition: What every response of a stream repeats.
-        """
         self._prompt = prompt
         self._new_text = new_text
         self._batch_index = batch_index
@@ -151,13 +151,14 @@ class PromptReply:
 
 
 class Reply:
-    """Makes the outputs of one client's request from the results of all of its prompts."""
+    """Makes the outputs of one client's request from the results of all of its prompts.
 
-    def __init__(self, prompts: Sequence[PromptReply], in_one: bool) -> None:
-        """Args:
+    Args:
         prompts: In the order of the batch.
         in_one: Whether the client gets one response, when everything is there.
-        """
+    """
+
+    def __init__(self, prompts: Sequence[PromptReply], in_one: bool) -> None:
         self._prompts = tuple(prompts)
         self._in_one = in_one
         self._held: list[Output] = []

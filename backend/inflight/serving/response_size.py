@@ -24,7 +24,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from inflight.core.request.request import Request
@@ -53,12 +53,13 @@ def shared_memory_space() -> tuple[int, int]:
 
 
 class ResponseBudget:
-    """The room that the responses of one process may need. Every `reserve` is followed by a `release`."""
+    """The room that the responses of one process may need. Every `reserve` is followed by a `release`.
+
+    Args:
+        space: Bytes of shared memory in all, and free.
+    """
 
     def __init__(self, space: Callable[[], tuple[int, int]] = shared_memory_space) -> None:
-        """Args:
-        space: Bytes of shared memory in all, and free.
-        """
         self._space = space
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)
@@ -93,8 +94,7 @@ class ResponseBudget:
             self._reserved[ticket] = largest
         return ticket
 
-    @contextmanager
-    def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> Generator[None]:
+    def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
         """Wrap the sending of a response to the request of `ticket`; does nothing for a small request.
 
         Args:
@@ -104,9 +104,10 @@ class ResponseBudget:
         Raises:
             Unavailable: There is no room for the response any more; nothing has been sent.
         """
-        if not ticket:
-            yield
-            return
+        return self._sending(sizes) if ticket else nullcontext()  # of nearly every response
+
+    @contextmanager
+    def _sending(self, sizes: Iterable[tuple[str, int]]) -> Generator[None]:
         size = ResponseSize(tuple(sizes))
         if size.num_bytes > SMALL_BYTES:
             with self._lock:

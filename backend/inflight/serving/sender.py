@@ -43,7 +43,14 @@ class ResponseMaker(Protocol):
 
 
 class Sender:
-    """Sends on one thread, from construction to `close`."""
+    """Sends on one thread, from construction to `close`.
+
+    Args:
+        in_flight: Where the clients of responses are found.
+        responses: Makes the responses of the clients' protocol.
+        budget: Knows whether there is room for a response, and gets it back when a request has been answered.
+        stream_interval: How many tokens a streamed response waits for, see `Pacing`.
+    """
 
     def __init__(
         self,
@@ -52,12 +59,6 @@ class Sender:
         budget: ResponseBudget,
         stream_interval: int = 1,
     ) -> None:
-        """Args:
-        in_flight: Where the clients of responses are found.
-        responses: Makes the responses of the clients' protocol.
-        budget: Knows whether there is room for a response, and gets it back when a request has been answered.
-        stream_interval: As the parameter.
-        """
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
@@ -101,7 +102,7 @@ class Sender:
             return
         try:
             self._send(arrival, response)
-        except Exception as error:
+        except Exception as error:  # of making it, or of its protocol: the other clients are still answered
             self._give_up(arrival, error)
         if arrival.is_last:
             self._budget.release(arrival.entry.ticket)
@@ -141,5 +142,5 @@ class Sender:
             return
         try:
             entry.stream.finish(self._responses.error(failed))
-        except Exception as last:
+        except Exception as last:  # as above, and nothing is left to tell this client
             _log.debug("request %s could not be ended: %r", entry, last)

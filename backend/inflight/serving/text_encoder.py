@@ -24,12 +24,13 @@ _BYTES_PER_WORD = 512  # of a prompt that take as long to tokenize as a word in 
 
 
 class TextEncoder:
-    """A model's tokenizer as requests need it; every method raises what `require_tokenizer` raises."""
+    """A model's tokenizer as requests need it; every method raises what `require_tokenizer` raises.
+
+    Args:
+        require_tokenizer: Returns the tokenizer; raises Unsupported where there is none.
+    """
 
     def __init__(self, require_tokenizer: Callable[[], Tokenizer]) -> None:
-        """Args:
-        require_tokenizer: Returns the tokenizer; raises Unsupported where there is none.
-        """
         self._tokenizer = require_tokenizer
 
     def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:

@@ -109,7 +109,7 @@ class _StreamedText:
 
 
 class _WholeText:
-    """The same for text that is certain only once it is complete."""
+    """Text that grows by a token at a time and is certain only once it is complete."""
 
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder

@@ -79,7 +79,7 @@ class StopStrings:
 
 
 class StopStringFinder:
-    """Looks for stop strings in one text. That which ends first counts; of several that end together, the longest.
+    """Looks for stop strings in one text. The one that ends first counts, of several that do the longest.
 
     A text may have parts that its reader does not get to see, such as special tokens. A stop string is found where
     it stands in the text that is shown, and where it stands in the text together with its hidden parts.

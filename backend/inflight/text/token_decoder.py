@@ -93,6 +93,7 @@ class TokenDecoder:
         self.is_byte_level = names == ["ByteLevel"]
         self.is_token_by_token = self.is_byte_level or _is_token_by_token(parts)
         self._has_byte_tokens = "ByteFallback" in names
+        self._anchor_length = len(self._join([_ANCHOR]))
 
     def text(self, tokens: Sequence[str]) -> str:
         """The text of a whole sequence of tokens.
@@ -107,7 +108,7 @@ class TokenDecoder:
 
     def continued(self, token: str) -> str:
         """The text of a token that is not the first; not for tokens that stand for bytes."""
-        return self._join([_ANCHOR, token])[len(self._join([_ANCHOR])) :]
+        return self._join([_ANCHOR, token])[self._anchor_length :]
 
     def within_text(self, token: str) -> str:
         """The text of a special token where special tokens are not left out."""

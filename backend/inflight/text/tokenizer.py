@@ -27,6 +27,11 @@ _SMALL_BATCH = 8192
 class Tokenizer:
     """Turns text into ids and ids into text.
 
+    Args:
+        backend: The library's tokenizer; changed here.
+        named_tokens: Spellings of special tokens by their role, such as `eos_token`.
+        special_tokens: Spellings of tokens that are special although `backend` may say otherwise.
+
     Attributes:
         bos_token_id: Id of the beginning-of-sequence token that the configuration files name, or None.
         eos_token_id: Id of their end-of-sequence token, or None.
@@ -41,11 +46,6 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         special_tokens: Iterable[str] = (),
     ) -> None:
-        """Args:
-        backend: The library's tokenizer; changed here.
-        named_tokens: Spellings of special tokens by their role, such as `eos_token`.
-        special_tokens: Spellings of tokens that are special although `backend` may say otherwise.
-        """
         named_tokens = named_tokens or {}
         backend.no_truncation()  # a file may carry the settings of whoever trained it
         backend.no_padding()

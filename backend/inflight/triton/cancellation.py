@@ -27,7 +27,14 @@ _SHORTEST_PAUSE_S = 0.001
 
 
 class CancellationWatch:
-    """Asks about the requests in flight in rotation, and cancels those whose client is gone."""
+    """Asks about the requests in flight in rotation, and cancels those whose client is gone.
+
+    Args:
+        in_flight: The requests to ask about.
+        period_s: Shortest time between the starts of two rounds.
+        pause: Waits that many seconds, less when this is to end.
+        clock: Monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -36,12 +43,6 @@ class CancellationWatch:
         pause: Callable[[float], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        in_flight: The requests to ask about.
-        period_s: Shortest time between the starts of two rounds.
-        pause: Waits that many seconds, less when this is to end.
-        clock: Monotonic seconds.
-        """
         self._in_flight = in_flight
         self._period_s = period_s
         self._pause = pause

@@ -55,7 +55,16 @@ _STATE_TIMEOUT_S = 5.0
 
 
 class FrontEnd:
-    """A serving model, wherever its engine is. Triton calls it on one thread, `flush` aside."""
+    """A serving model, wherever its engine is. Triton calls it on one thread, `flush` aside.
+
+    Args:
+        pb_utils: The `triton_python_backend_utils` module, or a fake of it.
+        client: Way to the engine.
+        close_client: Ends the client, or the engine with it, and has every request in flight answered.
+        model: What its config.pbtxt says.
+        tokenizers: Where its tokenizer comes from.
+        vocabulary: Whose tensor names its clients use.
+    """
 
     def __init__(
         self,
@@ -66,14 +75,6 @@ class FrontEnd:
         tokenizers: TokenizerFinder,
         vocabulary: Vocabulary = Vocabulary.TOKENS,
     ) -> None:
-        """Args:
-        pb_utils: The `triton_python_backend_utils` module, or a fake of it.
-        client: Way to the engine.
-        close_client: Ends the client, or the engine with it, and has every request in flight answered.
-        model: What its config.pbtxt says.
-        tokenizers: Where its tokenizer comes from.
-        vocabulary: Whose tensor names its clients use.
-        """
         self._pb_utils = pb_utils
         self._client = client
         self._close_client = close_client
@@ -106,7 +107,7 @@ class FrontEnd:
                 self._admit(request, stream)
             except InflightError as error:
                 self._refuse(stream, error)
-            except Exception as error:
+            except Exception as error:  # a bug, which the other requests have no part in
                 self._pb_utils.Logger.log_error(f"execute: {error!r}")
                 self._refuse(stream, StepFailed(f"the front end failed: {error!r}"))
 
@@ -171,7 +172,7 @@ class FrontEnd:
             error = error_of_ending(entry.ending)
         except InflightError as raised:
             error = raised
-        except Exception as raised:
+        except Exception as raised:  # a bug, and a job of the lanes must not raise
             self._pb_utils.Logger.log_error(f"a request could not be started: {raised!r}")
             error = StepFailed(f"the front end failed: {raised!r}")
         self._in_flight.withdraw(entry)
@@ -234,7 +235,7 @@ class FrontEnd:
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
         try:
             stream.finish(self._responses.error(error))
-        except Exception as failure:
+        except Exception as failure:  # whatever Triton raises: nothing is left to tell this client
             _log.debug("a refusal could not be sent: %r", failure)
 
 
@@ -267,7 +268,7 @@ class _StateRequests:
                 # One response for each: Triton owns it once it is sent.
                 is_error = isinstance(answer, InflightError)
                 stream.finish(self._responses.error(answer) if is_error else self._responses.state(answer))
-            except Exception as error:
+            except Exception as error:  # whatever Triton raises: the others are still answered
                 _log.debug("the state could not be sent: %r", error)
 
     def _read(self) -> str | InflightError:
@@ -275,6 +276,6 @@ class _StateRequests:
             return self._client.state(_STATE_TIMEOUT_S)
         except InflightError as error:
             return error
-        except Exception as error:
+        except Exception as error:  # a bug, and those who asked wait for an answer
             _log.exception("the state could not be read")
             return StepFailed(f"the state could not be read: {error!r}")

@@ -55,7 +55,14 @@ class _Publication:
 
 
 class MetricsPublisher:
-    """Publishes on one thread, from construction to `close`."""
+    """Publishes on one thread, from construction to `close`.
+
+    Args:
+        pb_utils: The module; metric kinds that it lacks are left out, with a line in the log.
+        model_name, model_version: Labels of every metric.
+        log_stats: Called on the thread with the JSON of the statistics whenever they are published.
+        seconds_per_call: How long to rest after a publication, for each call to the server that it took.
+    """
 
     def __init__(
         self,
@@ -65,12 +72,6 @@ class MetricsPublisher:
         log_stats: Callable[[str], None],
         seconds_per_call: float = _SECONDS_PER_CALL,
     ) -> None:
-        """Args:
-        pb_utils: The module; metric kinds that it lacks are left out, with a line in the log.
-        model_name, model_version: Labels of every metric.
-        log_stats: Called on the thread with the JSON of the statistics whenever they are published.
-        seconds_per_call: How long to rest after a publication, for each call to the server that it took.
-        """
         self._pb_utils = pb_utils
         self._labels = {"model": model_name, "version": model_version}
         self._log_stats = log_stats
@@ -123,7 +124,7 @@ class MetricsPublisher:
                 page, engine, num_before = _Page(self._pb_utils, self._labels), publication.engine, 0
             try:
                 self._publish(publication, page)
-            except Exception:
+            except Exception:  # the thread goes on with the next ones
                 _log.exception("statistics of iteration %d were not published", publication.stats.iteration)
             num_calls = page.num_calls - num_before
             self._closing.wait(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
@@ -171,7 +172,7 @@ class _Page:
         for name, update in list(self._published.items()):
             try:
                 update(values)
-            except Exception as error:
+            except Exception as error:  # whatever the server objects to: the other families stay
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
 
@@ -184,7 +185,7 @@ class _Page:
                 continue
             try:
                 self._published[spec.name] = self._maker.make(spec)
-            except Exception as error:
+            except Exception as error:  # as above
                 _log.warning("metric %s is not published: %s", spec.name, error)
 
 
@@ -206,15 +207,15 @@ class MetricValues:
 class FamilyMaker:
     """Makes one model's families, counts the calls to the server and lets other threads run between them.
 
+    Args:
+        family_class: `MetricFamily` of the module.
+        labels: What every metric says: which model it is of.
+
     Attributes:
         num_calls: Calls so far, those of the families too.
     """
 
     def __init__(self, family_class: Any, labels: Mapping[str, str]) -> None:
-        """Args:
-        family_class: `MetricFamily` of the module.
-        labels: What every metric says: which model it is of.
-        """
         self._family_class = family_class
         self._labels = dict(labels)
         self.num_calls = 0

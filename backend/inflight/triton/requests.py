@@ -190,7 +190,7 @@ class _Row:
         reader, context, said = self._reader, self._context, self._context.parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
-            reader, self._context.naming, self._is_in_batch, context.decoupled and sampling.num_sequences > 1
+            reader, context.naming, self._is_in_batch, context.decoupled and sampling.num_sequences > 1
         )
         exclude_input = self._exclude_input()
         streaming = self._streaming()
@@ -207,7 +207,7 @@ class _Row:
             output=output_config(reader, wanted, exclude_input),
             stop_words=self._stop_words(stop_strings if sampling.uses_beams else ()),
             bad_words=self._bad_words(),
-            embedding_bias=read_bias(reader, context.description.limits.vocab_size, self._context.encoder),
+            embedding_bias=read_bias(reader, context.description.limits.vocab_size, context.encoder),
             draft=read_draft(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
             identity=read_identity(reader),

@@ -28,13 +28,14 @@ _NO_PAD = -1
 
 
 class ResponseBuilder:
-    """Makes responses with the `triton_python_backend_utils` module it is given."""
+    """Makes responses with the `triton_python_backend_utils` module it is given.
 
-    def __init__(self, pb_utils: Any, declared: Mapping[str, str] | None = None) -> None:
-        """Args:
+    Args:
         pb_utils: The module, or a fake of it.
         declared: Data types of outputs where they are not those of the table.
-        """
+    """
+
+    def __init__(self, pb_utils: Any, declared: Mapping[str, str] | None = None) -> None:
         self._pb_utils = pb_utils
         dtypes = {spec.name: (declared or {}).get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
         self._types = {name: NUMPY_TYPES[dtype] for name, dtype in dtypes.items()}
@@ -86,13 +87,13 @@ class TritonStream:
 
     Triton frees what `is_cancelled` looks at when it gets the final flag, so asking and finishing exclude each
     other. `send` and `finish` belong to one thread at a time.
+
+    Args:
+        sender: `InferenceRequest.get_response_sender()`.
+        final_flag: `TRITONSERVER_RESPONSE_COMPLETE_FINAL` of the module.
     """
 
     def __init__(self, sender: Any, final_flag: int) -> None:
-        """Args:
-        sender: `InferenceRequest.get_response_sender()`.
-        final_flag: `TRITONSERVER_RESPONSE_COMPLETE_FINAL` of the module.
-        """
         self._sender = sender
         self._final_flag = final_flag
         self._lock = threading.Lock()

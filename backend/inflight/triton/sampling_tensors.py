@@ -1,7 +1,7 @@
 """The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias and drafts.
 
 Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
-ranges: Request.validate does. Runs on the thread that calls execute.
+ranges: Request.validate does. Runs on the thread that calls execute, or for long texts on one of those beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
+
+_WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")
 
 
 def read_sampling_config(reader: TensorReader) -> SamplingConfig:
@@ -47,12 +49,19 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
 def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> FloatTensor | None:
     """embedding_bias and embedding_bias_words together; None if they ask for nothing."""
     bias = reader.array("embedding_bias")
+    if bias is None and not has_word_bias(reader, *_WORD_BIAS):  # nearly every request
+        return None
     if bias is not None and bias.shape != (vocab_size,):
         raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
     total = np.zeros(vocab_size, np.float32) if bias is None else bias.copy()
     check_bias(total, "embedding_bias")
-    add_word_bias(total, reader, "embedding_bias_words", "embedding_bias_weights", encoder.tokens)
+    add_word_bias(total, reader, *_WORD_BIAS, encoder.tokens)
     return as_float_tensor(total) if total.any() else None
+
+
+def has_word_bias(reader: TensorReader, words: str, weights: str) -> bool:
+    """Whether `add_word_bias` has something to add or to refuse; arguments as there."""
+    return any(reader.texts(words)) or reader.array(weights) is not None
 
 
 def add_word_bias(
@@ -67,7 +76,7 @@ def add_word_bias(
         reader: The request's tensors.
         words: Main name of the tensor of texts; empty ones ask for nothing.
         weights: Main name of the tensor of one weight per text.
-        ids_of: From a text to its ids.
+        ids_of: Turns a text into its ids.
 
     Raises:
         InvalidArgument: The numbers of texts and weights differ; or a sum is NaN or +inf (-inf bans a token).

@@ -1,7 +1,8 @@
 """Reads one Triton request's input tensors by the table's names and turns every surprise into a named error.
 
 Owns shapes, data types, aliases, the rows of a batch and the refusal of what is declared but not built. Does not
-know what a request does with the values. Runs on the thread that calls execute.
+know what a request does with the values. Runs on the thread that calls execute, or for long texts on one of those
+beside it.
 """
 
 from __future__ import annotations

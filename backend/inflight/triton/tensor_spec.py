@@ -1,7 +1,7 @@
 """What one tensor is: its names, data type and shape, and which values of it ask for nothing.
 
-Owns the vocabulary of the tables in `tensors`. Knows neither numpy nor Triton's Python
-objects, so that config.pbtxt can be written from the tables anywhere. Pure.
+Owns the vocabulary of the tables in `tensors`. Knows neither numpy nor Triton's Python objects, so that
+config.pbtxt can be written from the tables anywhere. Pure.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ come.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
@@ -36,9 +35,16 @@ _NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 _ANY = Neutral(NeutralRule.ANY)
 
 
-def _both(name: str, dtype: str, meaning: str, dims: tuple[int, ...] = (), **more: Any) -> TensorSpec:
-    """A tensor that goes by one name in both vocabularies."""
-    return TensorSpec(name, dtype, dims, meaning, text_names=(name,), **more)
+def _both(
+    name: str,
+    dtype: str,
+    meaning: str,
+    dims: tuple[int, ...] = (),
+    text_names: tuple[str, ...] = (),
+    **more: Any,
+) -> TensorSpec:
+    """A tensor of both vocabularies; `text_names` are its names in that of text, by default `name` alone."""
+    return TensorSpec(name, dtype, dims, meaning, text_names=text_names or (name,), **more)
 
 
 def _text_only(
@@ -61,9 +67,9 @@ _PROMPT = (
     TensorSpec("input_ids", "INT32", (-1,), "prompt token ids; or text_input"),
     TensorSpec("input_lengths", "INT32", (), "how many of input_ids count; all by default"),
     _both("text_input", "BYTES", "prompt as UTF-8 text"),
-    TensorSpec("request_output_len", "INT32", (), "most tokens to generate; required", (), _MAX_TOKENS),
-    TensorSpec(
-        "streaming", "BOOL", (), "respond at every iteration instead of once", (), ("stream", "streaming")
+    _both("request_output_len", "INT32", "most tokens to generate; required", text_names=_MAX_TOKENS),
+    _both(
+        "streaming", "BOOL", "respond at every iteration instead of once", text_names=("stream", "streaming")
     ),
     _both("stop", "BOOL", "end the request in flight with this request's id"),
     _both("state", "BOOL", "ask for what the batcher is doing, and nothing else"),
@@ -73,13 +79,12 @@ _PROMPT = (
         "stop_words_list", "INT32", (2, -1), "ids over end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]; returned"
     ),
     TensorSpec("bad_words_list", "INT32", (2, -1), "as stop_words_list; never generated"),
-    TensorSpec(
+    _both(
         "stop_words",
         "BYTES",
-        (-1,),
         "texts that end the output; not returned",
-        (),
-        ("stop_words", "sampling_param_stop"),
+        (-1,),
+        text_names=("stop_words", "sampling_param_stop"),
     ),
     _both("bad_words", "BYTES", "texts not to generate, in their usual tokens", (-1,)),
     TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits"),
@@ -88,114 +93,78 @@ _PROMPT = (
 )
 
 _SAMPLING = (
-    TensorSpec(
+    _both(
         "temperature",
         "FP32",
-        (),
         "divides the logits; 0: greedy; 1 by default",
-        (),
-        ("temperature", "sampling_param_temperature"),
+        text_names=("temperature", "sampling_param_temperature"),
     ),
-    TensorSpec(
-        "runtime_top_k", "INT32", (), "keep the k likeliest; 0: all", (), ("top_k", "sampling_param_top_k")
+    _both(
+        "runtime_top_k", "INT32", "keep the k likeliest; 0: all", text_names=("top_k", "sampling_param_top_k")
     ),
-    TensorSpec(
+    _both(
         "runtime_top_p",
         "FP32",
-        (),
         "keep probability p in (0, 1]; <= 0: unset",
-        (),
-        ("top_p", "sampling_param_top_p"),
+        text_names=("top_p", "sampling_param_top_p"),
     ),
-    TensorSpec(
+    _both(
         "random_seed",
         "UINT64",
-        (),
         "0 by default",
-        ("seed",),
-        ("seed", "random_seed", "sampling_param_seed"),
+        text_names=("seed", "random_seed", "sampling_param_seed"),
+        aliases=("seed",),
     ),
-    TensorSpec(
-        "allowed_token_ids", "INT32", (-1,), "the only tokens that may come", (), ("allowed_token_ids",)
+    _both("allowed_token_ids", "INT32", "the only tokens that may come", (-1,)),
+    _both("logit_bias_ids", "INT32", "tokens whose logits to change", (-1,)),
+    _both("logit_bias_values", "FP32", "added to the logit of each", (-1,)),
+    _both("min_p", "FP32", "keep p >= min_p * largest p"),
+    _both("runtime_top_p_min", "FP32", "floor of a decaying top_p; 1e-6", text_names=("top_p_min",)),
+    _both("runtime_top_p_decay", "FP32", "top_p's factor per token; 1", text_names=("top_p_decay",)),
+    _both(
+        "runtime_top_p_reset_ids",
+        "INT32",
+        "token that resets top_p; -1: none",
+        text_names=("top_p_reset_ids",),
     ),
-    TensorSpec("logit_bias_ids", "INT32", (-1,), "tokens whose logits to change", (), ("logit_bias_ids",)),
-    TensorSpec("logit_bias_values", "FP32", (-1,), "added to the logit of each", (), ("logit_bias_values",)),
-    TensorSpec("min_p", "FP32", (), "keep p >= min_p * largest p", (), ("min_p",)),
-    TensorSpec("runtime_top_p_min", "FP32", (), "floor of a decaying top_p; 1e-6", (), ("top_p_min",)),
-    TensorSpec("runtime_top_p_decay", "FP32", (), "top_p's factor per token; 1", (), ("top_p_decay",)),
-    TensorSpec(
-        "runtime_top_p_reset_ids", "INT32", (), "token that resets top_p; -1: none", (), ("top_p_reset_ids",)
-    ),
-    TensorSpec(
+    _both(
         "repetition_penalty",
         "FP32",
-        (),
         "divides positive and multiplies negative logits of tokens seen; 1: none",
-        (),
-        ("repetition_penalty",),
     ),
-    TensorSpec(
+    _both(
         "presence_penalty",
         "FP32",
-        (),
         "off the logits of tokens seen; 0: none",
-        (),
-        ("presence_penalty", "sampling_param_presence_penalty"),
+        text_names=("presence_penalty", "sampling_param_presence_penalty"),
     ),
-    TensorSpec(
+    _both(
         "frequency_penalty",
         "FP32",
-        (),
         "the same for each time a token was seen; 0: none",
-        (),
-        ("frequency_penalty", "sampling_param_frequency_penalty"),
+        text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
     ),
-    TensorSpec(
-        "no_repeat_ngram_size",
-        "INT32",
-        (),
-        "no n-gram twice; 0 or 2**30: off",
-        (),
-        ("no_repeat_ngram_size",),
-    ),
-    TensorSpec(
+    _both("no_repeat_ngram_size", "INT32", "no n-gram twice; 0 or 2**30: off"),
+    _both(
         "min_length",
         "INT32",
-        (),
         "no end id before so many tokens; 0",
-        ("min_tokens",),
-        ("min_tokens", "min_length"),
+        text_names=("min_tokens", "min_length"),
+        aliases=("min_tokens",),
     ),
 )
 
 _BEAMS = (
-    TensorSpec("beam_width", "INT32", (), "beams of a beam search; 1: none", (), ("beam_width",)),
-    TensorSpec(
-        "num_return_sequences",
-        "INT32",
-        (),
-        "sequences to sample; of beams, how many of the best",
-        (),
-        ("num_return_sequences",),
-    ),
-    TensorSpec("len_penalty", "FP32", (), "exponent of a beam's length; 0", (), ("length_penalty",)),
-    TensorSpec(
+    _both("beam_width", "INT32", "beams of a beam search; 1: none"),
+    _both("num_return_sequences", "INT32", "sequences to sample; of beams, how many of the best"),
+    _both("len_penalty", "FP32", "exponent of a beam's length; 0", text_names=("length_penalty",)),
+    _both(
         "early_stopping",
         "INT32",
-        (),
         "end with enough beams: 1 at once, 0 if none is better now, other if none can be",
-        (),
-        ("early_stopping",),
         other_dtypes=("BOOL",),
     ),
-    TensorSpec(
-        "beam_search_diversity_rate",
-        "FP32",
-        (),
-        "times a beam's index, added to its candidates' ranks; 0",
-        (),
-        ("beam_search_diversity_rate",),
-    ),
+    _both("beam_search_diversity_rate", "FP32", "times a beam's index, added to its candidates' ranks; 0"),
 )
 
 
@@ -342,10 +311,17 @@ def _output(
 
 
 def _asked(
-    name: str, dtype: str, dims: tuple[int, ...], in_stream: InStream, meaning: str, flag: str = ""
+    name: str,
+    dtype: str,
+    dims: tuple[int, ...],
+    in_stream: InStream,
+    meaning: str,
+    flag: str = "",
+    text_only: bool = False,
 ) -> TensorSpec:
     """An output that its own return_* flag asks for, or the input `flag`."""
-    return _output(name, dtype, dims, in_stream, meaning, asked_by=flag or f"return_{name}")
+    asked_by = flag or f"return_{name}"
+    return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
 
 
 def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
@@ -371,10 +347,7 @@ OUTPUTS = TensorTable(
         _asked("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens"),
         _asked("num_output_tokens", "INT32", (1,), _NEW, "generated in this response, first beam's"),
         _asked("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
-        replace(
-            _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs"),
-            text_only=True,
-        ),
+        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs", text_only=True),
         _asked(
             "output_log_probs",
             "FP32",

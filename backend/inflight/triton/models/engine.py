@@ -133,7 +133,7 @@ class TritonPythonModel:
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """`inflight.build.load_model`, for an engine in this process."""
+        """Load the model of an engine in this process, as `inflight.build.load_model`; subclasses may differ."""
         from inflight.build import load_model
 
         return load_model(parameters, version_dir, rank_context)

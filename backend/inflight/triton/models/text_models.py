@@ -23,7 +23,7 @@ from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.request_parameters import TIMEOUT, refuse_unread
 from inflight.triton.requests import NO_ID
 from inflight.triton.responses import triton_error
-from inflight.triton.sampling_tensors import add_word_bias
+from inflight.triton.sampling_tensors import add_word_bias, has_word_bias
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
 from inflight.triton.tensor_spec import TensorTable, Vocabulary
 from inflight.triton.tensors import (
@@ -77,7 +77,7 @@ class TextModel:
             outputs = self.convert(reader.rows())
         except InflightError as error:
             return self._error(error)
-        except Exception as error:
+        except Exception as error:  # a bug, which the other requests have no part in
             return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
         wanted = set(request.requested_output_names())
         tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
@@ -131,7 +131,7 @@ class Preprocessing(TextModel):
 
     def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
         """A bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
-        if not any(_has_bias(row) for row in rows):
+        if not any(has_word_bias(row, *_BIAS_NAMES) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
         folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
@@ -187,11 +187,6 @@ def _model_vocab_size(folders: Sequence[str | None]) -> int | None:
             size = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
             return size if isinstance(size, int) else None
     return None
-
-
-def _has_bias(reader: TensorReader) -> bool:
-    words, weights = _BIAS_NAMES
-    return any(reader.texts(words)) or reader.array(weights) is not None
 
 
 def _query(reader: TensorReader) -> str:
