@@ -131,7 +131,7 @@ def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], Result]:
 def test_tokens_are_those_of_an_undisturbed_run(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler tries halves of a failed batch apart; none of them is faulty of anything."""
+    """The scheduler tries halves of a failed batch apart; none of them is at fault."""
     model = zoo[CASE]
     engine = load(model.folder, 100, 7, kernels=kernels)
     part, name, after, skipped = STAGES[stage]

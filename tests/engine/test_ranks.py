@@ -208,7 +208,7 @@ STAGES = {
     "first stage": (0, "run", False),
     "first stage, having computed": (0, "run", True),
     "last stage": (-1, "run", False),
-    "choice of tokens": (-1, "decode", False),
+    "choice of tokens": (-1, "choose", False),
 }
 
 
@@ -226,7 +226,7 @@ def test_failed_batches_change_no_token(
     with ranks(model.folder, topology, 64, 8) as engine:
         saboteur = Saboteur(
             monkeypatch,
-            engine.stages[stage] if name == "decode" else _runner(engine.stages[stage]),
+            engine.stages[stage] if name == "choose" else _runner(engine.stages[stage]),
             name,
             after,
         )
@@ -255,6 +255,28 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
     assert served.keys() == expected.keys() - {(requests[1].request_id, 0)}
     for key, result in served.items():
         assert_same_result(result, expected[key])
+
+
+@pytest.mark.parametrize("topology", [(1, 2), (2, 2)], ids=["pp2", "tp2-pp2"])
+def test_a_chunk_behind_a_batch_without_numbers_is_computed_by_all_ranks(
+    zoo: Zoo, topology: tuple[int, int]
+) -> None:
+    """It carries on where that has failed, which its ranks hear when it is in flight."""
+    model = zoo["llama-gqa"]
+    with ranks(model.folder, topology) as engine:
+        driver = Driver(engine)
+        row, faulty = driver.start(model.prompt(20)), driver.start(model.prompt(9, 1))
+        sampler = next(stage for stage in engine.stages if isinstance(stage, TorchEngine))
+        spoil(sampler, faulty.start.request.request_id, num_tokens=0)
+        batches = [driver.batch({row: 8, faulty: 9})]
+        row.num_computed = 8
+        batches.append(driver.batch({row: 12}))
+        begun = [engine.forward(batch) for batch in batches]
+        with pytest.raises(StepFailed, match="the model's highest logit is nan"):
+            engine.decode(batches[0], begun[0])
+        output = engine.decode(batches[1], begun[1])
+        assert engine.failures == []
+    assert [list(tokens) for tokens in output.token_ids] == [model.greedy(model.prompt(20), 1)]
 
 
 @every_topology

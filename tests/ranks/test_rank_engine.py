@@ -36,13 +36,13 @@ OUTPUT = ModelOutput(
 
 
 class FakeStage:
-    """Raises what is in `forward_error` and `decode_error`; notes what it is told, and what it has decoded."""
+    """Raises what is in `forward_error` and `choose_error`; notes what it is told, and what it has chosen."""
 
     limits = LIMITS
 
     def __init__(self) -> None:
         self.forward_error: Exception | None = None
-        self.decode_error: Exception | None = None
+        self.choose_error: Exception | None = None
         self.output = OUTPUT
         self.told: list[tuple[Any, ...]] = []
 
@@ -51,10 +51,10 @@ class FakeStage:
             raise self.forward_error
         return torch.zeros(1, 4)
 
-    def decode(self, batch: ScheduledBatch, logits: torch.Tensor) -> ModelOutput:
-        if self.decode_error:
-            raise self.decode_error
-        self.told.append(("decode", batch.iteration, self.output))
+    def choose(self, batch: ScheduledBatch, logits: torch.Tensor) -> ModelOutput:
+        if self.choose_error:
+            raise self.choose_error
+        self.told.append(("choose", batch.iteration, self.output))
         return self.output
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
@@ -136,7 +136,7 @@ def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
     outputs = [rank.decode(batch, flight) for rank, flight in zip(pair.ranks, begun, strict=True)]
     assert outputs == [OUTPUT, OUTPUT]
     assert type(outputs[0].token_ids[0]) is tuple and type(outputs[0].details[2].logits[0]) is bytes
-    assert [stage.told for stage in pair.stages] == [[("remember", 0, OUTPUT)], [("decode", 0, OUTPUT)]]
+    assert [stage.told for stage in pair.stages] == [[("remember", 0, OUTPUT)], [("choose", 0, OUTPUT)]]
     assert pair.wire.settled == 1
 
 
@@ -152,7 +152,7 @@ def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
     ],
 )
 def test_an_error_is_the_same_on_all_ranks(pair: Pair, error: Exception, expected: RequestError) -> None:
-    pair.stages[1].decode_error = error
+    pair.stages[1].choose_error = error
     batch = ScheduledBatch(3)
     errors = pair.errors(batch, pair.forward(batch))
     assert [(type(found), str(found)) for found in errors] == [(type(expected), str(expected))] * 2
@@ -182,7 +182,7 @@ def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
         "the iteration that carried this request failed in a pipeline stage"
     }
     assert pair.stages[0].told == [("forget", 0, [1])]
-    assert pair.stages[1].told == [("forget", 0, []), ("decode", 1, ModelOutput(1)), ("forget", 0, [1])], (
+    assert pair.stages[1].told == [("forget", 0, []), ("choose", 1, ModelOutput(1)), ("forget", 0, [1])], (
         "before the batch behind it began, too"
     )
     outputs = [rank.decode(well, flight) for rank, flight in zip(pair.ranks, begun_well, strict=True)]

@@ -62,7 +62,7 @@ def process(rows: Rows, slots: SlotParameters) -> None:
     for index, step in enumerate(slots.steps):
         if used_by_any >> index & 1:
             indices = np.flatnonzero(used >> index & 1)
-            step.apply(rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices]])
+            step.apply(rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices].tolist()])
 
 
 # ------------------------------------------------------------------------------ allowed tokens

@@ -1,6 +1,7 @@
 """An engine is a Runner and a Sampler: one computes logits on a device, the other chooses tokens from them.
 
-Every device brings a Runner of its own; everything else here serves any of them. Where several ranks share a
+Every device brings a Runner of its own; everything else here serves any of them. The Sampler is
+`inflight.decoding.Decoding`. Where several ranks share a
 model, one of them has a Runner and the Sampler, the others have a Runner alone, and `rank_engine.py` keeps them in
 step. One thread calls all of it, the loop's.
 """
@@ -145,11 +146,20 @@ class ModelEngine:
             FloatingPointError: The model's logits are not numbers; names the slots.
         """
         with self.runner.void_slots.watch(batch):
-            if isinstance(pending.result, Choice):
-                output = self.sampler.finish(batch, pending.result, pending.positions)
-            else:
-                output = self.sampler.decode(batch, pending.result, pending.positions)
-                self.runner.slots.remember(batch, output)
+            return self.choose(batch, pending)
+
+    @torch.inference_mode()
+    def choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
+        """`decode` at one of several ranks, right after `forward`. If it raises, `forget` makes the slots void.
+
+        Other ranks do not know yet that the batch has failed, and a batch that is in flight behind it may carry on
+        in its slots: all ranks have to compute that one, or none.
+        """
+        if isinstance(pending.result, Choice):
+            output = self.sampler.finish(batch, pending.result, pending.positions)
+        else:
+            output = self.sampler.decode(batch, pending.result, pending.positions)
+            self.runner.slots.remember(batch, output)
         return replace(output, context=pending.context) if pending.context else output
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:

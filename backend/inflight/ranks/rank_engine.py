@@ -53,7 +53,7 @@ class StageRunner(Protocol):
             hidden: Behind the first stage, the hidden states that the stage before has made.
 
         Returns:
-            At the last stage what `StageEngine.decode` takes, before it the hidden states for the next stage.
+            At the last stage what `StageEngine.choose` takes, before it the hidden states for the next stage.
         """
         ...
 
@@ -77,8 +77,11 @@ class StageRunner(Protocol):
 class StageEngine(StageRunner, Protocol):
     """The part of the rank that chooses tokens, which has the sampler."""
 
-    def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
-        """Choose the tokens and remember them, as `Engine.decode` does; called right after `forward`."""
+    def choose(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
+        """Choose the tokens and remember them, as `Engine.decode` does; called right after `forward`.
+
+        If it raises, all ranks `forget` the batch later, at the same place in the order of batches.
+        """
         ...
 
 
@@ -232,7 +235,7 @@ class RankEngine:
         try:
             if flight.error is not None:
                 raise flight.error
-            flight.outcome = Outcome(iteration, self._sampling_engine.decode(flight.batch, logits))
+            flight.outcome = Outcome(iteration, self._sampling_engine.choose(flight.batch, logits))
             message = _ENCODER.encode(flight.outcome)
         except Exception as error:
             flight.outcome = Outcome.from_error(iteration, error)

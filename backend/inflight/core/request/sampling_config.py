@@ -256,10 +256,11 @@ def check_token_ids(tensor: str, token_ids: tuple[int, ...], vocab_size: int) ->
 
 
 def _check(control: Control, value: Any, vocab_size: int) -> None:
+    if control.range is _TOKEN_IDS:
+        check_token_ids(control.tensor, value, vocab_size)
+        return
     several = isinstance(value, tuple)
     values = cast("tuple[Any, ...]", value if several else (value,))  # pyright knows a tuple, and not of what
-    if control.range is _TOKEN_IDS and values:
-        check_token_ids(control.tensor, values, vocab_size)
     for position, each in enumerate(values):
         if not control.range.contains(each):
             where = f" at position {position}" if several else ""

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchEngine", "load_stage"]
 
-_MODULES = {"TorchEngine": "engine", "load_stage": "engine"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.engine"), name)

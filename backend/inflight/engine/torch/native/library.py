@@ -3,8 +3,7 @@
 A build takes a few seconds. It is kept in the user's cache folder, under a name that changes with the sources, the
 compiler, the C library and the processor, so that later starts find it; at its end stands a digest of it, as a
 file that was cut short would end the process that runs it. What `prebuild` has put beside the sources comes first.
-Any thread; of several processes one builds, and the others wait for it.
-Imports no torch.
+Any thread; of several processes one builds, and the others wait for it. Imports no torch.
 
 Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
 or built. Every version of the sources, the compiler and the processor has libraries of its own, and nothing tells
@@ -47,9 +46,7 @@ _COMPILER_FLAGS = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
 _DIGEST_BYTES = 16
-_BUILD_PREFIX = (
-    "build-"  # of the folders that builds work in; one is left behind only if its process was killed
-)
+_BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if its process was killed
 _UNUSED_S = 30 * 24 * 3600.0
 _ABANDONED_S = 24 * 3600.0  # far longer than any build takes
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
