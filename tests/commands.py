@@ -18,13 +18,18 @@ LINE_TIMEOUT_S = 120.0
 
 
 class Command:
-    """The command with free ports, started by construction."""
+    """The command with free ports, started by construction.
+
+    Attributes:
+        begun_s: When, by the monotonic clock.
+    """
 
     def __init__(self, repository: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "inflight.server", "--model-repository", str(repository), *arguments]
         for service in ("http", "grpc", "metrics"):
             if f"--{service}-port" not in arguments:
                 command += [f"--{service}-port", "0"]
+        self.begun_s = time.monotonic()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", bufsize=1
         )
