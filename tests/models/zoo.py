@@ -138,8 +138,9 @@ class ZooModel:
                 )
             scores = found.get("sequences_scores")
             sequences = found.sequences[:, len(prompt) :].tolist()
-            self._found[key] = sequences, [] if scores is None else scores.tolist()
-        return self._found[key]
+            # The options stay, so that no other object comes to be where one of theirs was, which its name tells.
+            self._found[key] = options, (sequences, [] if scores is None else scores.tolist())
+        return self._found[key][1]
 
 
 @dataclass
