@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import time
@@ -12,15 +13,23 @@ from pathlib import Path
 
 import psutil
 
+LINE_TIMEOUT_S = 120.0
+"""How long a program may take to print its next line: a server, to be ready on a machine that is busy."""
+
 
 class Command:
-    """The command with free ports, started by construction."""
+    """The command with free ports, started by construction.
+
+    Attributes:
+        begun_s: When, by the monotonic clock.
+    """
 
     def __init__(self, repository: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "inflight.server", "--model-repository", str(repository), *arguments]
         for service in ("http", "grpc", "metrics"):
             if f"--{service}-port" not in arguments:
                 command += [f"--{service}-port", "0"]
+        self.begun_s = time.monotonic()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", bufsize=1
         )
@@ -47,14 +56,64 @@ def command(repository: Path, *arguments: str) -> Iterator[Command]:
         yield running
     finally:
         running.process.kill()
-        running.process.communicate()
+        running.process.communicate(timeout=LINE_TIMEOUT_S)
 
 
 def read_ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
-    assert process.stdout is not None
-    word, *pairs = process.stdout.readline().rstrip("\n").split(" ", 4)
+    """What the next line of a command says, which has to be a READY line."""
+    word, *pairs = read_line(process).rstrip("\n").split(" ", 4)
     assert word == "READY"
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+def read_line(process: subprocess.Popen, timeout_s: float = LINE_TIMEOUT_S) -> str:
+    """The next line of the process's stdout; empty if it has closed it.
+
+    It is read from the pipe byte by byte, so `process.stdout` must not have been read from, as that reads ahead.
+
+    Raises:
+        AssertionError: None came in time. The message has its processes' states, and what it wrote to stderr.
+    """
+    assert process.stdout is not None
+    pipe, line, deadline = process.stdout.fileno(), b"", time.monotonic() + timeout_s
+    waiting = select.poll()
+    waiting.register(pipe, select.POLLIN)
+    while not line.endswith(b"\n"):
+        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise AssertionError(f"no line in {timeout_s:g} s, only {line!r}\n{_describe(process)}")
+        byte = os.read(pipe, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()
+
+
+def end(process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
+    """Have the process end in order, or else kill it with all that it has started."""
+    process.terminate()
+    try:
+        process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        process.kill()
+        process.communicate(timeout=timeout_s)
+        raise
+
+
+def _describe(process: subprocess.Popen) -> str:
+    """A line for each process below this one, and the last of what stderr holds unread."""
+    lines = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(child.cmdline())[:120]
+            lines.append(f"{child.pid} {child.status()} {child.cpu_times().user:.1f} s of a core: {command}")
+    if process.stderr is not None:
+        os.set_blocking(process.stderr.fileno(), False)
+        with contextlib.suppress(BlockingIOError):
+            lines.append(os.read(process.stderr.fileno(), 1 << 16)[-4000:].decode(errors="replace"))
+    return "\n".join(lines)
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:

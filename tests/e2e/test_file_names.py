@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import read_line
 from tests.e2e.conftest import DEMO_MODEL
 
 
@@ -43,7 +44,7 @@ def test_letters_outside_ascii_in_every_path(tmp_path: Path, cache: Path, option
         command, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **variables}
     ) as server:
         try:
-            ready = server.stdout.readline().decode()
+            ready = read_line(server)
             assert ready.startswith("READY"), (tmp_path / "log").read_text(errors="replace")
             assert ready.endswith(f"model={model}\n")
             http = dict(word.split("=", 1) for word in ready.split()[1:4])["http"]

@@ -23,6 +23,7 @@ from .clients import Stream, ask, infer, unary
 from .conftest import DEMO_MODEL, REPOSITORY
 
 OUTAGE_S = 10.0
+"""Or twice what the first start took: a machine that is busy takes longer for the second one too."""
 PROMPT = [3, 1, 4, 1, 5]
 SETTINGS = {"fake_engine": "vocab=3072,step_us=5000", "max_sequence_length": "2048"}
 
@@ -35,6 +36,12 @@ def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
     ]
     with command(make_fake_repository(tmp_path / "models"), *settings) as running:
         yield running
+
+
+def wait_ready(serving: Command) -> tuple[dict[str, str], float]:
+    """The first READY line, and how long an outage may be."""
+    ready = serving.ready_line()
+    return ready, max(OUTAGE_S, 2 * (time.monotonic() - serving.begun_s))
 
 
 def folder_of(serving: Command) -> Path:
@@ -142,19 +149,19 @@ def mix_models_on_one_stream(url: str) -> None:
 
 
 def test_a_stream_that_mixes_models_ends_nobodys_service_for_long(serving):
-    ready = serving.ready_line()
+    ready, outage_s = wait_ready(serving)
     with Bystander(ready["grpc"]) as bystander:
         time.sleep(0.5)
         for _ in range(3):
             mix_models_on_one_stream(ready["grpc"])
             assert serving.ready_line() == ready
         time.sleep(1)
-    assert 0.2 < bystander.longest_s < OUTAGE_S
+    assert 0.2 < bystander.longest_s < outage_s
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"])
 def test_a_model_whose_process_is_killed_comes_back(serving, model):
-    ready = serving.ready_line()
+    ready, outage_s = wait_ready(serving)
     (before,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
     with Bystander(ready["grpc"]) as bystander:
         in_flight, folder = InFlight(ready), folder_of(serving)
@@ -167,7 +174,7 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
     assert set(ends) == {"tensorrt_llm", "ensemble", "tensorrt_llm_infer"}
     assert all(end.startswith("error") for end in ends.values()), ends
     assert after.error is None and after.text == before.text
-    assert bystander.longest_s < OUTAGE_S
+    assert bystander.longest_s < outage_s
     assert not folder.exists() and not runtime_directory.find_processes(folder)
     assert not runtime_directory.shared_memory_files(folder)
     serving.process.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,12 @@ def undemanding(model: ZooModel) -> list[Request]:
     return requests
 
 
+@cache
+def in_turn(model: ZooModel, way: str, kernels: str | None = None) -> Served:
+    """What those requests get where no batch begins before the last one's tokens are known."""
+    return serve(load(model.folder, 60, kernels=kernels), config_of(way), undemanding(model))
+
+
 def demanding(model: ZooModel) -> list[Request]:
     """Of every kind that waits for the host."""
     kinds: list[dict[str, Any]] = [
@@ -113,8 +120,7 @@ def assert_same(ours: Served, theirs: Served) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_same_as_in_turn(zoo: Zoo, way: str, kernels: str | None) -> None:
     model = zoo[CASE]
-    requests = undemanding(model)
-    expected = serve(load(model.folder, 60, kernels=kernels), config_of(way), requests)
+    requests, expected = undemanding(model), in_turn(model, way, kernels)
     served = serve(ahead(load(model.folder, 60, kernels=kernels)), config_of(way), requests)
     assert (expected.most_in_flight, served.most_in_flight) == (1, 2)
     assert_same(served, expected)
@@ -156,8 +162,7 @@ def test_a_replayed_batch_feeds_the_next_one(zoo: Zoo) -> None:
 
 def test_stopped_requests_leave_the_others_as_they_are(zoo: Zoo) -> None:
     model = zoo[CASE]
-    requests = undemanding(model)
-    expected = serve(load(model.folder, 60), config_of("chunked"), requests)
+    requests, expected = undemanding(model), in_turn(model, "chunked")
     stops = {0: 1, 3: 9, 6: 7, 10: 20}
     engine = ahead(load(model.folder, 60))
     served = serve(engine, config_of("chunked"), requests, stops=stops)
@@ -295,8 +300,7 @@ def test_failed_batches_change_no_token(
 ) -> None:
     """The next batch is in flight when it is noticed, and goes on from what failed."""
     model = zoo[CASE]
-    requests = undemanding(model)
-    expected = serve(load(model.folder, 60), config_of(way), requests)
+    requests, expected = undemanding(model), in_turn(model, way)
     engine = ahead(load(model.folder, 60))
     part, name, after = STAGES[stage]
     saboteur = Saboteur(monkeypatch, part(engine), name, after)
@@ -309,8 +313,7 @@ def test_failed_batches_change_no_token(
 
 def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, kernels: str | None) -> None:
     model = zoo[CASE]
-    requests = undemanding(model)
-    expected = serve(load(model.folder, 60), config_of("chunked"), requests)
+    requests, expected = undemanding(model), in_turn(model, "chunked")
     faulty = requests[5]
     engine = ahead(load(model.folder, 60, kernels=kernels))
     spoil(engine, faulty.request_id, num_tokens=faulty.prompt_length + 4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails
@@ -100,6 +101,19 @@ def _some_of_everything(model: ZooModel) -> list[Request]:
     ]
 
 
+@cache
+def _by_one_rank(model: ZooModel, way: str, num_blocks: int, kernels: str | None = None) -> Served:
+    return serve(
+        load(model.folder, num_blocks, 8, kernels=kernels), config_of(way), _some_of_everything(model)
+    )
+
+
+@cache
+def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], Result]:
+    """None of its parts fails: what is left is the order of the batches."""
+    return serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), _some_of_everything(model))
+
+
 @every_topology
 @pytest.mark.parametrize(("way", "kernels"), by_default_and(["utilization-chunked-no-reuse"], list(WAYS)))
 def test_everything_at_once_in_every_way(
@@ -108,7 +122,7 @@ def test_everything_at_once_in_every_way(
     """Samples, penalties, beams, drafts, siblings, log probs; with chunks, reuse and pauses."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
-    one = serve(load(model.folder, 20, 8, kernels=kernels), config_of(way), requests)
+    one = _by_one_rank(model, way, 20, kernels)
     with ranks(model.folder, topology, 20, 8, kernels=kernels) as engine:
         many = serve(engine, config_of(way), requests)
     assert many.most_in_flight == topology[1]
@@ -189,7 +203,7 @@ def test_a_stopped_request_leaves_the_others_as_they_are(zoo: Zoo, topology: tup
     """One is stopped in its context, one in generation, a beam search too; batches with them are in flight."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
-    one = serve(load(model.folder, 64, 8), config_of("chunked"), requests)
+    one = _by_one_rank(model, "chunked", 64)
     stops = {1: 2, 3: 8, 5: 5}
     with ranks(model.folder, topology, 64, 8) as engine:
         many = serve(engine, config_of("chunked"), requests, per_iteration=3, stops=stops)
@@ -221,7 +235,7 @@ def test_failed_batches_change_no_token(
     model = zoo["mistral-window"]
     requests = _some_of_everything(model)
     config = config_of("chunked")
-    expected = serve_through_faults(load(model.folder, 64, 8), config, requests)
+    expected = _by_one_rank_through_faults(model)
     stage, name, after = STAGES[where]
     with ranks(model.folder, topology, 64, 8) as engine:
         saboteur = Saboteur(
@@ -244,7 +258,7 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
     """One of ten has nan for logits from some token on; no rank's forward pass fails for it."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
-    expected = serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), requests)
+    expected = _by_one_rank_through_faults(model)
     with ranks(model.folder, topology, 64, 8) as engine:
         sampler = next(stage for stage in engine.stages if isinstance(stage, TorchEngine))
         spoil(sampler, requests[1].request_id, num_tokens=38)

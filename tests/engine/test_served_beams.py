@@ -94,25 +94,30 @@ def test_beams_are_those_of_transformers(zoo: Zoo, grid, case: str) -> None:
     assert reasons == {FinishReason.END_ID, FinishReason.LENGTH}
 
 
+@cache
+def company_of(model: ZooModel) -> dict[Request, list[int]]:
+    """Sampling requests, and what each of them gets alone."""
+    sampling = SamplingConfig(temperature=1.3, top_p=0.9, random_seed=4)
+    requests = [
+        Request(1000 + number, model.prompt(5 + 3 * number, number), 30, sampling=sampling)
+        for number in range(6)
+    ]
+    engine = load(model.folder, 300, SLOTS)
+    return {request: serve(engine, config_of("no-evict"), [request]).tokens(request) for request in requests}
+
+
 @pytest.mark.parametrize("way", ["utilization", "chunked", "utilization-chunked-no-reuse"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_with_sampling_requests_between(zoo: Zoo, grid, case: str, way: str) -> None:
     """A cache so small that sampling requests are paused for each other, and searches wait."""
     answers = grid[case][::2]
-    sampling = SamplingConfig(temperature=1.3, top_p=0.9, random_seed=4)
-    company = [
-        Request(1000 + number, zoo[case].prompt(5 + 3 * number, number), 30, sampling=sampling)
-        for number in range(6)
-    ]
-    engine = load(zoo[case].folder, 300, SLOTS)
-    alone = {request: serve(engine, config_of("no-evict"), [request]).tokens(request) for request in company}
-
+    company = company_of(zoo[case])
     requests = [
         request for pair in itertools.zip_longest(company, dict(answers)) for request in pair if request
     ]
     served = serve(load(zoo[case].folder, 34, SLOTS), config_of(way), requests, per_iteration=3)
     assert_same(served, answers)
-    assert {request: served.tokens(request) for request in company} == alone
+    assert {request: served.tokens(request) for request in company} == company
     if "utilization" in way:
         assert served.num_pauses > 0
 

@@ -167,28 +167,41 @@ CONTROLLED: list[dict[str, Any]] = [
 ]
 
 
+def referenced(model: ZooModel, request: Request) -> list[int]:
+    """What `decoding.reference` chooses, one token at a time from transformers' logits, without an end id."""
+    tokens = list(request.input_token_ids)
+    while len(tokens) < request.max_sequence_length:
+        token = reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens)
+        if token in request.end_ids:
+            break
+        tokens.append(token)
+    return tokens[request.prompt_length :]
+
+
+@cache
+def controlled(model: ZooModel) -> dict[Request, list[int]]:
+    """A request for each of CONTROLLED, and its answer."""
+    requests = [
+        make_request(number, prompt_of(model, number), {**sampling, "random_seed": number}, end_ids=(9,))
+        for number, sampling in enumerate(CONTROLLED)
+    ]
+    return {request: referenced(model, request) for request in requests}
+
+
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("case", CASES)
 def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
     """`decoding.reference`, one token at a time; the same with drafts from the sequence itself."""
     model = zoo[case]
-    requests = [
-        make_request(number, prompt_of(model, number), {**sampling, "random_seed": number}, end_ids=(9,))
-        for number, sampling in enumerate(CONTROLLED)
-    ]
+    expected = controlled(model)
+    requests = list(expected)
     guessing = [
         replace(request, request_id=10 + number, prompt_lookup_num_tokens=3)
         for number, request in enumerate(requests)
     ]
     served = serve(load(model.folder, 60, 6, kernels=kernels), config_of("utilization"), requests + guessing)
     for request, guess in zip(requests, guessing, strict=True):
-        tokens = list(request.input_token_ids)
-        while len(tokens) < request.max_sequence_length:
-            token = reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens)
-            if token in request.end_ids:
-                break
-            tokens.append(token)
-        assert served.tokens(request) == served.tokens(guess) == tokens[request.prompt_length :]
+        assert served.tokens(request) == served.tokens(guess) == expected[request]
         allowed = request.sampling.allowed_token_ids
         assert not allowed or set(served.tokens(request)) <= set(allowed) - set(request.end_ids)
 
@@ -228,13 +241,7 @@ def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
     requests = sampling_requests(model)[1:4]
     served = serve(load(model.folder, 34, 5), config_of("utilization-chunked-no-reuse"), requests)
     for request in requests:
-        tokens = list(request.input_token_ids)
-        while len(tokens) < request.max_sequence_length:
-            token = reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens)
-            if token in request.end_ids:
-                break
-            tokens.append(token)
-        assert served.tokens(request) == tokens[request.prompt_length :]
+        assert served.tokens(request) == referenced(model, request)
 
 
 @pytest.mark.parametrize("case", CASES)

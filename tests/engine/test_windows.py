@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def reconfigured(model: ZooModel, **changes: Any) -> ZooModel:
     return ZooModel(model.folder, oracle.eval())
 
 
+@functools.cache
 def masked(model: ZooModel, asked: tuple[int, ...], num_sinks: int = 0) -> ZooModel:
     """The model with its attention masks replaced, in a copy of transformers' model that caches nothing."""
     found = reconfigured(model)

@@ -5,7 +5,6 @@ Weights are drawn ten times wider than usual: with the usual 0.02 a random model
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,10 +84,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A checkpoint folder and the transformers model that was saved in it."""
+    """A checkpoint folder and the transformers model that was saved in it.
+
+    What `generate` and `beams` have found is kept: tests ask for the same in many ways of serving it.
+    """
 
     folder: Path
     oracle: Any
+    _found: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
         """Random token ids."""
@@ -102,45 +105,42 @@ class ZooModel:
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         """The oracle's own `generate`, without its stopping."""
-        return list(_greedy(self, tuple(prompt), num_tokens))
+        return self.generate(tuple(prompt), num_tokens, min_new_tokens=num_tokens)
 
-    @torch.inference_mode()
     def generate(
         self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
     ) -> list[int]:
         """The oracle's own greedy `generate` with some of its logits processors; the end id included."""
-        ids = self.oracle.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=end_id,
-            **options,
-        )
-        return ids[0, len(prompt) :].tolist()
+        return list(self._ask(prompt, num_tokens, end_id, options)[0][0])
 
-    @torch.inference_mode()
     def beams(
         self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
     ) -> list[tuple[list[int], float]]:
         """The oracle's own beam search: each sequence's new tokens and final score, best first."""
-        found = self.oracle.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=end_id,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **options,
-        )
-        sequences = found.sequences[:, len(prompt) :].tolist()
-        return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+        found = self._ask(prompt, num_tokens, end_id, options | {"output_scores": True})
+        return [(list(tokens), score) for tokens, score in zip(*found, strict=True)]
 
-
-@functools.cache
-def _greedy(model: ZooModel, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    return tuple(model.generate(prompt, num_tokens, min_new_tokens=num_tokens))
+    def _ask(
+        self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None, options: dict[str, Any]
+    ) -> tuple[list[list[int]], list[float]]:
+        """New tokens of every sequence, and the scores of a beam search's."""
+        key = (tuple(prompt), num_tokens, end_id, repr(sorted(options.items())))
+        if key not in self._found:
+            with torch.inference_mode():
+                found = self.oracle.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    max_new_tokens=num_tokens,
+                    do_sample=False,
+                    eos_token_id=end_id,
+                    return_dict_in_generate=True,
+                    **options,
+                )
+            scores = found.get("sequences_scores")
+            sequences = found.sequences[:, len(prompt) :].tolist()
+            # The options stay, so that no other object comes to be where one of theirs was, which its name tells.
+            self._found[key] = options, (sequences, [] if scores is None else scores.tolist())
+        return self._found[key][1]
 
 
 @dataclass

@@ -15,6 +15,7 @@ import pytest
 
 from inflight.ranks.launch import find_mpirun
 from inflight.server.launch import serve
+from tests.commands import read_line
 from tests.ranks.two_hosts import NoHosts, TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -116,8 +117,7 @@ def test_one_model_over_two_hosts_gives_the_tokens_of_one(
     with serve(dtype="float32") as alone:
         expected = ask(alone.grpc)
     with serve_on(hosts, mode) as process:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
+        ready = read_line(process)
         assert ready.startswith("READY"), ready
         assert tuple(len(workers_of(name)) for name in hosts.names) == ranks
         assert ask(ready.split("grpc=")[1].split()[0], *hosts.on_first([])) == expected

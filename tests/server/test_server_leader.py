@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,15 @@ from inflight.ranks.launch import find_mpirun
 from inflight.server import ranks, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
-from tests.commands import eventually, folder_of, is_alive, read_ready_line, shared_memory_of
+from tests.commands import (
+    end,
+    eventually,
+    folder_of,
+    is_alive,
+    read_line,
+    read_ready_line,
+    shared_memory_of,
+)
 from tests.server.test_server_launch import ask
 
 pytestmark = pytest.mark.e2e
@@ -53,19 +62,30 @@ def serve_command(repository: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], **variables: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd="/",
+        env={**os.environ, **variables},
     )
     try:
         yield process
     finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        end(process)
+
+
+@pytest.fixture
+def mpirun_folder() -> Iterator[Path]:
+    """For the files of a test's own mpirun.
+
+    In /tmp they go by its process id, and a later mpirun of the same id does not start beside what one that was
+    killed has left. A path of pytest's would be too long for mpirun's sockets.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpirun-") as folder:
+        yield Path(folder)
 
 
 def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path) -> None:
@@ -181,14 +201,16 @@ def test_a_model_that_fails_to_load_is_the_cause(ranked_repository: Path) -> Non
         pass
 
 
-def test_ranks_that_were_started_together_are_not_started_again(ranked_repository: Path) -> None:
+def test_ranks_that_were_started_together_are_not_started_again(
+    ranked_repository: Path, mpirun_folder: Path
+) -> None:
     """As Slurm does it: the command itself is rank 0's, and the workers are beside it."""
     together = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "1"]
     workers = [":", "-n", "2", sys.executable, str(STAND_IN)]
     numbers: Queue[int | Exception] = Queue()
-    with running([*together, *serve_command(ranked_repository), *workers]) as process:
-        assert process.stdout is not None
-        ready = next(line for line in iter(process.stdout.readline, "") if line.startswith("READY"))
+    variables = ranks.session_variables(mpirun_folder, mpirun_folder)
+    with running([*together, *serve_command(ranked_repository), *workers], **variables) as process:
+        ready = next(line for line in iter(lambda: read_line(process), "") if line.startswith("READY"))
         client = ask(ready.split("grpc=")[1].split()[0], 3, 0, numbers)
         assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
         client.close()
