@@ -42,7 +42,7 @@ from inflight.models.decoder_weights import (
     Norm,
     PlainWeights,
 )
-from inflight.models.families.family import WeightNames
+from inflight.models.families import WeightNames
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range, Shard
 
