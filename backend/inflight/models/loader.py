@@ -129,6 +129,11 @@ class _TensorSpec:
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
 
 
+def tensor_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """The tensors that a checkpoint of the model has, in the order in which they are read, and their shapes."""
+    return _stored_shapes(_specs(model.decoder, model.names, model.names.base, Part.whole(model.decoder)))
+
+
 def stored_dtype(model: ModelDescription) -> torch.dtype:
     """What the checkpoint's weights are stored as. ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
@@ -330,7 +335,7 @@ def _build_norm(decoder: DecoderConfig, name: str, size: int, make: Callable[[_T
 
 
 def _check(checkpoint: Checkpoint, model: ModelDescription, base: str, specs: list[_TensorSpec]) -> None:
-    expected = {part.name: spec.stored_shape(part.rows) for spec in specs for part in spec.parts}
+    expected = _stored_shapes(specs)
     missing = [name for name in expected if name not in checkpoint.tensors]
     ignored = model.names.ignored + ((f"{_LM_HEAD}.weight",) if model.decoder.tied_embeddings else ())
     unexpected = [
@@ -350,6 +355,10 @@ def _check(checkpoint: Checkpoint, model: ModelDescription, base: str, specs: li
             )
         if info.dtype not in DTYPES:
             raise ConfigError(f"{where} has dtype {info.dtype}, expected one of {', '.join(DTYPES)}")
+
+
+def _stored_shapes(specs: list[_TensorSpec]) -> dict[str, tuple[int, ...]]:
+    return {part.name: spec.stored_shape(part.rows) for spec in specs for part in spec.parts}
 
 
 def _some(names: list[str], limit: int = 3) -> str:
