@@ -24,7 +24,7 @@ from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
+from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender
 
 ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs)
 
@@ -76,7 +76,7 @@ def make_reader(
     inputs: dict[str, np.ndarray] | None = None, vocabulary: Vocabulary = Vocabulary.TOKENS
 ) -> TensorReader:
     inputs = token_inputs() if inputs is None else inputs
-    return TensorReader([Tensor(name, value) for name, value in inputs.items()], INPUTS, vocabulary)
+    return TensorReader(inputs, INPUTS, vocabulary)
 
 
 def make_limits(**changes: int) -> ModelLimits:

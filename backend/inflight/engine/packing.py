@@ -58,7 +58,7 @@ class PackedBatch:
     generation_lengths: NDArray[np.int64]
 
 
-def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> PackedBatch:
+def pack(batch: ScheduledBatch, table: SlotTable) -> PackedBatch:
     """Lay out a batch whose slots and blocks `table` has taken over.
 
     Raises:
@@ -71,7 +71,7 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     order = sorted(range(len(generation_positions)), key=lambda index: -generation_positions[index])
     slots += [batch.generation_slots[index] for index in order]
     positions += [generation_positions[index] for index in order]
-    _check_blocks(slots, positions, table, tokens_per_block)
+    _check_blocks(slots, positions, table)
     row_of_generation = [0] * len(order)
     for row, index in enumerate(order, generation_begin):
         row_of_generation[index] = row
@@ -101,10 +101,10 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     )
 
 
-def generation_rows(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> NDArray[np.int64]:
+def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64]:
     """[2, generation slots] in their order: slot, position of its last token. ValueError as `pack`."""
     positions = _positions(batch.generation_slots, table)
-    _check_blocks(batch.generation_slots, positions, table, tokens_per_block)
+    _check_blocks(batch.generation_slots, positions, table)
     return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
@@ -133,14 +133,11 @@ def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
     return table.num_tokens[list(slots)].tolist() if slots else []
 
 
-def _check_blocks(
-    slots: Sequence[int], positions: Sequence[int], table: SlotTable, tokens_per_block: int
-) -> None:
+def _check_blocks(slots: Sequence[int], positions: Sequence[int], table: SlotTable) -> None:
     """Raise ValueError for a row without a block: it would write into the null block, which all others read."""
-    num_blocks = table.num_blocks.tolist()
+    num_blocks, size = table.num_blocks.tolist(), table.tokens_per_block
     for slot, position in zip(slots, positions, strict=True):
-        if position >= num_blocks[slot] * tokens_per_block:
+        if position >= num_blocks[slot] * size:
             raise ValueError(
-                f"slot {slot} has {num_blocks[slot]} blocks of {tokens_per_block} tokens, "
-                f"too few for position {position}"
+                f"slot {slot} has {num_blocks[slot]} blocks of {size} tokens, too few for position {position}"
             )

@@ -218,7 +218,7 @@ class Orchestrator:
         if self._around.control is not None:
             try:
                 self._around.control.unload()
-            except Exception:
+            except Exception:  # whatever Triton raises: the engine has to come back all the same
                 _log.exception("the model cannot be made unready; the engine comes back in place")
                 self._awaits_successor = False
 
@@ -248,7 +248,7 @@ class Orchestrator:
         assert self._around.control is not None, "nobody is awaited elsewhere"
         try:
             self._around.control.load()
-        except Exception:
+        except Exception:  # whatever Triton raises: an engine that nobody takes over has to end
             _log.exception("the model could not be loaded again, and stays unloaded")
             self._watch.retire(0.0)
             self._ranks.end(_ENDING_S)

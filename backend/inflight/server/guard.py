@@ -38,14 +38,15 @@ _STOPPED = 1.5  # a wait that takes so many times as long: this process was stop
 
 
 class Guard:
-    """The side of the model's process, whose parent is tritonserver; every such process has one. Any thread."""
+    """The side of the model's process, whose parent is tritonserver; every such process has one. Any thread.
 
-    def __init__(self, python: str, model: str, *kept_open: int) -> None:
-        """Args:
+    Args:
         python: The interpreter.
         model: The model's name, for the log.
         kept_open: File descriptors that the guard holds as long as it lives.
-        """
+    """
+
+    def __init__(self, python: str, model: str, *kept_open: int) -> None:
         self._process = subprocess.Popen(
             # Its own region too, as the arguments of a process that has been killed cannot be read.
             [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid()), model],

@@ -32,11 +32,6 @@ from inflight.testing.fake_model import (
     choose,
     describe_tokens,
     digest_after,
-    expected_beam_steps,
-    expected_beams,
-    expected_log_probs,
-    expected_logits,
-    expected_tokens,
     log_softmax,
     logits_after,
     looks_back,
@@ -44,15 +39,6 @@ from inflight.testing.fake_model import (
     remember,
     seen_as,
 )
-
-__all__ = [
-    "FakeEngine",
-    "expected_beam_steps",
-    "expected_beams",
-    "expected_log_probs",
-    "expected_logits",
-    "expected_tokens",
-]
 
 _EMPTY = 0  # what an unwritten position holds
 
@@ -158,8 +144,7 @@ class FakeEngine:
                 output.token_ids.append(())
                 continue
             row = self._slots[slot]
-            drafts = drafts_of.get(slot)
-            tokens = self._choose(row, digests) if drafts is None else self._verify(row, digests, drafts)
+            tokens = self._choose(row, digests, drafts_of.get(slot, ()))
             output.token_ids.append(tokens)
             if row.wants_details:
                 output.details[slot] = self._details(row, digests, tokens)
@@ -250,21 +235,8 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- decoding
 
-    def _choose(self, row: _Slot, digests: Sequence[int]) -> tuple[int, ...]:
-        start = row.start
-        token_id = choose(
-            digests[0],
-            row.history,
-            start.request.sampling,
-            start.sequence_index,
-            row.num_tokens,
-            self._limits.vocab_size,
-        )
-        row.go_on_with(token_id)
-        return (token_id,)
-
-    def _verify(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Choose a token at every row of logits as long as the drafts are what was chosen."""
+    def _choose(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Choose a token at every row of logits, as long as the drafts are what was chosen."""
         start, vocab_size = row.start, self._limits.vocab_size
         sampling, index = start.request.sampling, start.sequence_index
         row.num_tokens -= len(drafts)

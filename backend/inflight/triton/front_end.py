@@ -138,7 +138,7 @@ class FrontEnd:
             self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
-        reader = TensorReader(triton_request.inputs(), INPUTS, self._vocabulary)
+        reader = TensorReader.of_request(triton_request, INPUTS, self._vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())
@@ -195,7 +195,7 @@ class FrontEnd:
         )
         try:
             self._in_flight.start(entry, requests, self._sender.put)
-        except Exception:
+        except Exception:  # whatever it is, it is raised again, and takes no room
             self._budget.release(entry.ticket)
             raise
 

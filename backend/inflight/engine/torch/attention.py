@@ -47,9 +47,8 @@ class Attention(Protocol):
         self,
         packed: PackedBatch,
         block_tables: Tensor,
-        tokens_per_block: int,
+        cache: KvCache,
         windows: Sequence[AttentionWindow | None],
-        dtype: torch.dtype,
     ) -> Mapping[AttentionWindow | None, Any]:
         """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
         ...
@@ -140,15 +139,11 @@ class GatheringAttention:
         self,
         packed: PackedBatch,
         block_tables: Tensor,
-        tokens_per_block: int,
+        cache: KvCache,
         windows: Sequence[AttentionWindow | None],
-        dtype: torch.dtype,
     ) -> Mapping[AttentionWindow | None, AttentionPlan]:
-        """As `Attention.plan`; masks are `dtype`."""
-        return {
-            window: _Planner(packed, block_tables, tokens_per_block, window, dtype).plan()
-            for window in windows
-        }
+        """As `Attention.plan`."""
+        return {window: _Planner(packed, block_tables, cache, window).plan() for window in windows}
 
     def attend(
         self,
@@ -252,18 +247,13 @@ BY_PRODUCTS = GatheringAttention(by_products)
 
 
 class _Planner:
-    """Makes the plan for layers with `window` (None: every token sees all before it); masks are `dtype`."""
+    """Makes the plan for layers with `window` (None: every token sees all before it)."""
 
     def __init__(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        tokens_per_block: int,
-        window: AttentionWindow | None,
-        dtype: torch.dtype,
+        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, window: AttentionWindow | None
     ) -> None:
-        self._packed, self._block_tables, self._tokens_per_block = packed, block_tables, tokens_per_block
-        self._window, self._dtype = window, dtype
+        self._packed, self._block_tables, self._window = packed, block_tables, window
+        self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
 
     def plan(self) -> AttentionPlan:
         """The plan of all rows."""

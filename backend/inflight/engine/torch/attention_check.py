@@ -110,10 +110,9 @@ def _compare(
     windows: Sequence[AttentionWindow | None],
     cache: KvCache,
 ) -> None:
-    dtype = heads[0].dtype
-    expected = BY_PRODUCTS.plan(packed, tables, cache.tokens_per_block, windows, dtype)
+    expected = BY_PRODUCTS.plan(packed, tables, cache, windows)
     try:
-        plans = attention.plan(packed, tables, cache.tokens_per_block, windows, dtype)
+        plans = attention.plan(packed, tables, cache, windows)
         found = {window: attention.attend(*heads, 0, plans[window], cache) for window in windows}
     except Exception as error:  # whatever a kernel that cannot raises
         raise CannotAttend(str(error).split("\n")[0]) from error

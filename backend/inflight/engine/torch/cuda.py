@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from inflight.engine.torch.attention_check import CannotAttend
-from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine.torch.paged_attention import PagedAttention, VarlenAttention
 
 _log = logging.getLogger(__name__)
 _HOPPER = 9  # the one generation that FlashAttention 3 is for
@@ -33,7 +34,8 @@ def torch_paged_attention(device: torch.device) -> PagedAttention:
     if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
         _try(lambda: activate_flash_attention_impl("FA3"))
     # FlashAttention 2 wants to be told where each sequence's keys begin, and 3 refuses that beside block tables.
-    return PagedAttention(varlen_attn, takes_key_bounds=current_flash_attention_impl() is None)
+    kernel = cast(VarlenAttention, varlen_attn)  # it returns a pair only if asked for more than its result
+    return PagedAttention(kernel, takes_key_bounds=current_flash_attention_impl() is None)
 
 
 def _try(activate: Callable[[], None]) -> None:

@@ -94,7 +94,7 @@ class Decoder:
         The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
         """
         weights = self._weights
-        plans = self._attention.plan(packed, block_tables, cache.tokens_per_block, self._windows, self.dtype)
+        plans = self._attention.plan(packed, block_tables, cache, self._windows)
         places = _places(packed, block_tables, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         rotation = None if self._rope is None else _rotation(*self._rope, packed.positions)

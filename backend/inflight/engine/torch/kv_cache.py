@@ -62,6 +62,11 @@ class KvCache:
         """Where the cache is."""
         return self._blocks.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are."""
+        return self._blocks.dtype
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Give each target block what its source holds, over all layers; no block is read after it was written."""
         for blocks in self._blocks:  # a layer at a time: the blocks of all would be much memory

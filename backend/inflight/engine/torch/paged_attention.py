@@ -70,9 +70,8 @@ class PagedAttention:
         self,
         packed: PackedBatch,
         block_tables: Tensor,
-        tokens_per_block: int,
+        cache: KvCache,
         windows: Sequence[AttentionWindow | None],
-        dtype: torch.dtype,
     ) -> Mapping[AttentionWindow | None, PagedPlan]:
         """As `Attention.plan`; ValueError for windows with sinks."""
         last_rows = packed.bounds[1:] - 1
@@ -81,7 +80,7 @@ class PagedAttention:
         row_bounds = packed.bounds.int()
         block_table = block_tables[packed.slots[last_rows]].int()
         max_rows = max((chunk.end - chunk.begin for chunk in packed.chunks), default=1)
-        max_keys = block_tables.shape[1] * tokens_per_block
+        max_keys = block_tables.shape[1] * cache.tokens_per_block
         return {
             window: PagedPlan(
                 row_bounds,
