@@ -16,7 +16,7 @@ from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
-from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
+from inflight.serving.reply import Prompt, Reply, ReplyOptions
 from inflight.serving.text_encoder import NO_TEXT
 from inflight.triton.host import ModelArgs
 from inflight.triton.requests import Naming, ServingContext
@@ -179,8 +179,7 @@ def make_stream(sender: ResponseSender | None = None) -> TritonStream:
 def make_reply(
     *prompts: Prompt, in_one: bool = False, new_text: Callable[[], CompletionText] | None = None
 ) -> Reply:
-    replies = [PromptReply(prompt, new_text, i) for i, prompt in enumerate(prompts or (make_prompt(),))]
-    return Reply(replies, in_one)
+    return Reply([(prompt, new_text) for prompt in prompts or (make_prompt(),)], in_one)
 
 
 def make_entry(

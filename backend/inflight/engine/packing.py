@@ -46,6 +46,7 @@ class PackedBatch:
         chunks: Context chunks.
         generation_begin: First generation row.
         generation_lengths: Tokens of each generation row's sequence, itself included, longest first, on the host.
+        block_tables: The slots', as in `SlotTable`.
     """
 
     token_ids: Tensor
@@ -56,6 +57,7 @@ class PackedBatch:
     chunks: tuple[PackedChunk, ...]
     generation_begin: int
     generation_lengths: NDArray[np.int64]
+    block_tables: Tensor
 
 
 def pack(batch: ScheduledBatch, table: SlotTable) -> PackedBatch:
@@ -98,6 +100,7 @@ def pack(batch: ScheduledBatch, table: SlotTable) -> PackedBatch:
         chunks=chunks,
         generation_begin=generation_begin,
         generation_lengths=on_host[num_rows + generation_begin : 2 * num_rows] + 1,
+        block_tables=table.block_tables,
     )
 
 

@@ -26,10 +26,10 @@ _DEFAULT_WINDOW = 4096  # transformers' default where the key is absent; null me
 _DEFAULT_FULL_LAYERS = 28
 _QWEN3_HEAD_DIM = 128  # where the key is absent
 _GPT2_POSITIONS = 1024  # likewise
-_WINDOW_IS_USED = {
-    "use_sliding_window": (None, True, False)
-}  # whatever it says, the window is `sliding_window`
-_BIASES_ARE_THERE = {"attention_bias": (None, True, False)}  # those of query, key and value, whatever it says
+# Whatever it says, the window is `sliding_window`.
+_WINDOW_IS_USED = {"use_sliding_window": (None, True, False)}
+# Those of query, key and value are, whatever it says.
+_BIASES_ARE_THERE = {"attention_bias": (None, True, False)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,9 +250,8 @@ class _Builder:
                 positions = decoder.max_positions
                 name = base + self._names.position_embedding
                 position_embedding = self._matrix(name, positions, (0, positions))
-        if (
-            part.is_last_stage
-        ):  # before the layers, so that a matrix is not there twice when they are there too
+        # Before the layers, so that a matrix is not there twice when they are there too.
+        if part.is_last_stage:
             table = embedding if decoder.tied_embeddings else None
             if table is None:
                 name = base + self._names.embedding if decoder.tied_embeddings else _LM_HEAD

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,16 +52,17 @@ _FOREIGN = ("PMIX_", "PMI_", "OMPI_", "PRTE_")
 _OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
-class ModelControl(Protocol):
-    """What Triton lets a model do with itself."""
+@dataclass(frozen=True, slots=True)
+class ModelControl:
+    """What Triton lets a model do with itself; both raise what Triton does.
 
-    def unload(self) -> None:
-        """Make it unready; its requests in flight go on."""
-        ...
+    Attributes:
+        unload: Makes it unready, and returns at once; its process lives on while it has requests or streams.
+        load: Starts its next process; returns when that is ready.
+    """
 
-    def load(self) -> None:
-        """Start its next process; returns when that is ready."""
-        ...
+    unload: Callable[[], None]
+    load: Callable[[], None]
 
 
 class RanksGuard(Protocol):

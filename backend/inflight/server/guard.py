@@ -190,10 +190,7 @@ def _say(what: str) -> None:
     """Write to the server's log as its own errors are written, so that this is found as the cause of the end."""
     when = time.strftime("E%m%d %H:%M:%S.000000")
     with contextlib.suppress(OSError):  # nobody reads it any more
-        print(
-            f"{when} {os.getpid()} guard.py] {what}: the server ends",
-            file=sys.stderr,
-        )
+        print(f"{when} {os.getpid()} guard.py] {what}: the server ends", file=sys.stderr)
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:

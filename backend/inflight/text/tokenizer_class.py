@@ -201,6 +201,7 @@ def _content(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 _END_OF_TEXT = "<|endoftext|>"
+_GPT = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
 _SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 _CLASSES: Mapping[str, TokenizerClass] = {
@@ -227,19 +228,8 @@ _CLASSES: Mapping[str, TokenizerClass] = {
             "mask_token": "<mask>",
         },
     ),
-    "GPT2Tokenizer": TokenizerClass(
-        _gpt2, {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
-    ),
-    "GPTNeoXTokenizer": TokenizerClass(
-        _gpt_neox,
-        {
-            "bos_token": _END_OF_TEXT,
-            "eos_token": _END_OF_TEXT,
-            "unk_token": _END_OF_TEXT,
-            "pad_token": "<|padding|>",
-        },
-        template=(),
-    ),
+    "GPT2Tokenizer": TokenizerClass(_gpt2, _GPT),
+    "GPTNeoXTokenizer": TokenizerClass(_gpt_neox, {**_GPT, "pad_token": "<|padding|>"}, template=()),
     "Qwen2Tokenizer": TokenizerClass(
         _qwen2,
         {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},

@@ -44,11 +44,7 @@ class Attention(Protocol):
     has_fixed_shapes: bool
 
     def plan(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        cache: KvCache,
-        windows: Sequence[AttentionWindow | None],
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, Any]:
         """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
         ...
@@ -136,14 +132,10 @@ class GatheringAttention:
         self._kernel = kernel
 
     def plan(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        cache: KvCache,
-        windows: Sequence[AttentionWindow | None],
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, AttentionPlan]:
         """As `Attention.plan`."""
-        return {window: _Planner(packed, block_tables, cache, window).plan() for window in windows}
+        return {window: _Planner(packed, cache, window).plan() for window in windows}
 
     def attend(
         self,
@@ -249,10 +241,8 @@ BY_PRODUCTS = GatheringAttention(by_products)
 class _Planner:
     """Makes the plan for layers with `window` (None: every token sees all before it)."""
 
-    def __init__(
-        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, window: AttentionWindow | None
-    ) -> None:
-        self._packed, self._block_tables, self._window = packed, block_tables, window
+    def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
+        self._packed, self._block_tables, self._window = packed, packed.block_tables, window
         self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
 
     def plan(self) -> AttentionPlan:

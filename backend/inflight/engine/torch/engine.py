@@ -115,7 +115,7 @@ class TorchRunner(Runner):
             rows = generation_rows(batch, self.slots)
             return self.decoder.logits(*self._graphs.forward(rows)), {}
         packed = pack(batch, self.slots)
-        arguments = (packed, self.slots.block_tables, self.cache, hidden)
+        arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
             return self.decoder.forward(*arguments), {}
         if not any(chunk.wants_context for chunk in batch.context):

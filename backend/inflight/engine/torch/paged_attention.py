@@ -67,20 +67,16 @@ class PagedAttention:
         self._takes_key_bounds = takes_key_bounds
 
     def plan(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        cache: KvCache,
-        windows: Sequence[AttentionWindow | None],
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedPlan]:
         """As `Attention.plan`; ValueError for windows with sinks."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
         row_bounds = packed.bounds.int()
-        block_table = block_tables[packed.slots[last_rows]].int()
+        block_table = packed.block_tables[packed.slots[last_rows]].int()
         max_rows = max((chunk.end - chunk.begin for chunk in packed.chunks), default=1)
-        max_keys = block_tables.shape[1] * cache.tokens_per_block
+        max_keys = packed.block_tables.shape[1] * cache.tokens_per_block
         return {
             window: PagedPlan(
                 row_bounds,

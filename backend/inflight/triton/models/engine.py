@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inflight.config import CapacitySchedulerPolicy, Parameters, Role
@@ -20,14 +21,13 @@ from inflight.errors import ConfigError, InflightError
 from inflight.processes import this_parent
 from inflight.ranks.job import Job
 from inflight.ranks.launch import LaunchMode, find_launch_mode, waits_for_leader
-from inflight.ranks.orchestrator import Orchestrator, Surroundings
+from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.metric_table import Batching
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import (
     ModelArgs,
-    TritonModelControl,
     has_explicit_control,
     import_pb_utils,
     log_to_triton,
@@ -137,7 +137,10 @@ class TritonPythonModel:
         from inflight.build import UNLOAD_TIMEOUT_S
 
         self._guard, server = Guard(sys.executable, name), this_parent()
-        control = TritonModelControl(self._pb_utils, name) if has_explicit_control(server) else None
+        control = None
+        if has_explicit_control(server):  # not to be called on the thread that Triton calls the model on
+            triton = self._pb_utils
+            control = ModelControl(partial(triton.unload_model, name), partial(triton.load_model, name))
         around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
         return Orchestrator(job, around)
 
