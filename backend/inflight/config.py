@@ -517,9 +517,9 @@ def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
     ]
 
 
-def is_filled(text: str) -> bool:
-    """Whether a parameter says anything: not if it is empty or a template variable nobody filled in."""
-    return bool(text) and not re.fullmatch(r"\$\{[^}]*\}", text)
+def is_filled(text: str | None) -> bool:
+    """Whether a parameter says anything: not if it is absent, empty or a template variable nobody filled in."""
+    return bool(text) and not re.fullmatch(r"\$\{[^}]*\}", text or "")
 
 
 def _queue_bound(model_config: Mapping[str, Any]) -> int:

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_PARENT, _START_TIME = 1, 19  # fields of /proc/PID/stat behind the name
+PARENT, MINOR_FAULTS, MAJOR_FAULTS = 1, 7, 9
+"""Indices of `stat_fields`."""
+_START_TIME = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """The process with this number now; None if there is none."""
-        fields = _stat(pid)
+        fields = stat_fields(pid)
         return None if fields is None else cls(pid, int(fields[_START_TIME]))
 
     @classmethod
@@ -40,11 +42,11 @@ class ProcessId:
 
     def children(self) -> list[ProcessId]:
         """Processes that it has started and that have not ended."""
-        stats = ((int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
+        stats = ((int(entry.name), stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
         return [
             ProcessId(pid, int(fields[_START_TIME]))
             for pid, fields in stats
-            if fields is not None and int(fields[_PARENT]) == self.pid
+            if fields is not None and int(fields[PARENT]) == self.pid
         ]
 
     def signal(self, number: int) -> None:
@@ -84,8 +86,8 @@ def this_parent() -> ProcessId:
     return parent
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Its fields of /proc/PID/stat behind the name; None if there is no such process."""
+def stat_fields(pid: int) -> list[str] | None:
+    """A process's fields of /proc/PID/stat behind the name; None if there is no such process."""
     try:
         # The name, in brackets, may hold anything.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

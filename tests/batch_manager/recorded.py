@@ -15,7 +15,8 @@ from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
-from inflight.testing.fake_engine import FakeEngine, FakeLogits, expected_tokens
+from inflight.testing.fake_engine import FakeEngine, FakeLogits
+from inflight.testing.fake_model import expected_tokens
 from tests.simulation.scenario import Scenario
 
 ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")

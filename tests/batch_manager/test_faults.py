@@ -16,7 +16,8 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_tokens
 
 from .test_gpt_manager import LIMITS, Harness
 

@@ -14,7 +14,8 @@ from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_tokens
 
 LIMITS = EngineLimits(
     vocab_size=50, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4

@@ -12,7 +12,7 @@ from inflight.config import SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 from tests.core.integrity import check_integrity
 
 from .recorded import outcome, read

@@ -17,7 +17,8 @@ from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.core.scheduler import Scheduler
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_tokens
 
 from .recorded import outcome, read
 from .test_gpt_manager import LIMITS

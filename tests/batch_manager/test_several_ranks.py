@@ -17,7 +17,8 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response, Result
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_tokens
 from tests.batch_manager.ranks_in_memory import make_ranks
 from tests.core.integrity import check_integrity
 from tests.simulation.scenario import Scenario, draw, draw_with_a_bad_device

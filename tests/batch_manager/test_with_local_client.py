@@ -13,7 +13,8 @@ from inflight.core.request.stop import FinishReason, StopReason
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_tokens
 
 LIMITS = EngineLimits(
     vocab_size=97, max_sequence_length=200, max_num_sequences=8, num_blocks=60, tokens_per_block=4

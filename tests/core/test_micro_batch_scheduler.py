@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.request import ExternalDraft
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.batch import EngineLimits
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 
 from .factories import Driver, make_request, make_scheduler, make_sequence
@@ -33,16 +34,31 @@ def generating(slots: int = 1, **fields) -> LlmRequest:
     return sequence
 
 
+def make(
+    max_num_tokens: int,
+    enable_chunked_context: bool = True,
+    policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    num_micro_batches: int = 1,
+) -> MicroBatchScheduler:
+    """With blocks of four tokens."""
+    config = SchedulerConfig(
+        max_num_tokens=max_num_tokens,
+        enable_chunked_context=enable_chunked_context,
+        context_chunking_policy=policy,
+    )
+    return MicroBatchScheduler(config, EngineLimits(100, 1000, 8, 100, 4, num_micro_batches))
+
+
 def unchunked(max_num_tokens: int = 16) -> MicroBatchScheduler:
-    return MicroBatchScheduler(max_num_tokens, tokens_per_block=4, enable_chunked_context=False)
+    return make(max_num_tokens, enable_chunked_context=False)
 
 
 def chunked(max_num_tokens: int = 16) -> MicroBatchScheduler:
-    return MicroBatchScheduler(max_num_tokens, tokens_per_block=4, enable_chunked_context=True)
+    return make(max_num_tokens)
 
 
 def equal_progress(max_num_tokens: int = 16) -> MicroBatchScheduler:
-    return MicroBatchScheduler(max_num_tokens, 4, True, EQUAL_PROGRESS)
+    return make(max_num_tokens, policy=EQUAL_PROGRESS)
 
 
 def sizes(selected: MicroBatch, running: list[LlmRequest]) -> list[int]:
@@ -202,7 +218,7 @@ def test_a_context_alone_gets_everything_under_either_policy():
 
 
 def test_equal_progress_means_nothing_without_chunks():
-    scheduler = MicroBatchScheduler(16, 4, enable_chunked_context=False, chunking_policy=EQUAL_PROGRESS)
+    scheduler = make(16, enable_chunked_context=False, policy=EQUAL_PROGRESS)
     running = [in_context(9), in_context(9)]
     assert sizes(scheduler.select(running), running) == [9, 0]
 
@@ -219,7 +235,7 @@ def test_chunks_fill_an_iteration_without_overdrawing_it_and_the_oldest_gets_on(
     contexts, policy, max_num_tokens
 ):
     running = [in_context(4 * done + rest, 4 * done, draft) for rest, done, draft in contexts]
-    selected = MicroBatchScheduler(max_num_tokens, 4, True, policy).select(running)
+    selected = make(max_num_tokens, policy=policy).select(running)
     given_rows = sizes(selected, running)
     assert sum(given_rows) + selected.num_free_rows == max_num_tokens and selected.num_free_rows >= 0
     for sequence, rows in zip(running, given_rows):
@@ -275,7 +291,7 @@ def test_who_has_ended_only_waits_for_its_batches():
 
 
 def pipelined(num_stages: int, max_num_tokens: int = 64) -> MicroBatchScheduler:
-    return MicroBatchScheduler(max_num_tokens, 4, True, num_micro_batches=num_stages)
+    return make(max_num_tokens, num_micro_batches=num_stages)
 
 
 def in_flight(sequence: LlmRequest) -> LlmRequest:

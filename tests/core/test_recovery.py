@@ -13,7 +13,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
-from inflight.testing.fake_engine import expected_beam_steps, expected_tokens
+from inflight.testing.fake_model import expected_beam_steps, expected_tokens
 from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_limits, make_request, make_scheduler

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.testing.fake_engine import expected_beam_steps
+from inflight.testing.fake_model import expected_beam_steps
 
 from .factories import make_limits, make_request, make_scheduler
 from .faulty import FaultyDevice, at_token, run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 
 from .clients import TIMEOUT_S, Answer, Stream, ask, infer, unary
 from .conftest import FAKE_VOCABULARY

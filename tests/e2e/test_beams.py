@@ -9,7 +9,7 @@ import pytest
 
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.testing.fake_engine import expected_beam_steps, expected_beams
+from inflight.testing.fake_model import expected_beam_steps, expected_beams
 from inflight.text.tokenizer import Tokenizer
 
 from .clients import ask, completion, infer

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inflight.server.launch import TritonServer
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 from inflight.testing.fake_server import serve_fake
 
 from .clients import ask, generate, infer, unary, wait_until

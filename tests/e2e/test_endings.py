@@ -9,7 +9,7 @@ import socket
 import numpy as np
 import pytest
 
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 
 from .clients import Stream, ask, infer, wait_until
 from .conftest import FAKE_VOCABULARY

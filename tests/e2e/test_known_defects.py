@@ -52,7 +52,7 @@ from tritonclient.utils import InferenceServerException
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 from inflight.testing.fake_server import make_fake_repository, serve_fake
 
 from .clients import Stream, ask, completion, infer, make_inputs, unary, wait_until

@@ -12,7 +12,7 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 
 from .clients import Stream, ask, completion, infer, make_inputs, unary
 from .conftest import FAKE_VOCABULARY

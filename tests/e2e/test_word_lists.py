@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.testing.fake_engine import expected_tokens
+from inflight.testing.fake_model import expected_tokens
 
 from .clients import ask, completion, word_list
 from .conftest import FAKE_VOCABULARY

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import plan_attention
+from inflight.engine.torch.attention import GatheringAttention
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
@@ -193,12 +195,14 @@ def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.Monkey
     driver.step({row: len(row.tokens) for row in rows})
     sizes = []
 
-    def spy(*arguments: object) -> object:
-        plan = plan_attention(*arguments)
-        sizes.append([group.end - group.begin for group in plan.generation])
-        return plan
+    plan = GatheringAttention.plan
 
-    monkeypatch.setattr("inflight.engine.torch.attention.plan_attention", spy)
+    def spy(*arguments: Any) -> Any:
+        plans = plan(*arguments)
+        sizes.extend([group.end - group.begin for group in each.generation] for each in plans.values())
+        return plans
+
+    monkeypatch.setattr(GatheringAttention, "plan", spy)
     for _ in range(4):
         driver.step(generation=rows[::-1])
 

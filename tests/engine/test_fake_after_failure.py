@@ -10,7 +10,8 @@ from inflight.config import SchedulerConfig
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ContextChunk, EngineLimits, ScheduledBatch, SlotStart
-from inflight.testing.fake_engine import FakeEngine, expected_beams, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_beams, expected_tokens
 from tests.engine.failing import Fault, Saboteur, serve_through_faults
 
 VOCAB_SIZE = 40

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.memory import KvCacheDemand, available_cpu_memory, free_memory, plan_kv_cache
+from inflight.engine.memory import KvCachePlan, available_cpu_memory, free_memory, plan_kv_cache
 from inflight.engine.torch import engine as engine_module
 from inflight.engine.torch import load_stage
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
@@ -19,45 +19,46 @@ from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
 from tests.models.zoo import Zoo
 
+GPU_FRACTION, CPU_FRACTION = "kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction"
+MAX_TOKENS = "max_tokens_in_paged_kv_cache"
 
-def _demand(**changes: Any) -> KvCacheDemand:
-    values = {
-        "block_bytes": 1000,
-        "tokens_per_block": 32,
-        "max_num_sequences": 4,
-        "max_sequence_length": 100,
-        "free_bytes": 100_000,
-        "fraction": 0.5,
-        "fraction_name": "kv_cache_free_cpu_mem_fraction",
-    }
-    return KvCacheDemand(**{**values, **changes})
+
+def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvCachePlan:
+    """For blocks of 1,000 bytes and sequences of 100 tokens; of half of the memory unless `changes` differ."""
+    halves = {"kv_cache_free_gpu_mem_fraction": 0.5, "kv_cache_free_cpu_mem_fraction": 0.5}
+    config = EngineConfig(**{"max_num_sequences": 4, "tokens_per_block": 32, **halves, **changes})
+    return plan_kv_cache(config, 100, 1000, free_bytes, on_gpu)
 
 
 @pytest.mark.parametrize(
     ("changes", "num_blocks", "decided_by"),
     [
         # One block of what fits is the null block.
-        ({}, 49, "kv_cache_free_cpu_mem_fraction"),
-        ({"fraction": 1.0}, 99, "kv_cache_free_cpu_mem_fraction"),
-        ({"max_tokens": 400}, 12, "max_tokens_in_paged_kv_cache"),
-        ({"max_tokens": 32 * 51}, 49, "kv_cache_free_cpu_mem_fraction"),
+        ({}, 49, GPU_FRACTION),
+        ({GPU_FRACTION: 1.0}, 99, GPU_FRACTION),
+        ({MAX_TOKENS: 400}, 12, MAX_TOKENS),
+        ({MAX_TOKENS: 32 * 51}, 49, GPU_FRACTION),
         # 100 tokens take 4 blocks; 4 sequences, twice.
-        ({"bounded_by_use": True}, 32, "2 times what max_num_sequences can hold"),
-        ({"bounded_by_use": True, "max_tokens": 128}, 4, "max_tokens_in_paged_kv_cache"),
-        ({"free_bytes": 10_000}, 4, "kv_cache_free_cpu_mem_fraction"),
+        ({"on_gpu": False}, 32, "2 times what max_num_sequences can hold"),
+        ({"on_gpu": False, MAX_TOKENS: 128}, 4, MAX_TOKENS),
+        ({"on_gpu": False, CPU_FRACTION: 0.2}, 19, CPU_FRACTION),
+        ({"free_bytes": 10_000}, 4, GPU_FRACTION),
     ],
 )
 def test_the_least_of_all_limits(changes: dict[str, Any], num_blocks: int, decided_by: str) -> None:
-    plan = plan_kv_cache(_demand(**changes))
+    plan = _plan(**changes)
     assert (plan.num_blocks, plan.decided_by) == (num_blocks, decided_by)
 
 
-@pytest.mark.parametrize("changes", [{"free_bytes": 9999}, {"max_tokens": 127}, {"free_bytes": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"free_bytes": 9999}, {MAX_TOKENS: 127}, {"free_bytes": 0}, {"free_bytes": 9999, "on_gpu": False}],
+)
 def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="fewer than one for each of 4 sequences") as error:
-        plan_kv_cache(_demand(**changes))
-    assert "kv_cache_free_cpu_mem_fraction is 0.5" in str(error.value)
-    assert f"max_tokens_in_paged_kv_cache is {changes.get('max_tokens', 'unset')}" in str(error.value)
+        _plan(**changes)
+    assert f"{CPU_FRACTION if 'on_gpu' in changes else GPU_FRACTION} is 0.5" in str(error.value)
+    assert f"{MAX_TOKENS} is {changes.get(MAX_TOKENS, 'unset')}" in str(error.value)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, load_weights, loader, read_model_description
-from inflight.models.loader import LoadProgress
+from inflight.models.loader import load_progress
 from tests.models.zoo import Zoo, make_model
 
 CPU = torch.device("cpu")
@@ -203,9 +203,9 @@ def test_progress_is_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(loader, "_PATIENCE_S", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with LoadProgress("Loading big", 100) as progress:
-        progress.advance(50)
-        progress.advance(50)
+    with load_progress("Loading big", 100) as advance:
+        advance(50)
+        advance(50)
     out, err = capfd.readouterr()
     assert out == ""
     assert "Loading big" in err

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.config import is_filled
 from inflight.server.config_text import (
     fill_fields,
-    is_filled,
     quote,
     read_parameters,
     set_decoupled,

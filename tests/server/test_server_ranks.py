@@ -116,7 +116,9 @@ def test_a_repository_that_cannot_have_ranks_is_named(
 
 
 def command(arguments: str = "", variables: dict[str, str] | None = None) -> str:
-    words = ranks.leader_command(["triton", "--flag"], variables or {}, Path("/f/pid"), 3, arguments)
+    words = ranks.leader_command(
+        ["triton", "--flag"], variables or {}, Path("/f/pid"), ranks.Launch(MODEL, 3, "leader", arguments)
+    )
     return shlex.join(words[1:])
 
 

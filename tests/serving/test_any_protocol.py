@@ -13,7 +13,7 @@ import pytest
 from inflight.core.request.stop import FinishReason
 from inflight.errors import AlreadyExists, InflightError
 from inflight.serving.in_flight import InFlight, InFlightRequest
-from inflight.serving.reply import Output, PromptReply, Reply, new_text
+from inflight.serving.reply import Output, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from tests.triton.factories import FakeEngineClient, make_prompt, make_response
@@ -68,7 +68,7 @@ class LineServer:
     def ask(self, request_id: str, stop_strings: tuple[str, ...] = ()) -> tuple[Lines, int]:
         """The client, and the engine's id of its request."""
         prompt = make_prompt(options={"streaming": True, "stop_strings": stop_strings}, streaming=True)
-        reply = Reply([PromptReply(prompt, new_text(prompt, letter_tokenizer(), True))], in_one=False)
+        reply = Reply([(prompt, new_text(prompt, letter_tokenizer(), True))], in_one=False)
         lines = Lines()
         self.in_flight.start(InFlightRequest(request_id, lines, reply), [prompt.request], self.sender.put)
         return lines, self.client.last_id

@@ -12,7 +12,7 @@ from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import CompletionText
-from inflight.serving.reply import AS_UPSTREAM, Output, PromptReply, Repetition, Reply
+from inflight.serving.reply import AS_UPSTREAM, Output, Repetition, Reply
 from inflight.text.stop_strings import StopStrings
 from tests.triton.factories import make_beams, make_prompt, make_reply, make_result
 from tests.triton.letters import letter_tokenizer
@@ -62,7 +62,7 @@ class Talk:
     ) -> None:
         request = {"streaming": True, "output": EXCLUDE, "input_token_ids": ids_of("ab")} | request
         prompt = make_prompt(options={"streaming": streaming}, **request)
-        self.reply = Reply([PromptReply(prompt, new_text, repetition=repetition)], in_one)
+        self.reply = Reply([(prompt, new_text)], in_one, repetition)
 
     def take(self, result: Result, is_last: bool | None = None) -> Output | None:
         is_last = result.is_sequence_final if is_last is None else is_last
@@ -130,7 +130,7 @@ def test_the_engine_is_told_once_that_nobody_wants_more() -> None:
     told = []
     for result in (delta("c"), delta("d"), delta("e"), delta("f", STOP_WORDS)):
         talk.take(result)
-        told.append(talk.reply.has_just_stopped(0))
+        told.append(talk.reply.has_just_stopped)
     assert told == [False, True, False, False]
 
 
@@ -139,7 +139,7 @@ def test_every_sequence_stops_by_itself() -> None:
     told = []
     for index, text in ((0, "c"), (0, "d"), (1, "c"), (0, "e"), (1, "d")):
         talk.take(delta(text, sequence_index=index), is_last=False)
-        told.append(talk.reply.has_just_stopped(0))
+        told.append(talk.reply.has_just_stopped)
     assert told == [False, True, False, False, True]
 
 
@@ -206,7 +206,7 @@ def test_streamed_beams_say_everything_each_time() -> None:
     outputs = [talk.take(first), talk.take(second)]
     assert [output and output.texts for output in outputs] == [("cd", "c"), ("cfg", "cd")]
     assert outputs[1] is not None and outputs[1].result.finish_reasons == (LENGTH, STOP_WORDS)
-    assert not talk.reply.has_just_stopped(0)
+    assert not talk.reply.has_just_stopped
 
 
 def test_sequences_are_rows_of_one_response() -> None:

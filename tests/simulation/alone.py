@@ -9,8 +9,13 @@ from inflight.core.request.beam_search import Hypothesis
 from inflight.core.request.request import Request
 from inflight.core.request.response import Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
-from inflight.testing.fake_engine import expected_beam_steps, expected_logits, expected_tokens
-from inflight.testing.fake_model import describe_tokens, log_softmax
+from inflight.testing.fake_model import (
+    describe_tokens,
+    expected_beam_steps,
+    expected_logits,
+    expected_tokens,
+    log_softmax,
+)
 
 
 @dataclass(frozen=True)

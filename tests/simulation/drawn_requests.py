@@ -9,8 +9,7 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.testing.fake_engine import expected_tokens
-from inflight.testing.fake_model import PLAIN
+from inflight.testing.fake_model import PLAIN, expected_tokens
 
 _TABLES = (b"", b"one table", b"another table")
 _EXTRA_IDS = (0, 7, 8)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 import inflight.core.scheduler as scheduler_module
+from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.endings import Deadlines
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.schedule.admission import Admission
@@ -87,8 +88,11 @@ def static_batch_joined(patch: Patch) -> None:
 def chunking_policy_ignored(patch: Patch) -> None:
     init = MicroBatchScheduler.__init__
 
-    def init_for_first_come_first_served(micro_batch: MicroBatchScheduler, *args) -> None:
-        init(micro_batch, *args[:3])
+    def init_for_first_come_first_served(
+        micro_batch: MicroBatchScheduler, config: SchedulerConfig, *args
+    ) -> None:
+        policy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+        init(micro_batch, dataclasses.replace(config, context_chunking_policy=policy), *args)
 
     patch.setattr(MicroBatchScheduler, "__init__", init_for_first_come_first_served)
 

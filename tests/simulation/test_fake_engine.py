@@ -19,14 +19,14 @@ from inflight.core.schedule.batch import (
     ScheduledBatch,
     SlotStart,
 )
-from inflight.testing.fake_engine import (
-    FakeEngine,
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import (
     expected_beam_steps,
     expected_log_probs,
     expected_logits,
     expected_tokens,
+    log_softmax,
 )
-from inflight.testing.fake_model import log_softmax
 
 VOCAB_SIZE = 31
 PROMPT = (3, 1, 4, 1, 5)

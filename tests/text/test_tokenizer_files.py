@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from inflight.models.registry import FAMILIES
+from inflight.models.families import FAMILIES
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_class import AS_IN_ITS_FILE, CLASS_OF_MODEL

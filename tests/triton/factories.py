@@ -16,7 +16,7 @@ from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
-from inflight.serving.reply import Prompt, PromptReply, Reply, ReplyOptions
+from inflight.serving.reply import Prompt, Reply, ReplyOptions
 from inflight.serving.text_encoder import NO_TEXT
 from inflight.triton.host import ModelArgs
 from inflight.triton.requests import Naming, ServingContext
@@ -24,7 +24,7 @@ from inflight.triton.responses import TritonStream
 from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender, Tensor
+from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender
 
 ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs)
 
@@ -76,7 +76,7 @@ def make_reader(
     inputs: dict[str, np.ndarray] | None = None, vocabulary: Vocabulary = Vocabulary.TOKENS
 ) -> TensorReader:
     inputs = token_inputs() if inputs is None else inputs
-    return TensorReader([Tensor(name, value) for name, value in inputs.items()], INPUTS, vocabulary)
+    return TensorReader(inputs, INPUTS, vocabulary)
 
 
 def make_limits(**changes: int) -> ModelLimits:
@@ -179,8 +179,7 @@ def make_stream(sender: ResponseSender | None = None) -> TritonStream:
 def make_reply(
     *prompts: Prompt, in_one: bool = False, new_text: Callable[[], CompletionText] | None = None
 ) -> Reply:
-    replies = [PromptReply(prompt, new_text, i) for i, prompt in enumerate(prompts or (make_prompt(),))]
-    return Reply(replies, in_one)
+    return Reply([(prompt, new_text) for prompt in prompts or (make_prompt(),)], in_one)
 
 
 def make_entry(

@@ -27,6 +27,7 @@ from inflight.serving.metric_table import (
     HISTOGRAMS,
     LENGTHS,
     TIMESTAMP,
+    Batching,
     HistogramFamily,
 )
 from inflight.triton.metrics import FamilyMaker, MetricsPublisher, MetricValues, lengths_between
@@ -49,10 +50,10 @@ TIMEOUT_S = 30
 class Stage:
     """A publisher on a fake server, and the lines it logs."""
 
-    def __init__(self, pb_utils: FakePbUtils | SimpleNamespace) -> None:
+    def __init__(self, pb_utils: FakePbUtils | SimpleNamespace, batching: Batching) -> None:
         self.pb_utils = pb_utils
         self.lines: queue.Queue[str] = queue.Queue()
-        self.publisher = MetricsPublisher(pb_utils, "tensorrt_llm", "1", self.lines.put, seconds_per_call=0.0)
+        self.publisher = MetricsPublisher(pb_utils, "tensorrt_llm", "1", self.lines.put, batching, 0.0)
 
     def publish(self, stats: IterationStats = STATS, metrics=NOTHING, wall_clock_s: float = NOW) -> dict:
         """The log line's fields once the publication is over."""
@@ -65,8 +66,11 @@ class Stage:
 
 
 @contextmanager
-def stage(pb_utils: FakePbUtils | SimpleNamespace | None = None) -> Iterator[Stage]:
-    on_stage = Stage(pb_utils or FakePbUtils())
+def stage(
+    pb_utils: FakePbUtils | SimpleNamespace | None = None, stats: IterationStats = STATS
+) -> Iterator[Stage]:
+    """A stage for an engine that batches as `stats` say."""
+    on_stage = Stage(pb_utils or FakePbUtils(), Batching.STATIC if stats.static_batch else Batching.INFLIGHT)
     try:
         yield on_stage
     finally:
@@ -75,7 +79,7 @@ def stage(pb_utils: FakePbUtils | SimpleNamespace | None = None) -> Iterator[Sta
 
 @pytest.mark.parametrize("stats", [STATS, STATIC], ids=["in flight", "static"])
 def test_every_gauge_shows_what_the_log_line_says_and_the_line_says_no_more(stats):
-    with stage() as on:
+    with stage(stats=stats) as on:
         fields = on.publish(stats)
         page = shown(on.page)
     assert page.pop(TIMESTAMP) == 1_785_000_000_250_000
@@ -92,7 +96,7 @@ def test_every_gauge_shows_what_the_log_line_says_and_the_line_says_no_more(stat
     ],
 )
 def test_the_kind_of_batching_decides_one_family(stats, there, absent):
-    with stage() as on:
+    with stage(stats=stats) as on:
         on.publish(stats)
         assert on.page.has(there) and not on.page.has(absent)
 
@@ -185,7 +189,7 @@ def test_every_histogram_has_its_own_observations():
 def test_a_histogram_of_counters_is_a_histogram(periods):
     """At every call: cumulative, never fuller than a wider bucket; and in the end exact."""
     server = FakeMetrics()
-    spec = HistogramFamily("h", "help", "seconds", lambda metrics: metrics.end_to_end)
+    spec = HistogramFamily("h", "help", "seconds", "end_to_end")
     update = FamilyMaker(server.family_class, {}).make(spec)
     metrics, values = ServiceMetrics(), []
     pages: list[Page] = []

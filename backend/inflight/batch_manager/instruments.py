@@ -129,17 +129,15 @@ class _Ring(Generic[_T]):
         return list(islice(self._kept, first, None))
 
 
+@dataclass(slots=True)
 class _Run:
     """One iteration; `next_report_s` is its duration at which the log is written (again)."""
 
-    __slots__ = ("begun_s", "describe", "is_reported", "iteration", "next_report_s")
-
-    def __init__(self, iteration: int, describe: Callable[[], str], begun_s: float, timeout_s: float) -> None:
-        self.iteration = iteration
-        self.describe = describe
-        self.begun_s = begun_s
-        self.next_report_s = timeout_s
-        self.is_reported = False
+    iteration: int
+    describe: Callable[[], str]
+    begun_s: float
+    next_report_s: float
+    is_reported: bool = False
 
 
 class Watchdog:

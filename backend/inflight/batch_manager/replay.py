@@ -54,7 +54,6 @@ class Replay:
         self.num_answered = 0
         self.responses: list[Response] = []
         self._in_flight: deque[ScheduledBatch] = deque()
-        self._request_of_slot: dict[int, int] = {}
 
     @property
     def running(self) -> str:
@@ -62,7 +61,8 @@ class Replay:
         if not self._in_flight:
             return ""
         batch = self._in_flight[0]
-        return f"iteration {batch.iteration} was running: {describe_batch(batch, self._request_of_slot.get)}"
+        owners = {slot: each.request_id for each in self.scheduler.running_sequences for slot in each.slots}
+        return f"iteration {batch.iteration} was running: {describe_batch(batch, owners.get)}"
 
     def advance(self, record: Begin | End) -> list[str]:
         """Replay one record; returns how this scheduler's decision differs from the recorded one.
@@ -92,7 +92,6 @@ class Replay:
         batch = self.scheduler.schedule()
         if batch is not None:
             self._in_flight.append(batch)
-            self._remember_slots(batch)
         replayed = make_begin(recorded.inputs, batch)
         if replayed == recorded:
             return []
@@ -101,14 +100,6 @@ class Replay:
 
     def _count_answers(self) -> None:
         self.num_answered += sum(response.is_final for response in self.responses)
-
-    def _remember_slots(self, batch: ScheduledBatch) -> None:
-        owners = self._request_of_slot
-        for slot in batch.released_slots:
-            owners.pop(slot, None)
-        owners.update((start.slot, start.request.request_id) for start in batch.starts)
-        # All beams of a search belong to one request, so the order of the moves does not matter.
-        owners.update((move.slot, owners[move.parent_slot]) for move in batch.moves)
 
 
 def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int | None]) -> str:

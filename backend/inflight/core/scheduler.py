@@ -47,21 +47,10 @@ class Scheduler:
         self._admission = Admission(self._capacity, self.kv_cache, self._running, config.max_queue_size)
         self._waiting = self._admission.waiting
         self._recovery = Recovery(self._running, self._waiting)
-        self._micro_batch = MicroBatchScheduler(
-            config.max_num_tokens,
-            limits.tokens_per_block,
-            config.enable_chunked_context,
-            config.context_chunking_policy,
-            limits.num_micro_batches,
-        )
+        self._micro_batch = MicroBatchScheduler(config, limits)
         self._groups: dict[int, RequestGroup] = {}  # by request id
         self._deadlines = Deadlines()
-        self._observed = Observations(
-            limits.max_num_sequences,
-            config.max_num_tokens,
-            self._capacity.fills_batches_once,
-            limits.num_micro_batches,
-        )
+        self._observed = Observations(config, limits)
         self._endings = Endings(self._groups, self._admission, self._running, self._observed)
         self._outcomes = Outcomes(
             self.kv_cache, self._running, self._admission, self._recovery, self._endings, self._observed

@@ -36,16 +36,20 @@ class Seen:
 
 
 class History:
-    """Token ids by slot and position. Called by the loop thread."""
+    """Token ids by slot and position. Called by the loop thread.
+
+    Attributes:
+        table: [slots, max_sequence_length] int32 on the device; what was never written may be anything.
+    """
 
     def __init__(self, num_slots: int, max_sequence_length: int, device: torch.device) -> None:
         # Never read before it is written, so it may hold anything, and on a CPU takes no memory until used.
-        self._tokens = torch.empty(num_slots, max_sequence_length, dtype=torch.int32, device=device)
+        self.table = torch.empty(num_slots, max_sequence_length, dtype=torch.int32, device=device)
         self._lengths = np.zeros(num_slots, dtype=np.int64)
 
     def start(self, slot: int, token_ids: Sequence[int]) -> None:
         """Write down all tokens that are known of a sequence that gets a slot."""
-        self._tokens[slot, : len(token_ids)] = self._upload(token_ids).int()
+        self.table[slot, : len(token_ids)] = self._upload(token_ids).int()
         self._lengths[slot] = len(token_ids)
 
     def move(self, slots: Sequence[int], parents: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -53,16 +57,16 @@ class History:
         lengths = self._lengths[list(parents)]
         longest = int(lengths.max())
         target, source = self._upload([slots, parents])
-        self._tokens[target, :longest] = self._tokens[source, :longest]
+        self.table[target, :longest] = self.table[source, :longest]
         self.write(np.array(slots), lengths, np.array(token_ids))
 
     def write(
         self, slots: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
     ) -> None:
         """Put tokens in their places, [n] each, each position the last of its slot or one of several in order."""
-        within = positions < self._tokens.shape[1]  # what is beyond the longest sequence nobody looks back at
+        within = positions < self.table.shape[1]  # what is beyond the longest sequence nobody looks back at
         slot, position, token = self._upload(np.stack([slots, positions, token_ids])[:, within])
-        self._tokens[slot, position] = token.int()
+        self.table[slot, position] = token.int()
         self._lengths[slots] = positions + 1
 
     def before(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Seen:
@@ -78,15 +82,10 @@ class History:
 
     def at(self, slots: Tensor, columns: Tensor) -> Tensor:
         """Token ids [n] int64 at the positions `columns` [n] of `slots` [n]."""
-        return self._tokens.view(-1).take(slots * self._tokens.shape[1] + columns).long()
-
-    @property
-    def table(self) -> Tensor:
-        """[slots, max_sequence_length] int32 on the device; what was never written may be anything."""
-        return self._tokens
+        return self.table.view(-1).take(slots * self.table.shape[1] + columns).long()
 
     def _upload(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
-        return upload(np.asarray(values, dtype=np.int64), self._tokens.device)
+        return upload(np.asarray(values, dtype=np.int64), self.table.device)
 
 
 def repeated(

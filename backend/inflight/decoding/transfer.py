@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,14 +52,7 @@ def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
     return _split(_join(tensors).cpu(), tensors)
 
 
-class Mark(Protocol):
-    """A place in the order of what a device does."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has got there."""
-
-
-def mark(device: torch.device) -> Mark:
+def mark(device: torch.device) -> torch.cuda.Event:
     """A mark behind all that has been queued on `device` so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
@@ -78,7 +71,7 @@ class Arriving:
 
     tensors: tuple[Tensor, ...]
     joined: Tensor | None = None
-    end: Mark | None = None
+    end: torch.cuda.Event | None = None
 
     @classmethod
     def send(cls, *tensors: Tensor) -> Arriving:

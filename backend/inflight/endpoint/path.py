@@ -18,6 +18,7 @@ from hashlib import blake2b
 from inflight.endpoint.frames import BadFrame, Hello, decode_from_engine, read_frame
 from inflight.errors import ConfigError
 from inflight.file_names import native
+from inflight.processes import PARENT, stat_fields
 
 _LONGEST = 107  # sun_path holds 108 bytes with its final zero
 _LONGEST_NAME = 40
@@ -95,22 +96,13 @@ def read_hello(connection: socket.socket) -> Hello:
 def peer_has_this_parent(connected: socket.socket) -> bool:
     """Whether the process at the other end is another one, and was started by the one that started this."""
     pid, _uid, _gid = _peer(connected)
-    return pid != os.getpid() and _parent(pid) == os.getppid()
+    fields = stat_fields(pid)  # None if it has gone, or cannot be seen
+    return pid != os.getpid() and fields is not None and int(fields[PARENT]) == os.getppid()
 
 
 def _peer(connected: socket.socket) -> tuple[int, int, int]:
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)
-
-
-def _parent(pid: int) -> int | None:
-    """The parent of a process; None if there is no such process, or it cannot be seen."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat_file:
-            after_name = stat_file.read().rpartition(")")[2]
-        return int(after_name.split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _remove_stale(path: str) -> None:

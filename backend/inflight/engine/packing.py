@@ -46,6 +46,7 @@ class PackedBatch:
         chunks: Context chunks.
         generation_begin: First generation row.
         generation_lengths: Tokens of each generation row's sequence, itself included, longest first, on the host.
+        block_tables: The slots', as in `SlotTable`.
     """
 
     token_ids: Tensor
@@ -56,9 +57,10 @@ class PackedBatch:
     chunks: tuple[PackedChunk, ...]
     generation_begin: int
     generation_lengths: NDArray[np.int64]
+    block_tables: Tensor
 
 
-def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> PackedBatch:
+def pack(batch: ScheduledBatch, table: SlotTable) -> PackedBatch:
     """Lay out a batch whose slots and blocks `table` has taken over.
 
     Raises:
@@ -71,7 +73,7 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
     order = sorted(range(len(generation_positions)), key=lambda index: -generation_positions[index])
     slots += [batch.generation_slots[index] for index in order]
     positions += [generation_positions[index] for index in order]
-    _check_blocks(slots, positions, table, tokens_per_block)
+    _check_blocks(slots, positions, table)
     row_of_generation = [0] * len(order)
     for row, index in enumerate(order, generation_begin):
         row_of_generation[index] = row
@@ -98,13 +100,14 @@ def pack(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> Pack
         chunks=chunks,
         generation_begin=generation_begin,
         generation_lengths=on_host[num_rows + generation_begin : 2 * num_rows] + 1,
+        block_tables=table.block_tables,
     )
 
 
-def generation_rows(batch: ScheduledBatch, table: SlotTable, tokens_per_block: int) -> NDArray[np.int64]:
+def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64]:
     """[2, generation slots] in their order: slot, position of its last token. ValueError as `pack`."""
     positions = _positions(batch.generation_slots, table)
-    _check_blocks(batch.generation_slots, positions, table, tokens_per_block)
+    _check_blocks(batch.generation_slots, positions, table)
     return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
@@ -133,14 +136,11 @@ def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
     return table.num_tokens[list(slots)].tolist() if slots else []
 
 
-def _check_blocks(
-    slots: Sequence[int], positions: Sequence[int], table: SlotTable, tokens_per_block: int
-) -> None:
+def _check_blocks(slots: Sequence[int], positions: Sequence[int], table: SlotTable) -> None:
     """Raise ValueError for a row without a block: it would write into the null block, which all others read."""
-    num_blocks = table.num_blocks.tolist()
+    num_blocks, size = table.num_blocks.tolist(), table.tokens_per_block
     for slot, position in zip(slots, positions, strict=True):
-        if position >= num_blocks[slot] * tokens_per_block:
+        if position >= num_blocks[slot] * size:
             raise ValueError(
-                f"slot {slot} has {num_blocks[slot]} blocks of {tokens_per_block} tokens, "
-                f"too few for position {position}"
+                f"slot {slot} has {num_blocks[slot]} blocks of {size} tokens, too few for position {position}"
             )

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
+from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding.transfer import upload
 
 
@@ -30,26 +30,24 @@ class SlotTable:
     Attributes:
         block_tables: [slots + 1, max_blocks] int64 on the device; the null block after a slot's last.
         last_tokens: [slots + 1] int64 on the device: what a generation row is fed.
+        tokens_per_block: Tokens per KV block.
         null_slot: The one beyond the others, without a block: of rows that only fill a batch up.
         num_tokens: [slots] int64 on the host: tokens that are certain and whose keys and values are in the cache.
         num_blocks: [slots] int64 on the host: blocks in the slot's table.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        max_blocks: int,
-        tokens_per_block: int,
-        null_block: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, limits: EngineLimits, null_block: int, device: torch.device) -> None:
+        num_slots, max_blocks = (
+            limits.max_num_sequences,
+            -(-limits.max_sequence_length // limits.tokens_per_block),
+        )
         shape = (num_slots + 1, max_blocks)
         self.block_tables = torch.full(shape, null_block, dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.null_slot = num_slots
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
-        self._tokens_per_block = tokens_per_block
+        self.tokens_per_block = limits.tokens_per_block
         self._null_block = null_block
 
     def apply(self, batch: ScheduledBatch) -> list[int]:
@@ -153,7 +151,7 @@ class SlotTable:
 
     def _blocks_in_use(self, slot: int) -> int:
         """How many of the slot's blocks hold tokens before this batch runs."""
-        return -(-int(self.num_tokens[slot]) // self._tokens_per_block)
+        return -(-int(self.num_tokens[slot]) // self.tokens_per_block)
 
     def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
         # By way of numpy: torch reads nested lists several times slower.

@@ -6,8 +6,9 @@ attention: `inflight.engine` runs what is loaded here. Used by the loading threa
 
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm, PlainWeights
+from inflight.models.families import FAMILIES
 from inflight.models.loader import load_weights
-from inflight.models.registry import DTYPES, FAMILIES, ModelDescription, read_model_description
+from inflight.models.registry import DTYPES, ModelDescription, read_model_description
 
 __all__ = [
     "DTYPES",

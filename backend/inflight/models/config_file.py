@@ -9,9 +9,9 @@ that means nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import ConfigError
@@ -58,6 +58,8 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "residual_multiplier": (None, 1),
 }
 
+_POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
+_T = TypeVar("_T")
 _NOTHING = (None, False, "", [], {})
 
 
@@ -109,66 +111,57 @@ class ConfigFile:
 
     def int_or_none(self, key: str) -> int | None:
         """An integer of at least 1, None if absent."""
-        value = self.value(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise self.error(key, "an integer >= 1")
-        return value
+        return self._checked(key, lambda value: type(value) is int and value >= 1, _POSITIVE_INT)
 
     def positive_int(self, key: str) -> int:
         """An integer of at least 1."""
-        value = self.int_or_none(key)
-        if value is None:
-            raise self.error(key, "an integer >= 1")
-        return value
+        return self._required(key, self.int_or_none(key), _POSITIVE_INT)
 
     def number_or_none(self, key: str) -> float | None:
         """A positive number, None if absent."""
-        value = self.value(key)
-        if value is None:
-            return None
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise self.error(key, "a number > 0")
-        return float(value)
+        value = self._checked(
+            key, lambda value: type(value) in (int, float) and 0 < value < float("inf"), _POSITIVE
+        )
+        return None if value is None else float(value)
 
     def number(self, key: str) -> float:
         """A positive number."""
-        value = self.number_or_none(key)
-        if value is None:
-            raise self.error(key, "a number > 0")
-        return value
+        return self._required(key, self.number_or_none(key), _POSITIVE)
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""
-        value = self.value(key)
-        if value is not None and type(value) is not bool:
-            raise self.error(key, "true or false")
+        value = self._checked(key, lambda value: type(value) is bool, "true or false")
         return default if value is None else value
 
     def text_or_none(self, key: str) -> str | None:
         """A string, None if absent."""
-        value = self.value(key)
-        if value is not None and not isinstance(value, str):
-            raise self.error(key, "a string")
-        return value
+        return self._checked(key, lambda value: isinstance(value, str), "a string")
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty if absent."""
-        value = self.value(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(key, "a list of strings")
-        return tuple(value)
+        return tuple(self._checked(key, lambda value: _is_list_of(value, str), "a list of strings") or ())
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
         """A token id or a list of token ids, without those below 0, which no token has; None if absent."""
-        value = self.value(key)
+        value = self._checked(
+            key, lambda value: type(value) is int or _is_list_of(value, int), "a token id or a list of them"
+        )
         if value is None:
             return None
         ids = value if isinstance(value, list) else [value]
-        if not all(type(item) is int for item in ids):
-            raise self.error(key, "a token id or a list of them")
         return tuple(item for item in dict.fromkeys(ids) if item >= 0)
+
+    def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        """What stands under `key`; None if absent. Raises ConfigError for what is not valid."""
+        value = self.value(key)
+        if value is not None and not is_valid(value):
+            raise self.error(key, expected)
+        return value
+
+    def _required(self, key: str, value: _T | None, expected: str) -> _T:
+        if value is None:
+            raise self.error(key, expected)
+        return value
 
     def child(self, key: str) -> ConfigFile:
         """The object under `key`."""
@@ -194,6 +187,11 @@ def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | Non
             key,
             "no such key: it is not known here and may change what is computed (if it does not, remove it)",
         )
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    """Whether a value is a list of such items; true is no integer."""
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:

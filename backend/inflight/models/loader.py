@@ -11,11 +11,11 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from types import TracebackType
 from typing import Generic
 
 import torch
@@ -42,9 +42,8 @@ from inflight.models.decoder_weights import (
     Norm,
     PlainWeights,
 )
-from inflight.models.families.family import WeightNames
 from inflight.models.registry import DTYPES, ModelDescription
-from inflight.models.sharding import Part, Range, Shard
+from inflight.models.sharding import Part, Range
 
 _LM_HEAD = "lm_head"
 _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
@@ -84,6 +83,7 @@ class _AsRead(Finisher[LayerWeights, Linear]):
 
 _AS_READ = _AsRead()
 _Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+_Make = Callable[["_TensorSpec"], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,17 @@ class _TensorSpec:
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
 
 
+def tensor_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """The tensors that a checkpoint of the model has, in the order in which they are read, and their shapes."""
+    return _stored_shapes(_specs(model, Part.whole(model.decoder)))
+
+
 def stored_dtype(model: ModelDescription) -> torch.dtype:
     """What the checkpoint's weights are stored as. ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
-        base = _base(model, checkpoint)
-        model = _tied_as_stored(model, base, checkpoint)
-        expected = _specs(model.decoder, model.names, base, Part.whole(model.decoder))
-        _check(checkpoint, model, base, expected)
+        model = _as_stored(model, checkpoint)
+        expected = _specs(model, Part.whole(model.decoder))
+        _check(checkpoint, model, expected)
         return _stored_dtype(model.decoder, checkpoint, expected[0])
 
 
@@ -166,41 +170,36 @@ def load_finished_weights(
 
     What that returns is kept instead, so that no more than one layer is there twice.
     """
-    whole = Part.whole(model.decoder)
     with Checkpoint(model.folder) as checkpoint:
-        base = _base(model, checkpoint)
         is_tied = model.decoder.tied_embeddings
-        model = _tied_as_stored(model, base, checkpoint)
+        model = _as_stored(model, checkpoint)
         if is_tied and not model.decoder.tied_embeddings:
-            _logger.warning(_UNTIED, model.folder, base + model.names.embedding, _LM_HEAD)
-        expected = _specs(model.decoder, model.names, base, whole)
-        _check(checkpoint, model, base, expected)
+            _logger.warning(_UNTIED, model.folder, model.names.base + model.names.embedding, _LM_HEAD)
+        expected = _specs(model, Part.whole(model.decoder))
+        _check(checkpoint, model, expected)
         target = dtype or _stored_dtype(model.decoder, checkpoint, expected[0])
-        specs = _specs(model.decoder, model.names, base, part)
+        specs = _specs(model, part)
         sizes = [torch.Size(spec.shape).numel() * target.itemsize for spec in specs]
-        with LoadProgress(f"Loading {model.folder.name}", sum(sizes)) as progress:
+        with load_progress(f"Loading {model.folder.name}", sum(sizes)) as advance:
 
             def read(spec: _TensorSpec, empty: _Empty = _AS_READ.empty) -> Tensor:
                 tensor = _read(checkpoint, spec, empty(spec.shape, target, device))
-                progress.advance(tensor.nbytes)
+                advance(tensor.nbytes)
                 return tensor
 
-            read_in_layer = partial(read, empty=finisher.empty)
-            return _build(model.decoder, model.names, base, part, read, read_in_layer, finisher)
+            return _Builder(model, part, read, partial(read, empty=finisher.empty)).build(finisher)
 
 
-def _base(model: ModelDescription, checkpoint: Checkpoint) -> str:
-    """The prefix of tensor names; a checkpoint of a model without its output projection leaves it out."""
-    return model.names.base if any(name.startswith(model.names.base) for name in checkpoint.tensors) else ""
+def _as_stored(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
+    """The model with the names of this checkpoint's tensors, and its embeddings tied as transformers ties them.
 
-
-def _tied_as_stored(model: ModelDescription, base: str, checkpoint: Checkpoint) -> ModelDescription:
-    """The model with its embeddings tied as transformers ties those of such a checkpoint.
-
-    Where config.json says that they are tied and only one of the two is stored, it is both, whichever it is. Where
-    both are stored, they are tied if they are equal, and are what they are otherwise.
+    A checkpoint of a model without its output projection leaves out the prefix of all names. Where config.json
+    says that the embeddings are tied and only one of the two is stored, it is both, whichever it is. Where both
+    are stored, they are tied if they are equal, and are what they are otherwise.
     """
-    embedding, head = f"{base}{model.names.embedding}.weight", f"{_LM_HEAD}.weight"
+    if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
+        model = replace(model, names=replace(model.names, base=""))
+    embedding, head = f"{model.names.base}{model.names.embedding}.weight", f"{_LM_HEAD}.weight"
     if not model.decoder.tied_embeddings or head not in checkpoint.tensors:
         return model
     if embedding not in checkpoint.tensors:
@@ -222,68 +221,80 @@ def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
             checkpoint.release_pages(tensor)
 
 
-def _specs(decoder: DecoderConfig, names: WeightNames, base: str, part: Part) -> list[_TensorSpec]:
+def _specs(model: ModelDescription, part: Part) -> list[_TensorSpec]:
     specs: list[_TensorSpec] = []
 
     def note(spec: _TensorSpec) -> Tensor:
         specs.append(spec)
         return torch.empty(0)
 
-    _build(decoder, names, base, part, note, note, _AS_READ)
+    _Builder(model, part, note, note).build(_AS_READ)
     return specs
 
 
-def _build(
-    decoder: DecoderConfig,
-    names: WeightNames,
-    base: str,
-    part: Part,
-    make: Callable[[_TensorSpec], Tensor],
-    make_in_layer: Callable[[_TensorSpec], Tensor],
-    finisher: Finisher[LayerT, HeadT],
-) -> DecoderWeights[LayerT, HeadT]:
-    """Walk over the model, asking `make` for each of the part's tensors, `make_in_layer` for those of layers."""
-    hidden = decoder.hidden_size
+class _Builder:
+    """Walks over a part of a model, asking `make` for each of its tensors, `make_in_layer` for those of layers."""
 
-    def matrix(name: str, rows: int, kept: Range) -> Tensor:
-        return make(_TensorSpec((_Rows(f"{name}.weight", rows, (kept,)),), hidden, (0, hidden)))
+    def __init__(self, model: ModelDescription, part: Part, make: _Make, make_in_layer: _Make) -> None:
+        self._decoder, self._names, self._part = model.decoder, model.names, part
+        self._make, self._make_in_layer = make, make_in_layer
 
-    vocabulary = part.shard.split(decoder.vocab_size)
-    embedding, position_embedding, final_norm, lm_head = None, None, None, None
-    if part.is_first_stage:
-        embedding = matrix(base + names.embedding, decoder.vocab_size, vocabulary)
-        if decoder.rope is None:
-            positions = decoder.max_positions
-            position_embedding = matrix(base + names.position_embedding, positions, (0, positions))
-    if part.is_last_stage:  # before the layers, so that a matrix is not there twice when they are there too
-        table = embedding if decoder.tied_embeddings else None
-        if table is None:
-            name = base + names.embedding if decoder.tied_embeddings else _LM_HEAD
-            table = matrix(name, decoder.vocab_size, vocabulary)
-        lm_head = finisher.head(Linear(table))
-        if decoder.tied_embeddings and not finisher.keeps_tied_embedding:
-            embedding = None
-        del table
-        final_norm = _build_norm(decoder, base + names.final_norm, hidden, make)
-    layers = tuple(
-        finisher.layer(
-            _build_layer(decoder, names, base + names.layers.format(index), part.shard, make_in_layer)
+    def build(self, finisher: Finisher[LayerT, HeadT]) -> DecoderWeights[LayerT, HeadT]:
+        """The part's weights, as `finisher` makes them."""
+        decoder, part, base = self._decoder, self._part, self._names.base
+        vocabulary = part.shard.split(decoder.vocab_size)
+        embedding, position_embedding, final_norm, lm_head = None, None, None, None
+        if part.is_first_stage:
+            embedding = self._matrix(base + self._names.embedding, decoder.vocab_size, vocabulary)
+            if decoder.rope is None:
+                positions = decoder.max_positions
+                name = base + self._names.position_embedding
+                position_embedding = self._matrix(name, positions, (0, positions))
+        # Before the layers, so that a matrix is not there twice when they are there too.
+        if part.is_last_stage:
+            table = embedding if decoder.tied_embeddings else None
+            if table is None:
+                name = base + self._names.embedding if decoder.tied_embeddings else _LM_HEAD
+                table = self._matrix(name, decoder.vocab_size, vocabulary)
+            lm_head = finisher.head(Linear(table))
+            if decoder.tied_embeddings and not finisher.keeps_tied_embedding:
+                embedding = None
+            del table
+            final_norm = self._norm(base + self._names.final_norm, decoder.hidden_size, self._make)
+        layers = tuple(finisher.layer(self._layer(index)) for index in range(*part.layers))
+        return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
+
+    def _matrix(self, name: str, rows: int, kept: Range) -> Tensor:
+        hidden = self._decoder.hidden_size
+        return self._make(_TensorSpec((_Rows(f"{name}.weight", rows, (kept,)),), hidden, (0, hidden)))
+
+    def _layer(self, index: int) -> LayerWeights:
+        decoder, names, shard = self._decoder, self._names, self._part.shard
+        prefix = names.base + names.layers.format(index)
+
+        def norm(module: str, size: int) -> Norm:
+            return self._norm(prefix + module, size, self._make_in_layer)
+
+        hidden, inner = decoder.hidden_size, decoder.intermediate_size
+        queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
+        wide = (inner, shard.split(inner))
+        qkv, up = ((decoder.query_size, queries), keys, keys), (wide, wide) if decoder.gated_mlp else (wide,)
+        return LayerWeights(
+            attention_norm=norm(names.attention_norm, hidden),
+            qkv=self._column_parallel(prefix, names.qkv, qkv, decoder.qkv_bias),
+            query_norm=norm(names.query_norm, decoder.head_dim) if decoder.qk_norm else None,
+            key_norm=norm(names.key_norm, decoder.head_dim) if decoder.qk_norm else None,
+            output=self._row_parallel(
+                prefix + names.output, decoder.query_size, queries, decoder.output_bias
+            ),
+            mlp_norm=norm(names.mlp_norm, hidden),
+            up=self._column_parallel(prefix, names.up, up, decoder.mlp_bias),
+            down=self._row_parallel(prefix + names.down, inner, wide[1], decoder.mlp_bias),
         )
-        for index in range(*part.layers)
-    )
-    return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
 
-
-def _build_layer(
-    decoder: DecoderConfig,
-    names: WeightNames,
-    prefix: str,
-    shard: Shard,
-    make: Callable[[_TensorSpec], Tensor],
-) -> LayerWeights:
-    hidden, inner = decoder.hidden_size, decoder.intermediate_size
-
-    def column_parallel(modules: tuple[str, ...], rows: tuple[tuple[int, Range], ...], bias: bool) -> Linear:
+    def _column_parallel(
+        self, prefix: str, modules: tuple[str, ...], rows: tuple[tuple[int, Range], ...], bias: bool
+    ) -> Linear:
         """`rows`: of each of the fused projections all there are, and this shard's."""
 
         def parts(kind: str) -> tuple[_Rows, ...]:
@@ -295,42 +306,30 @@ def _build_layer(
             own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
             return (_Rows(f"{prefix}{fused}.{kind}", sum(count for count, _ in rows), own),)
 
-        weight = make(_TensorSpec(parts("weight"), hidden, (0, hidden), names.transposed))
-        return Linear(weight, make(_TensorSpec(parts("bias"), None)) if bias else None)
+        hidden = self._decoder.hidden_size
+        return self._linear(parts("weight"), hidden, (0, hidden), parts("bias") if bias else None)
 
-    def row_parallel(module: str, columns: int, own: Range, bias: bool) -> Linear:
-        weight, vector = (
-            _Rows(f"{prefix}{module}.{kind}", hidden, ((0, hidden),)) for kind in ("weight", "bias")
-        )
-        matrix = make(_TensorSpec((weight,), columns, own, names.transposed))
-        return Linear(matrix, make(_TensorSpec((vector,), None)) if bias else None)
+    def _row_parallel(self, name: str, columns: int, own: Range, bias: bool) -> Linear:
+        hidden = self._decoder.hidden_size
+        weight, vector = (_Rows(f"{name}.{kind}", hidden, ((0, hidden),)) for kind in ("weight", "bias"))
+        return self._linear((weight,), columns, own, (vector,) if bias else None)
 
-    def norm(module: str, size: int) -> Norm:
-        return _build_norm(decoder, prefix + module, size, make)
+    def _linear(
+        self, weight: tuple[_Rows, ...], columns: int, kept: Range, bias: tuple[_Rows, ...] | None
+    ) -> Linear:
+        make = self._make_in_layer
+        matrix = make(_TensorSpec(weight, columns, kept, self._names.transposed))
+        return Linear(matrix, None if bias is None else make(_TensorSpec(bias, None)))
 
-    queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
-    wide = (inner, shard.split(inner))
-    return LayerWeights(
-        attention_norm=norm(names.attention_norm, hidden),
-        qkv=column_parallel(names.qkv, ((decoder.query_size, queries), keys, keys), decoder.qkv_bias),
-        query_norm=norm(names.query_norm, decoder.head_dim) if decoder.qk_norm else None,
-        key_norm=norm(names.key_norm, decoder.head_dim) if decoder.qk_norm else None,
-        output=row_parallel(names.output, decoder.query_size, queries, decoder.output_bias),
-        mlp_norm=norm(names.mlp_norm, hidden),
-        up=column_parallel(names.up, (wide, wide) if decoder.gated_mlp else (wide,), decoder.mlp_bias),
-        down=row_parallel(names.down, inner, wide[1], decoder.mlp_bias),
-    )
+    def _norm(self, name: str, size: int, make: _Make) -> Norm:
+        def vector(kind: str) -> Tensor:
+            return make(_TensorSpec((_Rows(f"{name}.{kind}", size, ((0, size),)),), None))
+
+        return Norm(vector("weight"), vector("bias") if self._decoder.norm == "layer" else None)
 
 
-def _build_norm(decoder: DecoderConfig, name: str, size: int, make: Callable[[_TensorSpec], Tensor]) -> Norm:
-    def vector(kind: str) -> Tensor:
-        return make(_TensorSpec((_Rows(f"{name}.{kind}", size, ((0, size),)),), None))
-
-    return Norm(vector("weight"), vector("bias") if decoder.norm == "layer" else None)
-
-
-def _check(checkpoint: Checkpoint, model: ModelDescription, base: str, specs: list[_TensorSpec]) -> None:
-    expected = {part.name: spec.stored_shape(part.rows) for spec in specs for part in spec.parts}
+def _check(checkpoint: Checkpoint, model: ModelDescription, specs: list[_TensorSpec]) -> None:
+    expected = _stored_shapes(specs)
     missing = [name for name in expected if name not in checkpoint.tensors]
     ignored = model.names.ignored + ((f"{_LM_HEAD}.weight",) if model.decoder.tied_embeddings else ())
     unexpected = [
@@ -350,6 +349,10 @@ def _check(checkpoint: Checkpoint, model: ModelDescription, base: str, specs: li
             )
         if info.dtype not in DTYPES:
             raise ConfigError(f"{where} has dtype {info.dtype}, expected one of {', '.join(DTYPES)}")
+
+
+def _stored_shapes(specs: list[_TensorSpec]) -> dict[str, tuple[int, ...]]:
+    return {part.name: spec.stored_shape(part.rows) for spec in specs for part in spec.parts}
 
 
 def _some(names: list[str], limit: int = 3) -> str:
@@ -374,51 +377,44 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
     return tensor
 
 
-class LoadProgress:
-    """Context manager around a load of `total_bytes`.
+@contextmanager
+def load_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Around a load of `total_bytes`; gives a function that counts bytes as loaded.
 
     The bar appears once the load has taken a second, and only on a terminal. Without one, a load that took that
     long is logged when it is done.
     """
+    started, done = time.monotonic(), 0
+    bar: Progress | None = None
 
-    def __init__(self, title: str, total_bytes: int) -> None:
-        """Show nothing yet."""
-        self._title = title
-        self._total = total_bytes
-        self._done = 0
-        self._bar: Progress | None = None
+    def advance(num_bytes: int) -> None:
+        nonlocal bar, done
+        done += num_bytes
+        if bar is None and sys.stderr.isatty() and time.monotonic() - started > _PATIENCE_S:
+            bar = _show_bar(title, total_bytes)
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done)
 
-    def __enter__(self) -> LoadProgress:
-        self._start = time.monotonic()
-        return self
+    try:
+        yield advance
+        elapsed = time.monotonic() - started
+        if bar is None and elapsed > _PATIENCE_S:
+            _logger.info("%s: %.2f GB in %.1f s", title, done / 1e9, elapsed)
+    finally:
+        if bar is not None:
+            bar.stop()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        elapsed = time.monotonic() - self._start
-        if self._bar is not None:
-            self._bar.stop()
-        elif error is None and elapsed > _PATIENCE_S:
-            _logger.info("%s: %.2f GB in %.1f s", self._title, self._done / 1e9, elapsed)
 
-    def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as loaded."""
-        self._done += num_bytes
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done)
-        elif sys.stderr.isatty() and time.monotonic() - self._start > _PATIENCE_S:
-            self._bar = self._show()
-
-    def _show(self) -> Progress:
-        bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        bar.add_task(self._title, total=self._total, completed=self._done)
-        bar.start()
-        return bar
+def _show_bar(title: str, total_bytes: int) -> Progress:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task(title, total=total_bytes)
+    bar.start()
+    return bar

@@ -1,7 +1,4 @@
-"""Which families there are, and the reading of a checkpoint folder's configuration.
-
-A new family is a file in `families/` and a line in `FAMILIES`.
-"""
+"""Reads the configuration of a checkpoint folder, by the family that it names."""
 
 from __future__ import annotations
 
@@ -13,16 +10,9 @@ from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.models.config_file import ConfigFile, refuse_unread
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, WeightNames
-from inflight.models.families.gpt2 import GPT2
-from inflight.models.families.llama import LLAMA
-from inflight.models.families.mistral import MINISTRAL, MISTRAL
-from inflight.models.families.qwen2 import QWEN2
-from inflight.models.families.qwen3 import QWEN3
+from inflight.models.families import FAMILIES, Family, WeightNames
 
 _logger = logging.getLogger(__name__)
-
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GPT2)
 
 DTYPES = ("float32", "bfloat16", "float16")
 

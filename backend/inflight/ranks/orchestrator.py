@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,16 +52,17 @@ _FOREIGN = ("PMIX_", "PMI_", "OMPI_", "PRTE_")
 _OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
-class ModelControl(Protocol):
-    """What Triton lets a model do with itself."""
+@dataclass(frozen=True, slots=True)
+class ModelControl:
+    """What Triton lets a model do with itself; both raise what Triton does.
 
-    def unload(self) -> None:
-        """Make it unready; its requests in flight go on."""
-        ...
+    Attributes:
+        unload: Makes it unready, and returns at once; its process lives on while it has requests or streams.
+        load: Starts its next process; returns when that is ready.
+    """
 
-    def load(self) -> None:
-        """Start its next process; returns when that is ready."""
-        ...
+    unload: Callable[[], None]
+    load: Callable[[], None]
 
 
 class RanksGuard(Protocol):
@@ -218,7 +219,7 @@ class Orchestrator:
         if self._around.control is not None:
             try:
                 self._around.control.unload()
-            except Exception:
+            except Exception:  # whatever Triton raises: the engine has to come back all the same
                 _log.exception("the model cannot be made unready; the engine comes back in place")
                 self._awaits_successor = False
 
@@ -248,7 +249,7 @@ class Orchestrator:
         assert self._around.control is not None, "nobody is awaited elsewhere"
         try:
             self._around.control.load()
-        except Exception:
+        except Exception:  # whatever Triton raises: an engine that nobody takes over has to end
             _log.exception("the model could not be loaded again, and stays unloaded")
             self._watch.retire(0.0)
             self._ranks.end(_ENDING_S)

@@ -147,7 +147,7 @@ class Agreement:
         """Around what may fail on some ranks: raises ConfigError on all of them then."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever a rank meets, the others have to hear of it
             if error is self._known:
                 raise
             text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

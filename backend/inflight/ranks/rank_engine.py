@@ -221,7 +221,7 @@ class RankEngine:
                 return None
         try:
             return self._engine.forward(batch, hidden)
-        except Exception as error:
+        except Exception as error:  # whatever a device raises: the others have to be told
             _log.exception("rank %d failed in iteration %d", self._mapping.rank, batch.iteration)
             self._on_failure(batch.iteration)
             self._stage.barrier()
@@ -237,7 +237,9 @@ class RankEngine:
                 raise flight.error
             flight.outcome = Outcome(iteration, self._sampling_engine.choose(flight.batch, logits))
             message = _ENCODER.encode(flight.outcome)
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # whatever a device raises, or the error of the forward pass, is the outcome
             flight.outcome = Outcome.from_error(iteration, error)
             message = _ENCODER.encode(flight.outcome)
         self._outcomes.tell(message)
@@ -260,7 +262,7 @@ class RankEngine:
             raise Unavailable(self._cause_of_death)
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is, this rank is ahead of the others, or behind
             rank = self._mapping.rank
             self._cause_of_death = f"rank {rank} failed alone in iteration {batch.iteration}: {error!r}"
             _log.exception("rank %d is not in step with the others any more", rank)

@@ -107,11 +107,6 @@ def set_decoupled(text: str, decoupled: bool) -> str:
     return _DECOUPLED.sub(lambda match: match["head"] + ("true" if decoupled else "false"), text)
 
 
-def is_filled(value: str | None) -> bool:
-    """Whether a parameter says anything: empty text and an unfilled `${...}` count as absent."""
-    return bool(value) and not re.fullmatch(r"\$\{[^}]*\}", value or "")
-
-
 def quote(value: str) -> str:
     """`value` as a quoted string of protobuf's text format."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

@@ -38,14 +38,15 @@ _STOPPED = 1.5  # a wait that takes so many times as long: this process was stop
 
 
 class Guard:
-    """The side of the model's process, whose parent is tritonserver; every such process has one. Any thread."""
+    """The side of the model's process, whose parent is tritonserver; every such process has one. Any thread.
 
-    def __init__(self, python: str, model: str, *kept_open: int) -> None:
-        """Args:
+    Args:
         python: The interpreter.
         model: The model's name, for the log.
         kept_open: File descriptors that the guard holds as long as it lives.
-        """
+    """
+
+    def __init__(self, python: str, model: str, *kept_open: int) -> None:
         self._process = subprocess.Popen(
             # Its own region too, as the arguments of a process that has been killed cannot be read.
             [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid()), model],
@@ -189,10 +190,7 @@ def _say(what: str) -> None:
     """Write to the server's log as its own errors are written, so that this is found as the cause of the end."""
     when = time.strftime("E%m%d %H:%M:%S.000000")
     with contextlib.suppress(OSError):  # nobody reads it any more
-        print(
-            f"{when} {os.getpid()} guard.py] {what}: the server ends",
-            file=sys.stderr,
-        )
+        print(f"{when} {os.getpid()} guard.py] {what}: the server ends", file=sys.stderr)
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:

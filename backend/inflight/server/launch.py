@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -90,17 +90,17 @@ class TritonServer:
 
     @property
     def http(self) -> str:
-        """host:port"""
+        """Where HTTP is served, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.http}"
 
     @property
     def grpc(self) -> str:
-        """host:port"""
+        """Where gRPC is served, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.grpc}"
 
     @property
     def metrics(self) -> str:
-        """host:port"""
+        """Where the metrics are served, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.metrics}"
 
     @property
@@ -125,7 +125,8 @@ class TritonServer:
         self._keeper = Keeper(self._folder)
         command = self._command()
         if self._leader:
-            command = self._leader_command(command, self._leader)
+            variables, pid_file = self._installation.variables(), self._folder / PID_FILE
+            command = ranks.leader_command(command, variables, pid_file, self._leader)
         try:
             self._process = ServerProcess(command, self._environment, self._folder, bool(self._leader))
         except OSError as error:
@@ -146,8 +147,8 @@ class TritonServer:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         startup = self._make_startup(say)
-        while not self._answers_ready():
-            self._wait(_POLL_INTERVAL_S)
+        while not is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models):
+            self._started().wait(_POLL_INTERVAL_S)
             if interrupted():
                 return False
             if self.returncode is not None:
@@ -206,7 +207,7 @@ class TritonServer:
         deadline = time.monotonic() + timeout_s
         drained = False
         while self.returncode is None and not (drained or hurry()) and time.monotonic() < deadline:
-            self._wait(_POLL_INTERVAL_S)
+            self._started().wait(_POLL_INTERVAL_S)
             drained = watch.seconds() > grace_s
         in_order = self.returncode == 0 or (drained and self.returncode is None)
         self.kill()
@@ -256,12 +257,6 @@ class TritonServer:
         shared_memory = runtime_directory.make_shared_memory_folder(self._folder)
         return environment | ranks.session_variables(self._folder, shared_memory)
 
-    def _leader_command(self, tritonserver: list[str], leader: ranks.Launch) -> list[str]:
-        variables, pid_file = self._installation.variables(), self._folder / PID_FILE
-        return ranks.leader_command(
-            tritonserver, variables, pid_file, leader.num_ranks, leader.mpirun_arguments
-        )
-
     def _command(self) -> list[str]:
         gpu = () if _has_gpu() else ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0")
         has_orchestrator = any(launch.mode == "orchestrator" for launch in self.repository.launches)
@@ -272,12 +267,8 @@ class TritonServer:
             str(self._installation.program),
             *self._installation.arguments,
             f"--model-repository={self.repository.path}",
-            f"--http-address={self._address}",
-            f"--http-port={self.ports.http}",
-            f"--grpc-address={self._address}",
-            f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={self._address}",
-            f"--metrics-port={self.ports.metrics}",
+            *(f"--{service}-address={self._address}" for service in asdict(self.ports)),
+            *(f"--{service}-port={port}" for service, port in asdict(self.ports).items()),
             f"--exit-timeout-secs={self._options.exit_timeout_s}",
             f"--log-verbose={int(self._options.log_verbose)}",
             # Auto-completion starts every model's stub twice, to ask what its complete config.pbtxt says.
@@ -289,12 +280,6 @@ class TritonServer:
             *control,
             *gpu,
         ]
-
-    def _answers_ready(self) -> bool:
-        return is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models)
-
-    def _wait(self, timeout: float) -> None:
-        self._started().wait(timeout)
 
     def _started(self) -> ServerProcess:
         if self._process is None:

@@ -20,20 +20,20 @@ def port(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
+    return _whole_number(text, 1, "a whole number from 1")
 
 
 def seconds(text: str) -> int:
     """A whole number of seconds."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of seconds, got {text!r}")
-    return int(text)
+    return _whole_number(text, 0, "a whole number of seconds")
 
 
 def whole(text: str) -> int:
     """A whole number from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
+    return _whole_number(text, 0, "a whole number from 0")
+
+
+def _whole_number(text: str, least: int, expected: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return int(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from inflight.config import is_filled
 from inflight.errors import ConfigError
 from inflight.ranks.launch import (
     SHARED_MEMORY,
@@ -21,7 +22,6 @@ from inflight.ranks.launch import (
     num_ranks_around,
     split_arguments,
 )
-from inflight.server.config_text import is_filled
 from inflight.server.errors import OptionError, ServeError
 
 Mode = Literal["in_process", "leader", "orchestrator"]
@@ -110,20 +110,15 @@ def find_leader(launches: Sequence[Launch]) -> Launch | None:
 
 
 def leader_command(
-    tritonserver: Sequence[str],
-    variables: Mapping[str, str],
-    pid_file: Path,
-    num_ranks: int,
-    mpirun_arguments: str,
+    tritonserver: Sequence[str], variables: Mapping[str, str], pid_file: Path, launch: Launch
 ) -> list[str]:
-    """The command that starts `tritonserver` on this host as rank 0, and `num_ranks` - 1 workers beside it.
+    """The command that starts `tritonserver` on this host as rank 0, and a worker beside it for each other rank.
 
     Args:
         tritonserver: Its program and arguments.
         variables: For tritonserver alone: a worker's libraries are not to be looked for among the server's.
         pid_file: Where tritonserver's process id will stand, on a line.
-        num_ranks: Of the engine.
-        mpirun_arguments: More arguments, in a shell's words.
+        launch: Of the engine.
 
     Raises:
         ServeError: There is no mpirun.
@@ -137,10 +132,10 @@ def leader_command(
         mpirun,
         # Who loses a rank has to tell its clients, which it cannot do if mpirun ends it.
         "--enable-recovery",
-        *mpirun_options(mpirun_arguments, is_one_program=False),
+        *mpirun_options(launch.mpirun_arguments, is_one_program=False),
         *("-n", "1", "sh", "-c", _NOTE_PID, str(pid_file), *assignments, *tritonserver),
         # The current directory is the server's own folder, which other hosts do not have.
-        *(":", "-n", str(num_ranks - 1), "--wdir", "/", sys.executable, *_WORKER),
+        *(":", "-n", str(launch.num_ranks - 1), "--wdir", "/", sys.executable, *_WORKER),
     ]
 
 

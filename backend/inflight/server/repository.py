@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from inflight.config import is_filled
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
     fill_fields,
-    is_filled,
     read_decoupled,
     read_parameters,
     set_decoupled,

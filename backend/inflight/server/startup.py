@@ -9,11 +9,10 @@ import http.client
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import psutil
 
-from inflight.processes import ProcessId
+from inflight.processes import MAJOR_FAULTS, MINOR_FAULTS, ProcessId, stat_fields
 from inflight.server.log import ServerLog
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
@@ -119,9 +118,5 @@ def _bytes_read(pid: int) -> int:
 
 
 def _page_faults(pid: int) -> int:
-    try:
-        # Behind the name, which may hold anything: state, parent, and at 7 and 9 minor and major faults.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[7]) + int(fields[9])
+    fields = stat_fields(pid)
+    return int(fields[MINOR_FAULTS]) + int(fields[MAJOR_FAULTS]) if fields else 0

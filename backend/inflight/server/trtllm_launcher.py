@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inflight.config import is_filled
 from inflight.server import ranks
-from inflight.server.config_text import is_filled, read_parameters
+from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError
 from inflight.server.option_types import count, port, seconds
 

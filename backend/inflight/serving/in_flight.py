@@ -150,7 +150,7 @@ class InFlight:
             # Under the lock, so that a response that comes before submit returns finds its entry.
             try:
                 entry.engine_ids = self._submit(requests, on_response)
-            except Exception:
+            except Exception:  # whatever it is, it is raised again, and nothing may stay registered
                 if not is_known:
                     self._forget(entry)
                 raise

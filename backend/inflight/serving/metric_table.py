@@ -81,25 +81,36 @@ class CounterFamily:
 
 @dataclass(frozen=True, slots=True)
 class HistogramFamily:
-    """A histogram of what was observed since the model was loaded."""
+    """A histogram of what was observed since the model was loaded.
+
+    Attributes:
+        name, help, unit: Of the family.
+        field: The field of MetricsSnapshot that has it.
+    """
 
     name: str
     help: str
     unit: str
-    read: Callable[[MetricsSnapshot], HistogramSnapshot]
+    field: str
+
+    def read(self, metrics: MetricsSnapshot) -> HistogramSnapshot:
+        """The histogram at that moment."""
+        return getattr(metrics, self.field)
 
 
 @dataclass(frozen=True, slots=True)
-class LengthFamily:
-    """A histogram of the server's own kind, with fewer buckets than the one it is made of, and one more label."""
+class LengthFamily(HistogramFamily):
+    """A histogram of the server's own kind, with fewer buckets than the one it is made of, and one more label.
 
-    name: str
-    help: str
-    unit: str
-    label: str
+    Attributes:
+        value: Of the label.
+        label: The label's name.
+        bounds: Of the buckets.
+    """
+
     value: str
-    bounds: tuple[int, ...]
-    read: Callable[[MetricsSnapshot], HistogramSnapshot]
+    label: str = "response_metric_type"
+    bounds: tuple[int, ...] = (10, 50, 100, 500, 1000)
 
 
 Family = GaugeFamily | CounterFamily | HistogramFamily | LengthFamily
@@ -176,26 +187,20 @@ GAUGES: tuple[GaugeFamily, ...] = (
     ),
 )
 
-_LENGTH_BOUNDS = (10, 50, 100, 500, 1000)
-
 LENGTHS: tuple[LengthFamily, ...] = (
     LengthFamily(
         "nv_llm_input_token_len",
         "Prompt tokens of requests that have ended",
         "tokens",
-        "response_metric_type",
+        "prompt_tokens",
         "total_input_tokens",
-        _LENGTH_BOUNDS,
-        lambda metrics: metrics.prompt_tokens,
     ),
     LengthFamily(
         "nv_llm_output_token_len",
         "Generated tokens of sequences that have ended",
         "tokens",
-        "response_metric_type",
+        "output_tokens",
         "total_output_tokens",
-        _LENGTH_BOUNDS,
-        lambda metrics: metrics.output_tokens,
     ),
 )
 
@@ -204,43 +209,43 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
         "inflight_time_to_first_token_seconds",
         "From a request's arrival to its first token",
         "seconds",
-        lambda metrics: metrics.time_to_first_token,
+        "time_to_first_token",
     ),
     HistogramFamily(
         "inflight_inter_token_latency_seconds",
         "Between two iterations that gave a sequence tokens",
         "seconds",
-        lambda metrics: metrics.inter_token_latency,
+        "inter_token_latency",
     ),
     HistogramFamily(
         "inflight_queue_time_seconds",
         "From a request's arrival to its first iteration",
         "seconds",
-        lambda metrics: metrics.queue_time,
+        "queue_time",
     ),
     HistogramFamily(
         "inflight_end_to_end_seconds",
         "From a request's arrival to its final response, errors left out",
         "seconds",
-        lambda metrics: metrics.end_to_end,
+        "end_to_end",
     ),
     HistogramFamily(
         "inflight_prompt_tokens",
         "Prompt tokens of requests that have ended, errors left out",
         "tokens",
-        lambda metrics: metrics.prompt_tokens,
+        "prompt_tokens",
     ),
     HistogramFamily(
         "inflight_output_tokens",
         "Generated tokens of sequences that have ended; steps of a beam search",
         "tokens",
-        lambda metrics: metrics.output_tokens,
+        "output_tokens",
     ),
     HistogramFamily(
         "inflight_cancel_to_free_seconds",
         "From a stop or a cancellation to the moment that slots and KV blocks were free",
         "seconds",
-        lambda metrics: metrics.cancel_to_free,
+        "cancel_to_free",
     ),
 )
 

@@ -110,13 +110,12 @@ class Repetition:
 AS_UPSTREAM = Repetition()
 
 
-class PromptReply:
-    """Makes the outputs of one prompt from its results.
+class Reply:
+    """Makes the outputs of one client's request from the results of all of its prompts.
 
     Args:
-        prompt: What was asked.
-        new_text: Makes the text of each sequence; None if the prompt has no text.
-        batch_index: Which of the request's prompts it is.
+        prompts: In the order of the batch, each with what makes the text of its sequences, None without text.
+        in_one: Whether the client gets one response, when everything is there.
         repetition: What every response of a stream repeats.
 
     Attributes:
@@ -125,42 +124,15 @@ class PromptReply:
 
     def __init__(
         self,
-        prompt: Prompt,
-        new_text: NewText | None,
-        batch_index: int = 0,
+        prompts: Sequence[tuple[Prompt, NewText | None]],
+        in_one: bool,
         repetition: Repetition = AS_UPSTREAM,
     ) -> None:
-        self._prompt = prompt
-        self._new_text = new_text
-        self._batch_index = batch_index
-        self._repetition = repetition
-        self._sequences: dict[int, _Sequence] = {}
         self.has_just_stopped = False
-
-    def add(self, result: Result) -> Output | None:
-        """Add a result; returns what is to be sent now, None if nothing, or nothing yet."""
-        sequence = self._sequences.get(result.sequence_index)
-        if sequence is None:
-            text = self._new_text() if self._new_text else None
-            sequence = _Sequence(self._prompt, text, self._repetition)
-            self._sequences[result.sequence_index] = sequence
-        was_stopped = sequence.stopped
-        output = sequence.add(result)
-        self.has_just_stopped = sequence.stopped and not was_stopped
-        return Output(self._prompt, *output, self._batch_index) if output else None
-
-
-class Reply:
-    """Makes the outputs of one client's request from the results of all of its prompts.
-
-    Args:
-        prompts: In the order of the batch.
-        in_one: Whether the client gets one response, when everything is there.
-    """
-
-    def __init__(self, prompts: Sequence[PromptReply], in_one: bool) -> None:
         self._prompts = tuple(prompts)
         self._in_one = in_one
+        self._repetition = repetition
+        self._sequences: dict[tuple[int, int], _Sequence] = {}  # by batch index and sequence index
         self._held: list[Output] = []
 
     def add(self, batch_index: int, result: Result, is_last: bool) -> tuple[Output, ...]:
@@ -171,15 +143,22 @@ class Reply:
             result: From the engine.
             is_last: Whether no prompt of this request has another result to come.
         """
-        output = self._prompts[batch_index].add(result)
+        sequence = self._sequence(batch_index, result.sequence_index)
+        was_stopped = sequence.stopped
+        output = sequence.add(result)
+        self.has_just_stopped = sequence.stopped and not was_stopped
+        outputs = (Output(self._prompts[batch_index][0], *output, batch_index),) if output else ()
         if not self._in_one:
-            return (output,) if output else ()
-        self._held += [output] if output else []
+            return outputs
+        self._held += outputs
         return _joined(self._held) if is_last else ()
 
-    def has_just_stopped(self, batch_index: int) -> bool:
-        """Whether the prompt's last result has brought its sequence to a stop string."""
-        return self._prompts[batch_index].has_just_stopped
+    def _sequence(self, batch_index: int, sequence_index: int) -> _Sequence:
+        key = batch_index, sequence_index
+        if key not in self._sequences:
+            prompt, new_text = self._prompts[batch_index]
+            self._sequences[key] = _Sequence(prompt, new_text() if new_text else None, self._repetition)
+        return self._sequences[key]
 
 
 class _Sequence:

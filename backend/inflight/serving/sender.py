@@ -127,7 +127,7 @@ class Sender:
         if entry.ending is not Ending.NONE:
             return self._responses.error(entry.send_failure or error_of_ending(entry.ending))
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
-        if not result.is_sequence_final and entry.reply.has_just_stopped(arrival.batch_index):
+        if not result.is_sequence_final and entry.reply.has_just_stopped:
             self._in_flight.stop_sequence(response.request_id, result.sequence_index)
         return self._responses.outputs(outputs) if outputs else None
 

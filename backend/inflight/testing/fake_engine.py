@@ -32,11 +32,6 @@ from inflight.testing.fake_model import (
     choose,
     describe_tokens,
     digest_after,
-    expected_beam_steps,
-    expected_beams,
-    expected_log_probs,
-    expected_logits,
-    expected_tokens,
     log_softmax,
     logits_after,
     looks_back,
@@ -44,15 +39,6 @@ from inflight.testing.fake_model import (
     remember,
     seen_as,
 )
-
-__all__ = [
-    "FakeEngine",
-    "expected_beam_steps",
-    "expected_beams",
-    "expected_log_probs",
-    "expected_logits",
-    "expected_tokens",
-]
 
 _EMPTY = 0  # what an unwritten position holds
 
@@ -105,16 +91,11 @@ class FakeEngine:
     def __init__(
         self, limits: EngineLimits, seconds_per_step: float = 0.0, attend_to_all: bool = True
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._seconds_per_step = seconds_per_step
         self._attend_to_all = attend_to_all
         self._cache = [[_EMPTY] * limits.tokens_per_block for _ in range(limits.num_blocks)]
         self._slots: dict[int, _Slot] = {}
-
-    @property
-    def limits(self) -> EngineLimits:
-        """The limits that were given."""
-        return self._limits
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Apply the deltas and compute every row; choose tokens too, if the batch samples on the device."""
@@ -158,8 +139,7 @@ class FakeEngine:
                 output.token_ids.append(())
                 continue
             row = self._slots[slot]
-            drafts = drafts_of.get(slot)
-            tokens = self._choose(row, digests) if drafts is None else self._verify(row, digests, drafts)
+            tokens = self._choose(row, digests, drafts_of.get(slot, ()))
             output.token_ids.append(tokens)
             if row.wants_details:
                 output.details[slot] = self._details(row, digests, tokens)
@@ -234,7 +214,7 @@ class FakeEngine:
         return [self._run_token(row, token_id) for token_id in chunk.token_ids]
 
     def _run_token(self, row: _Slot, token_id: int) -> int:
-        size, position = self._limits.tokens_per_block, row.num_tokens
+        size, position = self.limits.tokens_per_block, row.num_tokens
         if self._attend_to_all:
             held = [digest for block_id in row.block_table for digest in self._cache[block_id]]
             prefix: Sequence[int] = held[:position]
@@ -250,22 +230,9 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- decoding
 
-    def _choose(self, row: _Slot, digests: Sequence[int]) -> tuple[int, ...]:
-        start = row.start
-        token_id = choose(
-            digests[0],
-            row.history,
-            start.request.sampling,
-            start.sequence_index,
-            row.num_tokens,
-            self._limits.vocab_size,
-        )
-        row.go_on_with(token_id)
-        return (token_id,)
-
-    def _verify(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Choose a token at every row of logits as long as the drafts are what was chosen."""
-        start, vocab_size = row.start, self._limits.vocab_size
+    def _choose(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Choose a token at every row of logits, as long as the drafts are what was chosen."""
+        start, vocab_size = row.start, self.limits.vocab_size
         sampling, index = start.request.sampling, start.sequence_index
         row.num_tokens -= len(drafts)
         tokens = []
@@ -279,18 +246,18 @@ class FakeEngine:
         return tuple(tokens)
 
     def _details(self, row: _Slot, digests: Sequence[int], tokens: tuple[int, ...]) -> TokenDetails:
-        logits = [logits_after(digest, self._limits.vocab_size) for digest, _ in zip(digests, tokens)]
+        logits = [logits_after(digest, self.limits.vocab_size) for digest, _ in zip(digests, tokens)]
         return describe_tokens(logits, tokens, row.start.request.output)
 
     def _candidates(self, group: BeamGroup, digests: dict[int, int]) -> BeamCandidates:
         rows = [(digests[slot], self._slots[slot].history) for slot in group.slots]
         request = self._slots[group.slots[0]].start.request
-        return rank_candidates(group, rows, request, self._limits.vocab_size)
+        return rank_candidates(group, rows, request, self.limits.vocab_size)
 
     def _context_details(
         self, chunk: ContextChunk, request: Request, digests: Sequence[int]
     ) -> ContextDetails:
-        vocab_size = self._limits.vocab_size
+        vocab_size = self.limits.vocab_size
         logits = [
             logits_after(digest, vocab_size)
             for position, digest in enumerate(digests, chunk.start)

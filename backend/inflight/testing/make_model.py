@@ -1,13 +1,14 @@
 """Write a random-weight Hugging Face checkpoint, for tests and benchmarks that need a shape and not a meaning.
 
-Owns the shapes and the on-disk names of five families' tensors. Does not use transformers, which is what makes
-it a check on them: the tests load every family with it. Weights are drawn in file order from one seed.
+Owns the shapes, and the config.json of five families. Which tensors follow from that, the loader says; a test has
+transformers load every family. Weights are drawn in the loader's order from one seed.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 
+from inflight.models.loader import tensor_shapes
+from inflight.models.registry import read_model_description
 from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
 
 # The usual initialization. A tiny model drawn with it mostly repeats its last token; tests that need varied
@@ -41,35 +44,17 @@ class Shape:
         return self.hidden // self.heads
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a checkpoint; ones instead of random numbers for the scale of a normalization."""
-
-    name: str
-    shape: tuple[int, ...]
-    ones: bool = False
-
-
-@dataclass(frozen=True)
-class Family:
-    """What tells one family's checkpoint from another's."""
-
-    architecture: str
-    attention_bias: bool = False
-    query_key_norm: bool = False
-
-
 SHAPES = {
     "tiny": Shape(2, 64, 4, 2, 128, 512, 2048, 10_000.0),
     "135m": Shape(30, 576, 9, 3, 1536, 49_152, 8192, 100_000.0),
     "1b": Shape(16, 2048, 32, 8, 8192, 128_256, 8192, 500_000.0),
 }
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", attention_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", query_key_norm=True),
-    "gpt2": Family("GPT2LMHeadModel"),
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,7 +72,7 @@ def make_model(
 
     Args:
         out: made if missing; files of the same names are overwritten.
-        family: a key of `FAMILIES`.
+        family: a key of `ARCHITECTURES`.
         shape: a key of `SHAPES`, or sizes of your own.
         dtype: what the weights are stored as, a key of `DTYPES`. They are drawn in float32.
         seed: equal seeds give equal files.
@@ -95,89 +80,37 @@ def make_model(
     """
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / "config.json", config(family, sizes, dtype))
     weights: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
-    for spec in tensor_specs(family, sizes):
-        weights[spec.name] = _draw(spec, generator, standard_deviation).to(DTYPES[dtype])
+    for name, dims in tensor_shapes(read_model_description(out)).items():
+        is_scale = len(dims) == 1 and name.endswith(".weight")
+        drawn = (
+            torch.ones(dims) if is_scale else torch.randn(dims, generator=generator).mul_(standard_deviation)
+        )
+        weights[name] = drawn.to(DTYPES[dtype])
         if on_progress is not None:
-            on_progress(weights[spec.name].numel())
+            on_progress(drawn.numel())
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # written for its owner alone
-    _write_json(out / "config.json", config(family, sizes, dtype))
     ids: dict[str, object] = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
     _write_json(out / "generation_config.json", ids)
     write_tokenizer(out, sizes.vocabulary, sizes.positions)
     return out
 
 
-def tensor_specs(family: str, shape: Shape) -> list[TensorSpec]:
-    """Every tensor of the checkpoint, in file order; the output projection is the embedding's."""
-    if family == "gpt2":
-        return list(_gpt2_tensors(shape))
-    return list(_llama_like_tensors(FAMILIES[family], shape))
-
-
-def _llama_like_tensors(family: Family, shape: Shape) -> Iterator[TensorSpec]:
-    yield TensorSpec("model.embed_tokens.weight", (shape.vocabulary, shape.hidden))
-    widths = {
-        "q": shape.heads * shape.head_dim,
-        "k": shape.kv_heads * shape.head_dim,
-        "v": shape.kv_heads * shape.head_dim,
-    }
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        yield TensorSpec(prefix + "input_layernorm.weight", (shape.hidden,), ones=True)
-        for letter, width in widths.items():
-            yield TensorSpec(f"{prefix}self_attn.{letter}_proj.weight", (width, shape.hidden))
-            if family.attention_bias:
-                yield TensorSpec(f"{prefix}self_attn.{letter}_proj.bias", (width,))
-        if family.query_key_norm:
-            yield TensorSpec(prefix + "self_attn.q_norm.weight", (shape.head_dim,), ones=True)
-            yield TensorSpec(prefix + "self_attn.k_norm.weight", (shape.head_dim,), ones=True)
-        yield TensorSpec(prefix + "self_attn.o_proj.weight", (shape.hidden, widths["q"]))
-        yield TensorSpec(prefix + "post_attention_layernorm.weight", (shape.hidden,), ones=True)
-        yield TensorSpec(prefix + "mlp.gate_proj.weight", (shape.ffn, shape.hidden))
-        yield TensorSpec(prefix + "mlp.up_proj.weight", (shape.ffn, shape.hidden))
-        yield TensorSpec(prefix + "mlp.down_proj.weight", (shape.hidden, shape.ffn))
-    yield TensorSpec("model.norm.weight", (shape.hidden,), ones=True)
-
-
-def _gpt2_tensors(shape: Shape) -> Iterator[TensorSpec]:
-    """GPT-2 stores its projections input first, and every one of them has a bias."""
-    hidden = shape.hidden
-    yield TensorSpec("transformer.wte.weight", (shape.vocabulary, hidden))
-    yield TensorSpec("transformer.wpe.weight", (shape.positions, hidden))
-    projections = {
-        "attn.c_attn": (hidden, 3 * hidden),
-        "attn.c_proj": (hidden, hidden),
-        "mlp.c_fc": (hidden, shape.ffn),
-        "mlp.c_proj": (shape.ffn, hidden),
-    }
-    for layer in range(shape.layers):
-        prefix = f"transformer.h.{layer}."
-        for norm in ("ln_1", "ln_2"):
-            yield from _layer_norm(prefix + norm, hidden)
-        for name, dims in projections.items():
-            yield TensorSpec(f"{prefix}{name}.weight", dims)
-            yield TensorSpec(f"{prefix}{name}.bias", dims[1:])
-    yield from _layer_norm("transformer.ln_f", hidden)
-
-
-def _layer_norm(name: str, hidden: int) -> Iterator[TensorSpec]:
-    yield TensorSpec(name + ".weight", (hidden,), ones=True)
-    yield TensorSpec(name + ".bias", (hidden,))
-
-
-def _draw(spec: TensorSpec, generator: torch.Generator, standard_deviation: float) -> torch.Tensor:
-    if spec.ones:
-        return torch.ones(spec.shape)
-    return torch.randn(spec.shape, generator=generator).mul_(standard_deviation)
+def num_weights(family: str, shape: Shape) -> int:
+    """How many numbers the tensors of such a checkpoint have."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_json(Path(folder, "config.json"), config(family, shape, "float32"))
+        model = read_model_description(folder)
+    return sum(torch.Size(dims).numel() for dims in tensor_shapes(model).values())
 
 
 def config(family: str, shape: Shape, dtype: str) -> dict[str, object]:
     """The contents of config.json."""
     common: dict[str, object] = {
-        "architectures": [FAMILIES[family].architecture],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "torch_dtype": dtype,
         "vocab_size": shape.vocabulary,
@@ -229,10 +162,10 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`scripts/make_model`."""
+    """Write the checkpoint that the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="scripts/make_model", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
-    parser.add_argument("--family", choices=FAMILIES, default="llama", help="default: %(default)s")
+    parser.add_argument("--family", choices=ARCHITECTURES, default="llama", help="default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -240,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--std", type=float, default=STANDARD_DEVIATION, help="of the weights (default: %(default)s)"
     )
     given = parser.parse_args(arguments)
-    total = sum(torch.Size(spec.shape).numel() for spec in tensor_specs(given.family, SHAPES[given.shape]))
+    total = num_weights(given.family, SHAPES[given.shape])
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"drawing {total / 1e6:.1f} M weights", total=total)

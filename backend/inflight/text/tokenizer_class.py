@@ -114,12 +114,8 @@ def _sequence(kind: str, *parts: Json) -> Json:
 
 
 def _byte_level(add_prefix_space: bool, use_regex: bool = True) -> Json:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
+    settings = {"add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", **settings}
 
 
 def _bytes_joined(*stripped: Json) -> Json:
@@ -128,6 +124,7 @@ def _bytes_joined(*stripped: Json) -> Json:
     return _sequence("decoders", spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *stripped)
 
 
+_BYTE_FALLBACK: Json = {"fuse_unk": True, "byte_fallback": True}
 _STRIP_ONE_SPACE: Json = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
@@ -139,7 +136,7 @@ def _llama(settings: Mapping[str, Any]) -> Json:
     prefixed = _true_unless_said(settings, "add_prefix_space")
     scheme = ("always" if settings.get("legacy", False) else "first") if prefixed else "never"
     return {
-        "model": {"fuse_unk": True, "byte_fallback": True},
+        "model": _BYTE_FALLBACK,
         "normalizer": None,
         "pre_tokenizer": _metaspace(scheme),
         "decoder": _bytes_joined(*([_STRIP_ONE_SPACE] if prefixed else [])),
@@ -149,11 +146,7 @@ def _llama(settings: Mapping[str, Any]) -> Json:
 def _code_llama(settings: Mapping[str, Any]) -> Json:
     scheme = "first" if _true_unless_said(settings, "add_prefix_space") else "never"
     return {
-        "model": {
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "unk_token": _content(settings.get("unk_token")) or "<unk>",
-        },
+        "model": {**_BYTE_FALLBACK, "unk_token": _content(settings.get("unk_token")) or "<unk>"},
         "normalizer": None,
         "pre_tokenizer": _metaspace(scheme),
         "decoder": _bytes_joined(_STRIP_ONE_SPACE),
@@ -162,11 +155,7 @@ def _code_llama(settings: Mapping[str, Any]) -> Json:
 
 def _gemma(settings: Mapping[str, Any]) -> Json:
     return {
-        "model": {
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "unk_token": _content(settings.get("unk_token")) or "<unk>",
-        },
+        "model": {**_BYTE_FALLBACK, "unk_token": _content(settings.get("unk_token")) or "<unk>"},
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
         "pre_tokenizer": {
             "type": "Split",
@@ -212,6 +201,7 @@ def _content(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 _END_OF_TEXT = "<|endoftext|>"
+_GPT = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
 _SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 _CLASSES: Mapping[str, TokenizerClass] = {
@@ -238,19 +228,8 @@ _CLASSES: Mapping[str, TokenizerClass] = {
             "mask_token": "<mask>",
         },
     ),
-    "GPT2Tokenizer": TokenizerClass(
-        _gpt2, {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
-    ),
-    "GPTNeoXTokenizer": TokenizerClass(
-        _gpt_neox,
-        {
-            "bos_token": _END_OF_TEXT,
-            "eos_token": _END_OF_TEXT,
-            "unk_token": _END_OF_TEXT,
-            "pad_token": "<|padding|>",
-        },
-        template=(),
-    ),
+    "GPT2Tokenizer": TokenizerClass(_gpt2, _GPT),
+    "GPTNeoXTokenizer": TokenizerClass(_gpt_neox, {**_GPT, "pad_token": "<|padding|>"}, template=()),
     "Qwen2Tokenizer": TokenizerClass(
         _qwen2,
         {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},

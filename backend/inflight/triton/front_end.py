@@ -21,7 +21,7 @@ from inflight.errors import InflightError, StepFailed, Unsupported
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.in_flight import ClientStream, Ending, InFlight, InFlightRequest, error_of_ending
-from inflight.serving.reply import NewText, Prompt, PromptReply, Repetition, Reply, new_text
+from inflight.serving.reply import NewText, Prompt, Repetition, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.serving.text_encoder import TextEncoder
@@ -138,7 +138,7 @@ class FrontEnd:
             self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
-        reader = TensorReader(triton_request.inputs(), INPUTS, self._vocabulary)
+        reader = TensorReader.of_request(triton_request, INPUTS, self._vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())
@@ -181,12 +181,9 @@ class FrontEnd:
     def _start(self, entry: InFlightRequest, reader: TensorReader, context: ServingContext) -> None:
         """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
         prompts = convert(reader, context)
-        replies = [
-            PromptReply(prompt, self._new_text(prompt, context), index, self._repetition)
-            for index, prompt in enumerate(prompts)
-        ]
         in_one = not self._model.decoupled
-        entry.reply = Reply(replies, in_one)
+        with_texts = [(prompt, self._new_text(prompt, context)) for prompt in prompts]
+        entry.reply = Reply(with_texts, in_one, self._repetition)
         requests = [prompt.request for prompt in prompts]
         # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
@@ -195,7 +192,7 @@ class FrontEnd:
         )
         try:
             self._in_flight.start(entry, requests, self._sender.put)
-        except Exception:
+        except Exception:  # whatever it is, it is raised again, and takes no room
             self._budget.release(entry.ticket)
             raise
 

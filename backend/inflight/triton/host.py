@@ -126,22 +126,6 @@ def log_to_triton(pb_utils: Any) -> None:
         logger.propagate = False
 
 
-class TritonModelControl:
-    """Unloads and loads the model `name`. Any thread but the one that Triton calls the model on."""
-
-    def __init__(self, pb_utils: Any, name: str) -> None:
-        self._pb_utils = pb_utils
-        self._name = name
-
-    def unload(self) -> None:
-        """Make the model unready: returns at once, and the process lives on while it has requests or streams."""
-        self._pb_utils.unload_model(self._name)
-
-    def load(self) -> None:
-        """Start the model's next process and wait until it is initialized; raises what Triton does if it fails."""
-        self._pb_utils.load_model(self._name)
-
-
 def has_explicit_control(server: ProcessId) -> bool:
     """Whether models of this tritonserver are unloaded and loaded by request.
 

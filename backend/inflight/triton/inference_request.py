@@ -46,9 +46,7 @@ class InferenceRequest:
         """
         for name in self.tensors:
             self._check_name(name)
-        reader = TensorReader(
-            [_Tensor(name, array) for name, array in self.tensors.items()], INPUTS, Vocabulary.TOKENS
-        )
+        reader = TensorReader(self.tensors, INPUTS, Vocabulary.TOKENS)
         if wants_stop(reader):
             raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
         if wants_state(reader):
@@ -68,20 +66,6 @@ class InferenceRequest:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InvalidArgument(f"there is no tensor {name!r}{hint}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of the map, as TensorReader takes it."""
-
-    wire_name: str
-    array: np.ndarray
-
-    def name(self) -> str:
-        return self.wire_name
-
-    def as_numpy(self) -> np.ndarray:
-        return self.array
 
 
 _FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=False)

@@ -61,6 +61,7 @@ class MetricsPublisher:
         pb_utils: The module; metric kinds that it lacks are left out, with a line in the log.
         model_name, model_version: Labels of every metric.
         log_stats: Called on the thread with the JSON of the statistics whenever they are published.
+        batching: What the engine does; some families are there with one kind of it alone.
         seconds_per_call: How long to rest after a publication, for each call to the server that it took.
     """
 
@@ -70,11 +71,13 @@ class MetricsPublisher:
         model_name: str,
         model_version: str,
         log_stats: Callable[[str], None],
+        batching: Batching = Batching.INFLIGHT,
         seconds_per_call: float = _SECONDS_PER_CALL,
     ) -> None:
         self._pb_utils = pb_utils
         self._labels = {"model": model_name, "version": model_version}
         self._log_stats = log_stats
+        self._batching = batching
         self._seconds_per_call = seconds_per_call
         self._waiting: _Publication | None = None
         self._engine = 0
@@ -117,17 +120,20 @@ class MetricsPublisher:
     # ---------------------------------------------------------------- on the thread
 
     def _run(self) -> None:
-        page, engine = _Page(self._pb_utils, self._labels), 0
+        page, engine = self._new_page(), 0
         while (publication := self._wait()) is not None:
             num_before = page.num_calls
             if publication.engine != engine:
-                page, engine, num_before = _Page(self._pb_utils, self._labels), publication.engine, 0
+                page, engine, num_before = self._new_page(), publication.engine, 0
             try:
                 self._publish(publication, page)
             except Exception:  # the thread goes on with the next ones
                 _log.exception("statistics of iteration %d were not published", publication.stats.iteration)
             num_calls = page.num_calls - num_before
             self._closing.wait(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
+
+    def _new_page(self) -> _Page:
+        return _Page(self._pb_utils, self._labels, self._batching)
 
     def _wait(self) -> _Publication | None:
         """Wait for the next publication; None when there will be none."""
@@ -140,8 +146,7 @@ class MetricsPublisher:
         stats = publication.stats
         memory = publication.memory or measure_memory()
         fields = stats.log_fields(publication.wall_clock_s, memory)
-        batching = Batching.INFLIGHT if stats.static_batch is None else Batching.STATIC
-        page.show(MetricValues(fields, microseconds(publication.wall_clock_s), publication.metrics), batching)
+        page.show(MetricValues(fields, microseconds(publication.wall_clock_s), publication.metrics))
         # The page first: who has read the line finds nothing older there.
         self._log_stats(json.dumps(fields))
 
@@ -149,44 +154,34 @@ class MetricsPublisher:
 class _Page:
     """The families that this server takes; one that fails is left out from then on."""
 
-    def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
-        self._published: dict[str, Callable[[MetricValues], None]] = {}
-        self._batching: Batching | None = None  # known with the first statistics
+    def __init__(self, pb_utils: Any, labels: dict[str, str], batching: Batching) -> None:
+        self._published: dict[str, Update] = {}
         self._maker: FamilyMaker | None = None
         if (family_class := getattr(pb_utils, "MetricFamily", None)) is None:
             _log.warning("this server has no custom metrics: statistics go to the log only")
             return
         self._maker = FamilyMaker(family_class, labels)
-        self._add_families(None)
+        for spec in FAMILIES:
+            if isinstance(spec, GaugeFamily) and spec.batching not in (None, batching):
+                continue
+            try:
+                self._published[spec.name] = self._maker.make(spec)
+            except Exception as error:  # whatever the server objects to: the other families are published
+                _log.warning("metric %s is not published: %s", spec.name, error)
 
     @property
     def num_calls(self) -> int:
         """Calls to the server so far."""
         return self._maker.num_calls if self._maker else 0
 
-    def show(self, values: MetricValues, batching: Batching) -> None:
+    def show(self, values: MetricValues) -> None:
         """Bring every family up to date."""
-        if self._batching is None:
-            self._batching = batching
-            self._add_families(batching)
         for name, update in list(self._published.items()):
             try:
                 update(values)
-            except Exception as error:  # whatever the server objects to: the other families stay
+            except Exception as error:  # as above
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
-
-    def _add_families(self, batching: Batching | None) -> None:
-        """Add the families of a kind of batching; None: those that are there with every kind."""
-        if self._maker is None:
-            return
-        for spec in FAMILIES:
-            if (spec.batching if isinstance(spec, GaugeFamily) else None) is not batching:
-                continue
-            try:
-                self._published[spec.name] = self._maker.make(spec)
-            except Exception as error:  # as above
-                _log.warning("metric %s is not published: %s", spec.name, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +197,10 @@ class MetricValues:
     fields: Mapping[str, int | float | str]
     time_us: int
     metrics: MetricsSnapshot
+
+
+Update = Callable[[MetricValues], None]
+"""Brings what a family shows up to date; raises what the server objects to."""
 
 
 class FamilyMaker:
@@ -220,15 +219,13 @@ class FamilyMaker:
         self._labels = dict(labels)
         self.num_calls = 0
 
-    def make(self, spec: Family) -> Callable[[MetricValues], None]:
-        """Put a family on the page; returns what brings it up to date. Both raise what the server objects to."""
+    def make(self, spec: Family) -> Update:
+        """Put a family on the page; returns what brings it up to date. Raises what the server objects to."""
         if isinstance(spec, GaugeFamily):
-            return _Gauges(spec, self).update
+            return _gauges(spec, self)
         if isinstance(spec, CounterFamily):
-            return _Counters(spec, self).update
-        if isinstance(spec, HistogramFamily):
-            return _HistogramCounters(spec, self).update
-        return _Lengths(spec, self).update
+            return _counters(spec, self)
+        return _lengths(spec, self) if isinstance(spec, LengthFamily) else _histogram_counters(spec, self)
 
     def count_call(self) -> None:
         """To be called after each call to the server."""
@@ -249,110 +246,97 @@ class FamilyMaker:
         self.count_call()
         return made
 
-    def counter(self, family: Any, labels: Mapping[str, str]) -> _Counter:
-        """One series of a family of counters."""
-        return _Counter(self.metric(family, labels), self)
+    def counter(self, family: Any, labels: Mapping[str, str]) -> Callable[[float], None]:
+        """One series of a family of counters; returns what raises it to a total.
+
+        It never sends a decrease, which the server refuses.
+        """
+        metric = self.metric(family, labels)
+        reached = 0.0
+
+        def grow_to(total: float) -> None:
+            nonlocal reached
+            if total > reached:
+                metric.increment(total - reached)
+                self.count_call()
+                reached = total
+
+        return grow_to
 
 
-class _Counter:
-    """A counter of the server's that is given totals and passes increments on."""
-
-    def __init__(self, metric: Any, maker: FamilyMaker) -> None:
-        self._metric = metric
-        self._maker = maker
-        self._total = 0.0
-
-    def grow_to(self, total: float) -> None:
-        """Raise the counter to `total`. Never sends a decrease: the server refuses one."""
-        if total > self._total:
-            self._metric.increment(total - self._total)
-            self._maker.count_call()
-            self._total = total
-
-
-class _Gauges:
+def _gauges(spec: GaugeFamily, maker: FamilyMaker) -> Update:
     """A family of gauges, which show values of the log line."""
+    family = maker.family(spec.name, spec.help, "GAUGE")
+    metrics = {gauge.log_key: maker.metric(family, {spec.label: gauge.value}) for gauge in spec.gauges}
+    last: dict[str, float] = {}  # what a predecessor has left there is not known
 
-    def __init__(self, spec: GaugeFamily, maker: FamilyMaker) -> None:
-        self._maker = maker
-        family = maker.family(spec.name, spec.help, "GAUGE")
-        self._metrics = {
-            gauge.log_key: maker.metric(family, {spec.label: gauge.value}) for gauge in spec.gauges
-        }
-        self._last: dict[str, float] = {}  # what a predecessor has left there is not known
-
-    def update(self, values: MetricValues) -> None:
-        for key, metric in self._metrics.items():
+    def update(values: MetricValues) -> None:
+        for key, metric in metrics.items():
             value = float(values.time_us if key == TIMESTAMP else values.fields[key])
-            if value != self._last.get(key):
+            if value != last.get(key):
                 metric.set(value)
-                self._maker.count_call()
-                self._last[key] = value
+                maker.count_call()
+                last[key] = value
+
+    return update
 
 
-class _Counters:
+def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
     """A family of counters; values of its label that are not declared get a counter when they are counted."""
+    family = maker.family(spec.name, spec.help, "COUNTER")
 
-    def __init__(self, spec: CounterFamily, maker: FamilyMaker) -> None:
-        self._spec = spec
-        self._maker = maker
-        self._family = maker.family(spec.name, spec.help, "COUNTER")
-        self._counters: dict[str, _Counter] = {}
-        for value in spec.values:
-            self._counter(value)
+    def counter(value: str) -> Callable[[float], None]:
+        return maker.counter(family, {spec.label: value} if spec.label else {})
 
-    def update(self, values: MetricValues) -> None:
-        for value, count in self._spec.read(values.metrics).items():
-            self._counter(value).grow_to(count)
+    counters = {value: counter(value) for value in spec.values}
 
-    def _counter(self, value: str) -> _Counter:
-        if value not in self._counters:
-            labels = {self._spec.label: value} if self._spec.label else {}
-            self._counters[value] = self._maker.counter(self._family, labels)
-        return self._counters[value]
+    def update(values: MetricValues) -> None:
+        for value, count in spec.read(values.metrics).items():
+            if value not in counters:
+                counters[value] = counter(value)
+            counters[value](count)
+
+    return update
 
 
-class _HistogramCounters:
+def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
     """A histogram as the counters it consists of: name_bucket by `le`, name_sum and name_count."""
+    buckets = maker.family(f"{spec.name}_bucket", f"{spec.help}; up to le", "COUNTER")
+    totals = maker.family(f"{spec.name}_sum", f"{spec.help}; summed up", "COUNTER")
+    counts = maker.family(f"{spec.name}_count", f"{spec.help}; how many", "COUNTER")
+    labels = [*(format(bound, ".16g") for bound in spec.read(_NOTHING).bounds), "+Inf"]
+    grow_buckets = [maker.counter(buckets, {"le": label}) for label in labels]
+    grow_total, grow_count = maker.counter(totals, {}), maker.counter(counts, {})
 
-    def __init__(self, spec: HistogramFamily, maker: FamilyMaker) -> None:
-        self._read = spec.read
-        buckets = maker.family(f"{spec.name}_bucket", f"{spec.help}; up to le", "COUNTER")
-        total = maker.family(f"{spec.name}_sum", f"{spec.help}; summed up", "COUNTER")
-        count = maker.family(f"{spec.name}_count", f"{spec.help}; how many", "COUNTER")
-        labels = [*(format(bound, ".16g") for bound in spec.read(_NOTHING).bounds), "+Inf"]
-        self._buckets = [maker.counter(buckets, {"le": label}) for label in labels]
-        self._total = maker.counter(total, {})
-        self._count = maker.counter(count, {})
-
-    def update(self, values: MetricValues) -> None:
+    def update(values: MetricValues) -> None:
         # The widest bucket first: who reads meanwhile finds none that is fuller than a wider one.
-        histogram = self._read(values.metrics)
+        histogram = spec.read(values.metrics)
         up_to = histogram.num_observations
-        self._count.grow_to(up_to)
-        self._total.grow_to(histogram.total)
-        for counter, count in zip(reversed(self._buckets), reversed(histogram.counts), strict=True):
-            counter.grow_to(up_to)
+        grow_count(up_to)
+        grow_total(histogram.total)
+        for grow_to, count in zip(reversed(grow_buckets), reversed(histogram.counts), strict=True):
+            grow_to(up_to)
             up_to -= count
 
+    return update
 
-class _Lengths:
+
+def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
     """A histogram of the server's kind, which takes observations one by one: one for each request that ended."""
+    family = maker.family(spec.name, spec.help, "HISTOGRAM")
+    buckets = [float(bound) for bound in spec.bounds]
+    metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
+    before = spec.read(_NOTHING)
 
-    def __init__(self, spec: LengthFamily, maker: FamilyMaker) -> None:
-        self._read = spec.read
-        self._maker = maker
-        family = maker.family(spec.name, spec.help, "HISTOGRAM")
-        buckets = [float(bound) for bound in spec.bounds]
-        self._metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
-        self._before = spec.read(_NOTHING)
+    def update(values: MetricValues) -> None:
+        nonlocal before
+        now = spec.read(values.metrics)
+        for value in lengths_between(before, now):
+            metric.observe(float(value))
+            maker.count_call()
+        before = now
 
-    def update(self, values: MetricValues) -> None:
-        now = self._read(values.metrics)
-        for value in lengths_between(self._before, now):
-            self._metric.observe(float(value))
-            self._maker.count_call()
-        self._before = now
+    return update
 
 
 def _keep_for_ever(family: Any) -> None:

@@ -111,7 +111,7 @@ class TritonStream:
             self._finished = True
             try:
                 self._send_final(response)
-            except Exception:
+            except Exception:  # whatever Triton raises
                 # A response that Triton does not take must not keep the client waiting for the end.
                 with contextlib.suppress(Exception):
                     self._send_final(None)

@@ -8,10 +8,10 @@ beside it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,18 +32,6 @@ NUMPY_TYPES: dict[str, type] = {
 }
 
 
-class InputTensor(Protocol):
-    """The part of `pb_utils.Tensor` that is used here."""
-
-    def name(self) -> str:
-        """The name the client sent."""
-        ...
-
-    def as_numpy(self) -> np.ndarray:
-        """The elements; strings as an object array of bytes."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """One tensor of the request, under the name that the client used."""
@@ -57,19 +45,29 @@ class TensorReader:
 
     An empty tensor counts as absent. Scalars may come in any shape with one element, arrays with or without the
     leading 1 of the batch dimension.
+
+    Args:
+        arrays: By the names that the client sent; strings as object arrays of bytes.
+        table: What the names mean.
+        vocabulary: Which of its names the client speaks.
     """
 
-    def __init__(self, tensors: Iterable[InputTensor], table: TensorTable, vocabulary: Vocabulary) -> None:
+    def __init__(self, arrays: Mapping[str, np.ndarray], table: TensorTable, vocabulary: Vocabulary) -> None:
         self._table = table
         self._vocabulary = vocabulary
         self._sent: dict[str, list[_Sent]] = {}
         self._unknown: list[str] = []
-        for tensor in tensors:
+        for wire_name, array in arrays.items():
             # Triton refuses what config.pbtxt does not declare; somebody else's may declare more than this table.
-            if (spec := table.sent_as(tensor.name(), vocabulary)) is None:
-                self._unknown.append(tensor.name())
+            if (spec := table.sent_as(wire_name, vocabulary)) is None:
+                self._unknown.append(wire_name)
             else:
-                self._sent.setdefault(spec.name, []).append(_Sent(tensor.name(), tensor.as_numpy()))
+                self._sent.setdefault(spec.name, []).append(_Sent(wire_name, array))
+
+    @classmethod
+    def of_request(cls, request: Any, table: TensorTable, vocabulary: Vocabulary) -> TensorReader:
+        """The reader of a request of Triton's."""
+        return cls({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, table, vocabulary)
 
     def rows(self) -> list[TensorReader]:
         """A reader for each prompt of the batch: row i of every tensor.
@@ -93,7 +91,7 @@ class TensorReader:
 
     def _with(self, change: Callable[[np.ndarray, TensorSpec], np.ndarray]) -> TensorReader:
         """A reader of the same tensors with other arrays."""
-        reader = TensorReader((), self._table, self._vocabulary)
+        reader = TensorReader({}, self._table, self._vocabulary)
         reader._unknown = self._unknown
         reader._sent = {
             name: [_Sent(sent.wire_name, change(sent.array, self._table[name])) for sent in found]

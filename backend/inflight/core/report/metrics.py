@@ -10,13 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
+from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.report.stats import IterationStats, StaticBatchStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.stop import FinishReason
-from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
+from inflight.core.schedule.batch import ContextChunk, EngineLimits, ScheduledBatch
 from inflight.errors import InflightError
 
 SECONDS = (
@@ -120,20 +122,13 @@ class ServiceMetrics:
 
     def snapshot(self) -> MetricsSnapshot:
         """A frozen copy of all of them."""
-        return MetricsSnapshot(
-            time_to_first_token=self.time_to_first_token.snapshot(),
-            inter_token_latency=self.inter_token_latency.snapshot(),
-            queue_time=self.queue_time.snapshot(),
-            end_to_end=self.end_to_end.snapshot(),
-            prompt_tokens=self.prompt_tokens.snapshot(),
-            output_tokens=self.output_tokens.snapshot(),
-            cancel_to_free=self.cancel_to_free.snapshot(),
-            finished=dict(self.finished),
-            failed=dict(self.failed),
-            num_preemptions=self.num_preemptions,
-            num_hit_tokens=self.num_hit_tokens,
-            num_missed_tokens=self.num_missed_tokens,
-        )
+        return MetricsSnapshot(*(_frozen(getattr(self, each.name)) for each in fields(MetricsSnapshot)))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Histogram):
+        return value.snapshot()
+    return dict(cast(Counter[Any], value)) if isinstance(value, Counter) else value
 
 
 def seconds(duration_ns: int) -> float:
@@ -142,27 +137,15 @@ def seconds(duration_ns: int) -> float:
 
 
 class Observations:
-    """Counts what happens, for the statistics of each iteration and for the metrics.
+    """Counts what happens, for the statistics of each iteration and for the metrics."""
 
-    Args:
-        max_num_requests: Number of slots.
-        max_num_tokens: Most tokens in an iteration.
-        counts_static_batches: Whether batching is static.
-        num_micro_batches: Number of micro-batches that share the slots.
-    """
-
-    def __init__(
-        self,
-        max_num_requests: int,
-        max_num_tokens: int,
-        counts_static_batches: bool,
-        num_micro_batches: int = 1,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
         self.metrics = ServiceMetrics()
-        self._max_num_requests = max_num_requests
-        self._max_num_tokens = max_num_tokens
-        self._num_micro_batches = num_micro_batches
-        self._static_batch = StaticBatchStats() if counts_static_batches else None
+        self._max_num_requests = limits.max_num_sequences
+        self._max_num_tokens = config.max_num_tokens
+        self._num_micro_batches = limits.num_micro_batches
+        is_static = config.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        self._static_batch = StaticBatchStats() if is_static else None
         # By the time of their last token, how many sequences get another one in this update. A dict and no
         # Counter, which takes longer: this is written for every token.
         self._gaps: dict[int, int] = {}

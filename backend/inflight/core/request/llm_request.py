@@ -74,21 +74,6 @@ class RequestGroup:
         stop_requested_ns: When a front end asked for its end; 0: nobody did.
     """
 
-    __slots__ = (
-        "arrival_ns",
-        "context_index",
-        "context_log_probs",
-        "context_logits",
-        "deadline_ns",
-        "error",
-        "has_context",
-        "num_context_rows",
-        "num_unfinished",
-        "request",
-        "sequences",
-        "stop_requested_ns",
-    )
-
     def __init__(self, request: Request, first_key: int, rules: CacheRules, now_ns: int) -> None:
         count = request.sampling.num_sequences
         self.request = request

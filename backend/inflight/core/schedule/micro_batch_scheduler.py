@@ -27,8 +27,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from inflight.config import ContextChunkingPolicy
+from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.schedule.batch import EngineLimits
 
 Chunks = list[tuple[LlmRequest, int]]
 """Sequences, and how many rows of context each gets."""
@@ -52,21 +53,13 @@ class MicroBatch:
 class MicroBatchScheduler:
     """Selects the rows of each iteration from the running sequences."""
 
-    def __init__(
-        self,
-        max_num_tokens: int,
-        tokens_per_block: int,
-        enable_chunked_context: bool,
-        chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-        num_micro_batches: int = 1,
-    ) -> None:
-        self._max_num_tokens = max_num_tokens
-        self._tokens_per_block = tokens_per_block
-        self._chunked = enable_chunked_context
-        self._equal_progress = (
-            enable_chunked_context and chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
-        )
-        self._num_micro_batches = num_micro_batches
+    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+        self._max_num_tokens = config.max_num_tokens
+        self._tokens_per_block = limits.tokens_per_block
+        self._chunked = config.enable_chunked_context
+        is_equal = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        self._equal_progress = self._chunked and is_equal
+        self._num_micro_batches = limits.num_micro_batches
         self._generation_was_left_out = False
         self._turn = 0
 

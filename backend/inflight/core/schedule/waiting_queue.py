@@ -99,15 +99,18 @@ class WaitingQueue:
             account.served += max(0, self._virtual_time - account.settled)
         self._add_new(llm_request, account)
 
-    def _add_new(self, llm_request: LlmRequest, account: _Client) -> None:
+    def _add_new(self, llm_request: LlmRequest, account: _Client, is_first: bool = False) -> None:
+        """Queue a sequence that never ran, behind the others of its client or before them."""
         request = llm_request.request
         client, level = request.client_id, self._level(request.priority)
         account.num_queued += 1
         queue = level.clients.setdefault(client, OrderedDict())
         queue[llm_request.key] = llm_request
+        if is_first:
+            queue.move_to_end(llm_request.key, last=False)
         self._count_new(level, request.sampling.num_sequences)
         self._size += 1
-        if len(queue) == 1 and request.priority in self._followed:
+        if (is_first or len(queue) == 1) and request.priority in self._followed:
             self._push_turn(level, client)
 
     def add_in_front(self, llm_request: LlmRequest) -> None:
@@ -121,17 +124,8 @@ class WaitingQueue:
         """Undo `remove` of a sequence that was first."""
         if was_in_front:
             self.add_in_front(llm_request)
-            return
-        request = llm_request.request
-        level = self._level(request.priority)
-        queue = level.clients.setdefault(request.client_id, OrderedDict())
-        queue[llm_request.key] = llm_request
-        queue.move_to_end(llm_request.key, last=False)
-        self._clients[request.client_id].num_queued += 1
-        self._count_new(level, request.sampling.num_sequences)
-        self._size += 1
-        if request.priority in self._followed:
-            self._push_turn(level, request.client_id)
+        else:
+            self._add_new(llm_request, self._clients[llm_request.request.client_id], is_first=True)
 
     def remove(self, llm_request: LlmRequest) -> bool | None:
         """Remove a sequence; returns whether it was in front, None if it was not in the queue."""

@@ -14,7 +14,7 @@ over a broadcast key head, in generation they stand where a sequence's rows woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -44,12 +44,7 @@ class Attention(Protocol):
     has_fixed_shapes: bool
 
     def plan(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        tokens_per_block: int,
-        windows: Sequence[AttentionWindow | None],
-        dtype: torch.dtype,
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, Any]:
         """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
         ...
@@ -73,28 +68,8 @@ class Attention(Protocol):
         ...
 
 
-class Kernel(Protocol):
-    """`torch.nn.functional.scaled_dot_product_attention`, as far as it is used here."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """The attention output of every query, [entries, heads, rows, head_dim].
-
-        Args:
-            query: [entries, heads, rows, head_dim].
-            key: [entries, heads, keys, head_dim].
-            value: As `key`.
-            attn_mask: Added to the scores, [entries, heads, rows, keys] or what broadcasts to that.
-            is_causal: True if and only if there is no mask: row i reads the keys up to i.
-        """
-        ...
+Kernel = Callable[..., Tensor]
+"""Attention over keys and values in one piece; `GatheringAttention` says what it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +120,10 @@ class GatheringAttention:
     """Copies the blocks that are read one after another, and attends to the copy.
 
     Args:
-        kernel: Computes attention over keys and values in one piece.
+        kernel: `torch.nn.functional.scaled_dot_product_attention`, or what computes the same. It takes queries
+            [entries, heads, rows, head_dim], keys and values [entries, heads, keys, head_dim], and either
+            `attn_mask`, which is added to the scores, [entries, heads, rows, keys] or what broadcasts to that, or
+            `is_causal`: row i reads the keys up to i. It returns the output of every query, shaped as they are.
     """
 
     has_fixed_shapes = False
@@ -154,18 +132,10 @@ class GatheringAttention:
         self._kernel = kernel
 
     def plan(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        tokens_per_block: int,
-        windows: Sequence[AttentionWindow | None],
-        dtype: torch.dtype,
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, AttentionPlan]:
-        """As `Attention.plan`; masks are `dtype`."""
-        return {
-            window: plan_attention(packed, block_tables, tokens_per_block, window, dtype)
-            for window in windows
-        }
+        """As `Attention.plan`."""
+        return {window: _Planner(packed, cache, window).plan() for window in windows}
 
     def attend(
         self,
@@ -182,10 +152,65 @@ class GatheringAttention:
         queries = queries.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         read = torch.empty_like(queries)
         for chunk in plan.chunks:
-            _attend_chunk(self._kernel, read, queries, keys, values, layer, chunk, cache)
+            self._attend_chunk(read, queries, keys, values, layer, chunk, cache)
         for group in plan.generation:
-            _attend_generation(self._kernel, read, queries, layer, group, cache)
+            self._attend_generation(read, queries, layer, group, cache)
         return read.view(num_rows, num_heads * head_dim)
+
+    def _attend_chunk(
+        self,
+        read: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        chunk: ChunkPlan,
+        cache: KvCache,
+    ) -> None:
+        """Compute a chunk's rows together; of some numbers of rows, the last one apart, as generation rows are.
+
+        Under a mask, and with a key head that is broadcast by a stride of 0, torch's memory-efficient kernel for
+        CUDA computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their
+        masks where there are none (torch 2.11 and 2.13). Its tiles are of 32, 64 or 128 rows.
+        """
+        rows = slice(chunk.begin, chunk.end)
+        if chunk.block_ids is None:
+            keys, values = keys[rows], values[rows]
+        else:
+            keys, values = cache.gather(layer, chunk.block_ids)
+            keys, values = keys[: chunk.num_keys], values[: chunk.num_keys]
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [kv_heads, keys, head_dim]
+        if chunk.mask is not None and (chunk.end - chunk.begin) % _TILE_ROWS == 1:
+            last = slice(chunk.end - 1, chunk.end)
+            read[last] = self._kernel(queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:])
+            rows = slice(chunk.begin, chunk.end - 1)
+        num_rows = rows.stop - rows.start
+        if num_rows == 0:
+            return
+        by_head = queries[rows].permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
+        shape = (*by_head.shape[:2], *keys.shape[1:])
+        result = self._kernel(
+            by_head,
+            keys.unsqueeze(1).expand(shape),
+            values.unsqueeze(1).expand(shape),
+            attn_mask=None if chunk.mask is None else chunk.mask[:num_rows],
+            is_causal=chunk.mask is None,
+        )
+        read[rows] = result.permute(2, 0, 1, 3)
+
+    def _attend_generation(
+        self, read: Tensor, queries: Tensor, layer: int, group: GenerationPlan, cache: KvCache
+    ) -> None:
+        rows = slice(group.begin, group.end)
+        keys, values = cache.gather(layer, group.block_ids)
+        shape = (group.end - group.begin, group.mask.shape[-1], *keys.shape[1:])
+        read[rows] = self._kernel(
+            # [rows, kv_heads, group, head_dim]: a group's heads in the place of query positions
+            queries[rows],
+            keys.view(shape).transpose(1, 2),
+            values.view(shape).transpose(1, 2),
+            attn_mask=group.mask,
+        )
 
 
 def by_products(
@@ -213,164 +238,91 @@ GATHERING = GatheringAttention(F.scaled_dot_product_attention)
 BY_PRODUCTS = GatheringAttention(by_products)
 
 
-def _attend_chunk(
-    kernel: Kernel,
-    read: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layer: int,
-    chunk: ChunkPlan,
-    cache: KvCache,
-) -> None:
-    """Compute the rows of a chunk together; of some numbers of rows, the last one apart, as generation rows are.
+class _Planner:
+    """Makes the plan for layers with `window` (None: every token sees all before it)."""
 
-    Under a mask, and with a key head that is broadcast by a stride of 0, torch's memory-efficient kernel for CUDA
-    computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their masks
-    where there are none (torch 2.11 and 2.13). Its tiles are of 32, 64 or 128 rows.
-    """
-    rows = slice(chunk.begin, chunk.end)
-    if chunk.block_ids is None:
-        keys, values = keys[rows], values[rows]
-    else:
-        keys, values = cache.gather(layer, chunk.block_ids)
-        keys, values = keys[: chunk.num_keys], values[: chunk.num_keys]
-    keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [kv_heads, keys, head_dim]
-    if chunk.mask is not None and (chunk.end - chunk.begin) % _TILE_ROWS == 1:
-        last = slice(chunk.end - 1, chunk.end)
-        read[last] = kernel(queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:])
-        rows = slice(chunk.begin, chunk.end - 1)
-    num_rows = rows.stop - rows.start
-    if num_rows == 0:
-        return
-    by_head = queries[rows].permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
-    shape = (*by_head.shape[:2], *keys.shape[1:])
-    result = kernel(
-        by_head,
-        keys.unsqueeze(1).expand(shape),
-        values.unsqueeze(1).expand(shape),
-        attn_mask=None if chunk.mask is None else chunk.mask[:num_rows],
-        is_causal=chunk.mask is None,
-    )
-    read[rows] = result.permute(2, 0, 1, 3)
+    def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
+        self._packed, self._block_tables, self._window = packed, packed.block_tables, window
+        self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
 
+    def plan(self) -> AttentionPlan:
+        """The plan of all rows."""
+        pieces = [piece for chunk in self._packed.chunks for piece in self._pieces(chunk)]
+        return AttentionPlan(
+            tuple(self._plan_chunk(piece) for piece in pieces),
+            tuple(self._plan_generation(begin, end) for begin, end in self._groups()),
+        )
 
-def _attend_generation(
-    kernel: Kernel, read: Tensor, queries: Tensor, layer: int, group: GenerationPlan, cache: KvCache
-) -> None:
-    rows = slice(group.begin, group.end)
-    keys, values = cache.gather(layer, group.block_ids)
-    shape = (group.end - group.begin, group.mask.shape[-1], *keys.shape[1:])
-    read[rows] = kernel(
-        queries[rows],  # [rows, kv_heads, group, head_dim]: a group's heads in the place of query positions
-        keys.view(shape).transpose(1, 2),
-        values.view(shape).transpose(1, 2),
-        attn_mask=group.mask,
-    )
+    def _pieces(self, chunk: PackedChunk) -> Iterator[PackedChunk]:
+        """The chunk, or the pieces of it; a piece reads the keys of those before it from the cache."""
+        num_rows = chunk.end - chunk.begin
+        size = num_rows if self._window is None else max(self._window.size, _PIECE_ROWS)
+        for first in range(0, num_rows, size):
+            begin = chunk.begin + first
+            yield PackedChunk(chunk.slot, begin, min(begin + size, chunk.end), chunk.start + first)
 
+    def _plan_chunk(self, chunk: PackedChunk) -> ChunkPlan:
+        block_tables, tokens_per_block, window = self._block_tables, self._tokens_per_block, self._window
+        num_rows = chunk.end - chunk.begin
+        if chunk.start == 0 and (window is None or num_rows <= window.size):
+            return ChunkPlan(chunk.begin, chunk.end, None, num_rows, None)
+        length, device = chunk.start + num_rows, block_tables.device
+        num_blocks = -(-length // tokens_per_block)
+        num_sink_blocks, first_block, block_ids = 0, 0, None
+        if chunk.start > 0:
+            if window is not None:
+                num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
+                first_block = max(num_sink_blocks, (chunk.start - window.recent + 1) // tokens_per_block)
+            table = block_tables[chunk.slot]
+            block_ids = table[first_block:num_blocks]
+            if num_sink_blocks:
+                block_ids = torch.cat([table[:num_sink_blocks], block_ids])
+        of_sinks = torch.arange(num_sink_blocks * tokens_per_block, device=device)
+        keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
+        unused = num_blocks * tokens_per_block - length  # places at the end of the last block
+        keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
+        hidden = _hidden(keys, torch.arange(chunk.start, length, device=device)[:, None], window)
+        return ChunkPlan(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, self._dtype))
 
-def plan_attention(
-    packed: PackedBatch,
-    block_tables: Tensor,
-    tokens_per_block: int,
-    window: AttentionWindow | None,
-    dtype: torch.dtype,
-) -> AttentionPlan:
-    """The plan for layers with `window` (None: every token sees all before it); masks are `dtype`."""
-    pieces = [piece for chunk in packed.chunks for piece in _pieces(chunk, window)]
-    return AttentionPlan(
-        tuple(_plan_chunk(piece, block_tables, tokens_per_block, window, dtype) for piece in pieces),
-        tuple(
-            _plan_generation(packed, begin, end, block_tables, tokens_per_block, window, dtype)
-            for begin, end in _groups(packed)
-        ),
-    )
+    def _groups(self) -> list[tuple[int, int]]:
+        """Generation rows begin .. end - 1, cut where the rest is so much shorter that a group of its own pays."""
+        lengths = self._packed.generation_lengths.tolist()
+        starts = []
+        longest = 0
+        for index, length in enumerate(lengths):
+            saved = (longest - length) * (len(lengths) - index)
+            if not starts or (4 * length <= 3 * longest and saved >= _SPLIT_SAVES_KEYS):
+                starts.append(index)
+                longest = length
+        bounds = [self._packed.generation_begin + index for index in (*starts, len(lengths))]
+        return list(pairwise(bounds))
 
-
-def _pieces(chunk: PackedChunk, window: AttentionWindow | None) -> Iterator[PackedChunk]:
-    """The chunk, or the pieces of it; a piece reads the keys of those before it from the cache."""
-    num_rows = chunk.end - chunk.begin
-    size = num_rows if window is None else max(window.size, _PIECE_ROWS)
-    for first in range(0, num_rows, size):
-        begin = chunk.begin + first
-        yield PackedChunk(chunk.slot, begin, min(begin + size, chunk.end), chunk.start + first)
-
-
-def _plan_chunk(
-    chunk: PackedChunk,
-    block_tables: Tensor,
-    tokens_per_block: int,
-    window: AttentionWindow | None,
-    dtype: torch.dtype,
-) -> ChunkPlan:
-    num_rows = chunk.end - chunk.begin
-    if chunk.start == 0 and (window is None or num_rows <= window.size):
-        return ChunkPlan(chunk.begin, chunk.end, None, num_rows, None)
-    length, device = chunk.start + num_rows, block_tables.device
-    num_blocks = -(-length // tokens_per_block)
-    num_sink_blocks, first_block, block_ids = 0, 0, None
-    if chunk.start > 0:
-        if window is not None:
+    def _plan_generation(self, begin: int, end: int) -> GenerationPlan:
+        packed, block_tables = self._packed, self._block_tables
+        tokens_per_block, window = self._tokens_per_block, self._window
+        slots, positions = packed.slots[begin:end], packed.positions[begin:end, None]
+        offset = packed.generation_begin
+        lengths = packed.generation_lengths[begin - offset : end - offset]
+        device = block_tables.device
+        num_blocks = -(-int(lengths[0]) // tokens_per_block)
+        if window is None:
+            block_ids = block_tables[slots, :num_blocks]
+            keys = torch.arange(num_blocks * tokens_per_block, device=device)
+        else:
             num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
-            first_block = max(num_sink_blocks, (chunk.start - window.recent + 1) // tokens_per_block)
-        table = block_tables[chunk.slot]
-        block_ids = table[first_block:num_blocks]
-        if num_sink_blocks:
-            block_ids = torch.cat([table[:num_sink_blocks], block_ids])
-    of_sinks = torch.arange(num_sink_blocks * tokens_per_block, device=device)
-    keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
-    unused = num_blocks * tokens_per_block - length  # places at the end of the last block
-    keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
-    hidden = _hidden(keys, torch.arange(chunk.start, length, device=device)[:, None], window)
-    return ChunkPlan(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, dtype))
-
-
-def _groups(packed: PackedBatch) -> list[tuple[int, int]]:
-    """Generation rows begin .. end - 1, cut where the rest is so much shorter that a group of its own pays."""
-    lengths = packed.generation_lengths.tolist()
-    starts = []
-    longest = 0
-    for index, length in enumerate(lengths):
-        saved = (longest - length) * (len(lengths) - index)
-        if not starts or (4 * length <= 3 * longest and saved >= _SPLIT_SAVES_KEYS):
-            starts.append(index)
-            longest = length
-    bounds = [packed.generation_begin + index for index in (*starts, len(lengths))]
-    return list(pairwise(bounds))
-
-
-def _plan_generation(
-    packed: PackedBatch,
-    begin: int,
-    end: int,
-    block_tables: Tensor,
-    tokens_per_block: int,
-    window: AttentionWindow | None,
-    dtype: torch.dtype,
-) -> GenerationPlan:
-    slots, positions = packed.slots[begin:end], packed.positions[begin:end, None]
-    offset = packed.generation_begin
-    lengths = packed.generation_lengths[begin - offset : end - offset]
-    device = block_tables.device
-    num_blocks = -(-int(lengths[0]) // tokens_per_block)
-    if window is None:
-        block_ids = block_tables[slots, :num_blocks]
-        keys = torch.arange(num_blocks * tokens_per_block, device=device)
-    else:
-        num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
-        firsts = ((positions - window.recent + 1) // tokens_per_block).clamp_(min=num_sink_blocks)
-        first_on_host = ((lengths - window.recent) // tokens_per_block).clip(min=num_sink_blocks)
-        num_recent = int((-(-lengths // tokens_per_block) - first_on_host).max())
-        columns = firsts + torch.arange(num_recent, device=device)
-        if num_sink_blocks:
-            of_sinks = torch.arange(num_sink_blocks, device=device).expand(len(slots), -1)
-            columns = torch.cat([of_sinks, columns], dim=1)
-        # Past the end of the table any block will do: its keys are masked.
-        block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
-        places = torch.arange(tokens_per_block, device=device)
-        keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
-    mask = _mask(_hidden(keys, positions, window), dtype)
-    return GenerationPlan(begin, end, block_ids.reshape(-1), mask[:, None, None, :])
+            firsts = ((positions - window.recent + 1) // tokens_per_block).clamp_(min=num_sink_blocks)
+            first_on_host = ((lengths - window.recent) // tokens_per_block).clip(min=num_sink_blocks)
+            num_recent = int((-(-lengths // tokens_per_block) - first_on_host).max())
+            columns = firsts + torch.arange(num_recent, device=device)
+            if num_sink_blocks:
+                of_sinks = torch.arange(num_sink_blocks, device=device).expand(len(slots), -1)
+                columns = torch.cat([of_sinks, columns], dim=1)
+            # Past the end of the table any block will do: its keys are masked.
+            block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
+            places = torch.arange(tokens_per_block, device=device)
+            keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
+        mask = _mask(_hidden(keys, positions, window), self._dtype)
+        return GenerationPlan(begin, end, block_ids.reshape(-1), mask[:, None, None, :])
 
 
 def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:

@@ -64,10 +64,10 @@ def check_attention(
     drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
     queries, keys, values = drawn.split((heads, kv_heads, kv_heads), dim=1)
     cache.write(0, stored, keys, values)
-    for packed in _batches(tokens_per_block, device):
+    for packed in _batches(tokens_per_block, tables):
         blocks = tables[packed.slots, packed.positions // tokens_per_block]
         rows = blocks * tokens_per_block + packed.positions % tokens_per_block
-        _compare(attention, (queries[rows], keys[rows], values[rows]), packed, tables, windows, cache)
+        _compare(attention, (queries[rows], keys[rows], values[rows]), packed, windows, cache)
 
 
 def _prefix(tokens_per_block: int) -> int:
@@ -75,19 +75,20 @@ def _prefix(tokens_per_block: int) -> int:
     return max(1, tokens_per_block - 4)
 
 
-def _batches(tokens_per_block: int, device: torch.device) -> Iterator[PackedBatch]:
+def _batches(tokens_per_block: int, tables: Tensor) -> Iterator[PackedBatch]:
     lengths = (2 * tokens_per_block + 1, tokens_per_block, 1)
     for num_rows in _CHUNK_ROWS:
         for start in (0, _prefix(tokens_per_block)):
-            yield _pack((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths[:2], device)
-    yield _pack((), (0, 1, 2), lengths, device)
+            yield _pack((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths[:2], tables)
+    yield _pack((), (0, 1, 2), lengths, tables)
 
 
 def _pack(
-    chunks: tuple[PackedChunk, ...], slots: Sequence[int], lengths: Sequence[int], device: torch.device
+    chunks: tuple[PackedChunk, ...], slots: Sequence[int], lengths: Sequence[int], tables: Tensor
 ) -> PackedBatch:
     context = [(chunk.slot, chunk.start + row) for chunk in chunks for row in range(chunk.end - chunk.begin)]
     rows = [*context, *((slot, length - 1) for slot, length in zip(slots, lengths, strict=True))]
+    device = tables.device
     slot_rows, positions = torch.tensor(rows, device=device).unbind(1)
     bounds = [*(chunk.begin for chunk in chunks), *range(len(context), len(rows) + 1)]
     return PackedBatch(
@@ -99,6 +100,7 @@ def _pack(
         chunks=chunks,
         generation_begin=len(context),
         generation_lengths=np.array(lengths, dtype=np.int64),
+        block_tables=tables,
     )
 
 
@@ -106,14 +108,12 @@ def _compare(
     attention: Attention,
     heads: tuple[Tensor, Tensor, Tensor],
     packed: PackedBatch,
-    tables: Tensor,
     windows: Sequence[AttentionWindow | None],
     cache: KvCache,
 ) -> None:
-    dtype = heads[0].dtype
-    expected = BY_PRODUCTS.plan(packed, tables, cache.tokens_per_block, windows, dtype)
+    expected = BY_PRODUCTS.plan(packed, cache, windows)
     try:
-        plans = attention.plan(packed, tables, cache.tokens_per_block, windows, dtype)
+        plans = attention.plan(packed, cache, windows)
         found = {window: attention.attend(*heads, 0, plans[window], cache) for window in windows}
     except Exception as error:  # whatever a kernel that cannot raises
         raise CannotAttend(str(error).split("\n")[0]) from error

@@ -86,16 +86,14 @@ class Decoder:
             cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
             self._rope = cos.to(any_weight.device), sin.to(any_weight.device)
 
-    def forward(
-        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
         """The last layer's output [rows, hidden_size]; fills the cache.
 
         The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
         """
         weights = self._weights
-        plans = self._attention.plan(packed, block_tables, cache.tokens_per_block, self._windows, self.dtype)
-        places = _places(packed, block_tables, cache.tokens_per_block)
+        plans = self._attention.plan(packed, cache, self._windows)
+        places = _places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         rotation = None if self._rope is None else _rotation(*self._rope, packed.positions)
         for index, layer in enumerate(weights.layers):
@@ -106,11 +104,9 @@ class Decoder:
             x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
         return x
 
-    def forward_to_logits(
-        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
-    ) -> Tensor:
+    def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
         """At the last stage, `logits` of the rows that choose tokens, of what `forward` returns."""
-        return self.logits(self.forward(packed, block_tables, cache, hidden), packed.sampled_rows)
+        return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
@@ -120,9 +116,8 @@ class Decoder:
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def _embed(self, packed: PackedBatch) -> Tensor:
-        x = embed(packed.token_ids, self._vocabulary, self._look_up, self._collectives)
-        positions = self._weights.position_embedding
-        return x if positions is None else x + F.embedding(packed.positions, positions)
+        learned = self._weights.position_embedding
+        return embed(packed, self._vocabulary, self._look_up, self._collectives, learned)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         assert self._weights.embedding is not None, "the first stage embeds the tokens"
@@ -179,9 +174,9 @@ def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> tuple[Tens
     return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
 
 
-def _places(packed: PackedBatch, block_tables: Tensor, tokens_per_block: int) -> Tensor:
+def _places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
     """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
-    blocks = block_tables[packed.slots, packed.positions // tokens_per_block]
+    blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
     return blocks * tokens_per_block + packed.positions % tokens_per_block
 
 
@@ -193,24 +188,31 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def embed(
-    token_ids: Tensor, here: Range, look_up: Callable[[Tensor], Tensor], collectives: Collectives
+    packed: PackedBatch,
+    here: Range,
+    look_up: Callable[[Tensor], Tensor],
+    collectives: Collectives,
+    position_embedding: Tensor | None,
 ) -> Tensor:
-    """The embeddings of `token_ids` [rows].
+    """The embeddings of the rows' tokens, [rows, hidden_size], with those of their positions if these are learned.
 
     Args:
-        token_ids: Of the whole vocabulary.
+        packed: Token ids of the whole vocabulary, and positions.
         here: Which ids this rank has, maybe none.
         look_up: From ids, counted from the first of `here`, to [rows, hidden_size].
         collectives: The ranks that have the others.
+        position_embedding: [max_positions, hidden_size]; None if positions are not learned.
     """
     if collectives.size == 1:
-        return look_up(token_ids)
-    begin, end = here
-    is_here = (token_ids >= begin) & (token_ids < end)
-    found = look_up(token_ids[is_here] - begin)
-    x = found.new_zeros((len(token_ids), found.shape[1]))
-    x[is_here] = found
-    return collectives.all_reduce(x)
+        x = look_up(packed.token_ids)
+    else:
+        begin, end = here
+        is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
+        found = look_up(packed.token_ids[is_here] - begin)
+        x = found.new_zeros((len(packed.token_ids), found.shape[1]))
+        x[is_here] = found
+        x = collectives.all_reduce(x)
+    return x if position_embedding is None else x + F.embedding(packed.positions, position_embedding)
 
 
 def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:

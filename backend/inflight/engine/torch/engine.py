@@ -23,7 +23,7 @@ from inflight.decoding import Decoding
 from inflight.decoding.transfer import upload
 from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.engine import ModelEngine, Runner
-from inflight.engine.memory import KvCacheDemand, free_memory, plan_kv_cache
+from inflight.engine.memory import free_memory, plan_kv_cache
 from inflight.engine.packing import generation_rows, pack
 from inflight.engine.slots import SlotTable
 from inflight.engine.torch.collectives import ALONE, Collectives
@@ -72,10 +72,7 @@ class TorchRunner(Runner):
         mapping: Mapping = _ALONE,
         capture: Capture | None = None,
     ) -> None:
-        max_blocks = -(-limits.max_sequence_length // limits.tokens_per_block)
-        slots = SlotTable(
-            limits.max_num_sequences, max_blocks, limits.tokens_per_block, cache.null_block, cache.device
-        )
+        slots = SlotTable(limits, cache.null_block, cache.device)
         super().__init__(limits, slots)
         self.decoder_config = decoder.config
         self.dtype = str(decoder.dtype).removeprefix("torch.")
@@ -115,10 +112,10 @@ class TorchRunner(Runner):
         self, batch: ScheduledBatch, hidden: Tensor | None
     ) -> tuple[Tensor, dict[int, ContextDetails]]:
         if self._graphs is not None and batch.generation_slots and not batch.context:
-            rows = generation_rows(batch, self.slots, self.cache.tokens_per_block)
+            rows = generation_rows(batch, self.slots)
             return self.decoder.logits(*self._graphs.forward(rows)), {}
-        packed = pack(batch, self.slots, self.cache.tokens_per_block)
-        arguments = (packed, self.slots.block_tables, self.cache, hidden)
+        packed = pack(batch, self.slots)
+        arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
             return self.decoder.forward(*arguments), {}
         if not any(chunk.wants_context for chunk in batch.context):
@@ -310,21 +307,9 @@ def _num_blocks(
 ) -> int:
     """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
     on_gpu = device.type == "cuda"
-    name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     size = block_bytes(decoder, config.tokens_per_block, dtype)
-    plan = plan_kv_cache(
-        KvCacheDemand(
-            block_bytes=size,
-            tokens_per_block=config.tokens_per_block,
-            max_num_sequences=config.max_num_sequences,
-            max_sequence_length=max_sequence_length,
-            free_bytes=max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host),
-            fraction=getattr(config, name),
-            fraction_name=name,
-            max_tokens=config.max_tokens_in_paged_kv_cache,
-            bounded_by_use=not on_gpu,
-        )
-    )
+    free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
+    plan = plan_kv_cache(config, max_sequence_length, size, free_bytes, on_gpu)
     num_blocks = agree(plan.num_blocks)
     _logger.info(
         "KV cache: %d blocks of %d tokens, %.0f MiB; %s decides",

@@ -107,5 +107,6 @@ class GenerationGraphs:
             chunks=(),
             generation_begin=0,
             generation_lengths=np.empty(0, dtype=np.int64),  # attention of fixed shapes does not ask
+            block_tables=self._table.block_tables,
         )
-        self._hidden[:size].copy_(self._decoder.forward(packed, self._table.block_tables, self._cache))
+        self._hidden[:size].copy_(self._decoder.forward(packed, self._cache))

@@ -22,7 +22,11 @@ def block_bytes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtyp
 
 
 class KvCache:
-    """Device memory for `num_blocks` blocks and the null block."""
+    """Device memory for `num_blocks` blocks and the null block.
+
+    Attributes:
+        null_block: Id of the block that no sequence has.
+    """
 
     def __init__(
         self,
@@ -32,7 +36,7 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks = self.null_block = num_blocks
         self.tokens_per_block = tokens_per_block
         self._head_shape = (decoder.num_kv_heads, decoder.head_dim)
         block_size = tokens_per_block * decoder.kv_size
@@ -41,11 +45,6 @@ class KvCache:
         self._blocks = zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
         self._tokens = self._blocks.view(decoder.num_layers, 2, -1, *self._head_shape)
         self._scratch = torch.empty((2, 0, block_size), dtype=dtype, device=device)
-
-    @property
-    def null_block(self) -> int:
-        """Id of the block that no sequence has."""
-        return self.num_blocks
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -61,6 +60,11 @@ class KvCache:
     def device(self) -> torch.device:
         """Where the cache is."""
         return self._blocks.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are."""
+        return self._blocks.dtype
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Give each target block what its source holds, over all layers; no block is read after it was written."""

@@ -6,9 +6,8 @@ rows, and its other arguments do not depend on how long sequences are, so genera
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,50 +17,13 @@ from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
 
-
-class VarlenAttention(Protocol):
-    """`torch.nn.attention.varlen.varlen_attn`, as far as it is used here."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-        seqused_k: Tensor,
-        block_table: Tensor,
-        num_splits: int,
-    ) -> Tensor:
-        """The attention output of every query, [rows, heads, head_dim].
-
-        Args:
-            query: [rows, heads, head_dim].
-            key: [blocks, tokens_per_block, kv_heads, head_dim].
-            value: As `key`.
-            cu_seq_q: [sequences + 1] int32, where each one's queries begin.
-            cu_seq_k: [sequences + 1] int32, the same of its keys if they were one after another; None for kernels
-                that take it to mean that they are.
-            max_q: At least the most queries of a sequence.
-            max_k: At least the most keys of a sequence.
-            window_size: How many keys before and after its own a query sees, -1: all; its own is the one as far
-                from the last key as the query is from the last query.
-            enable_gqa: Whether there may be fewer key heads than heads.
-            seqused_k: [sequences] int32, how many keys each one has.
-            block_table: [sequences, blocks of the longest] int32.
-            num_splits: Into how many parts the keys of a sequence are divided, to be added up later.
-        """
-        ...
+VarlenAttention = Callable[..., Tensor]
+"""Attention over KV blocks in place; `PagedAttention` says what it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """All rows of a batch, for one window; the tensors are VarlenAttention's."""
+    """All rows of a batch, for one window; the tensors are what its kernel takes."""
 
     row_bounds: Tensor
     key_bounds: Tensor | None
@@ -76,7 +38,25 @@ class PagedAttention:
     """An `Attention` by a kernel that takes block tables.
 
     Args:
-        varlen: The kernel.
+        varlen: `torch.nn.attention.varlen.varlen_attn`, or what computes the same. It takes, in this order,
+
+            query         [rows, heads, head_dim]
+            key, value    [blocks, tokens_per_block, kv_heads, head_dim]
+            cu_seq_q      [sequences + 1] int32, where each one's queries begin
+            cu_seq_k      [sequences + 1] int32, the same of its keys if they were one after another; None for
+                          kernels that take it to mean that they are
+            max_q, max_k  at least the most queries, and keys, of a sequence
+
+            and by name
+
+            window_size   how many keys before and after its own a query sees, -1: all; its own is the one as far
+                          from the last key as the query is from the last query
+            enable_gqa    whether there may be fewer key heads than heads
+            seqused_k     [sequences] int32, how many keys each one has
+            block_table   [sequences, blocks of the longest] int32
+            num_splits    into how many parts the keys of a sequence are divided, to be added up later
+
+            and returns the output of every query, [rows, heads, head_dim].
         takes_key_bounds: Whether it is given `cu_seq_k`.
     """
 
@@ -87,21 +67,16 @@ class PagedAttention:
         self._takes_key_bounds = takes_key_bounds
 
     def plan(
-        self,
-        packed: PackedBatch,
-        block_tables: Tensor,
-        tokens_per_block: int,
-        windows: Sequence[AttentionWindow | None],
-        dtype: torch.dtype,
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedPlan]:
         """As `Attention.plan`; ValueError for windows with sinks."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
         row_bounds = packed.bounds.int()
-        block_table = block_tables[packed.slots[last_rows]].int()
+        block_table = packed.block_tables[packed.slots[last_rows]].int()
         max_rows = max((chunk.end - chunk.begin for chunk in packed.chunks), default=1)
-        max_keys = block_tables.shape[1] * tokens_per_block
+        max_keys = packed.block_tables.shape[1] * cache.tokens_per_block
         return {
             window: PagedPlan(
                 row_bounds,

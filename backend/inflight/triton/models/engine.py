@@ -11,23 +11,23 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from inflight.config import Parameters, Role
-from inflight.core.ports import EngineClient
+from inflight.config import CapacitySchedulerPolicy, Parameters, Role
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
 from inflight.processes import this_parent
 from inflight.ranks.job import Job
 from inflight.ranks.launch import LaunchMode, find_launch_mode, waits_for_leader
-from inflight.ranks.orchestrator import Orchestrator, Surroundings
+from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
 from inflight.server.guard import Guard, guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.serving.metric_table import Batching
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import (
     ModelArgs,
-    TritonModelControl,
     has_explicit_control,
     import_pb_utils,
     log_to_triton,
@@ -37,24 +37,11 @@ from inflight.triton.leader import Leader, refuse_ranks, take_seat
 from inflight.triton.metrics import MetricsPublisher
 
 if TYPE_CHECKING:
-    from inflight.build import LoadedModel
+    from inflight.build import LoadedModel, RunningEngine
     from inflight.ranks.rank_context import RankContext
 
 _EXIT_TIMEOUT_S = 10
 _FLUSH_S = 2.0
-
-
-class _Engine(Protocol):
-    """An engine that runs in this process or in ranks."""
-
-    @property
-    def client(self) -> EngineClient:
-        """The front end's way to the engine."""
-        ...
-
-    def close(self) -> bool:
-        """Answer everything and end the engine; returns whether nothing hangs. Idempotent."""
-        ...
 
 
 class TritonPythonModel:
@@ -65,15 +52,16 @@ class TritonPythonModel:
         pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         self._pb_utils = pb_utils
-        self._engine: _Engine | None = None
+        self._engine: RunningEngine | Leader | Orchestrator | None = None
         self._front_end: FrontEnd | None = None
         self._guard: Guard | None = None
         model, self._mode = _read(args)
         # The stub's parent is the server, so that two servers on one machine do not meet.
         path = model.parameters.engine_endpoint or endpoint_path(os.getppid(), model.name)
-        self._publisher = MetricsPublisher(
-            pb_utils, model.name, model.version_dir.name, pb_utils.Logger.log_verbose
-        )
+        is_static = model.parameters.scheduler.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        batching = Batching.STATIC if is_static else Batching.INFLIGHT
+        version, log = model.version_dir.name, pb_utils.Logger.log_verbose
+        self._publisher = MetricsPublisher(pb_utils, model.name, version, log, batching)
         try:
             self._engine = engine = self._make_engine(model, path)
             tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
@@ -116,7 +104,7 @@ class TritonPythonModel:
 
     # ---------------------------------------------------------------- where the engine is
 
-    def _make_engine(self, model: ModelArgs, path: str) -> _Engine:
+    def _make_engine(self, model: ModelArgs, path: str) -> RunningEngine | Leader | Orchestrator:
         job = Job.of(model.parameters, str(model.version_dir.absolute()), path)
         if self._mode is LaunchMode.ORCHESTRATOR:
             return self._orchestrate(job, model.name)
@@ -149,7 +137,10 @@ class TritonPythonModel:
         from inflight.build import UNLOAD_TIMEOUT_S
 
         self._guard, server = Guard(sys.executable, name), this_parent()
-        control = TritonModelControl(self._pb_utils, name) if has_explicit_control(server) else None
+        control = None
+        if has_explicit_control(server):  # not to be called on the thread that Triton calls the model on
+            triton = self._pb_utils
+            control = ModelControl(partial(triton.unload_model, name), partial(triton.load_model, name))
         around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
         return Orchestrator(job, around)
 

@@ -7,6 +7,7 @@ ends the server if this process is killed. Triton calls a model on one thread.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from inflight.triton.tensors import (
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
-class TextModel:
+class TextModel(ABC):
     """Base of both: one response per request; one bad request of a call fails alone."""
 
     role: Role
@@ -62,9 +63,9 @@ class TextModel:
         if self._guard is not None:
             self._guard.dismiss()
 
+    @abstractmethod
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
         """Make the outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
-        raise NotImplementedError
 
     def _answer(self, request: Any) -> Any:
         try:
@@ -72,7 +73,7 @@ class TextModel:
             refuse_unread(
                 given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
             )
-            reader = TensorReader(request.inputs(), self.inputs, Vocabulary.TOKENS)
+            reader = TensorReader.of_request(request, self.inputs, Vocabulary.TOKENS)
             reader.refuse_unbuilt()
             outputs = self.convert(reader.rows())
         except InflightError as error:

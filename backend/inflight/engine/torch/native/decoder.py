@@ -99,11 +99,9 @@ class NativeDecoder:
             )
         self.row_kernels = NativeRowKernels(self._library, self._handle)
 
-    def forward(
-        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
         """As `Decoder.forward`."""
-        batch, x = self._begin(packed, block_tables, cache, hidden)
+        batch, x = self._begin(packed, cache, hidden)
         _check(self._library.plan(self._handle, batch))
         if self._collectives.size == 1:
             self._run(batch, x, 0, len(self._layers))
@@ -116,16 +114,14 @@ class NativeDecoder:
                 x += total if bias is None else total + bias
         return x
 
-    def forward_to_logits(
-        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None = None
-    ) -> Tensor:
+    def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
         """As `Decoder.forward_to_logits`, in one call: after each, Python has to come back into the caches.
 
         Peaks are found with it, for `row_kernels`.
         """
         if self._collectives.size > 1:
-            return self.logits(self.forward(packed, block_tables, cache, hidden), packed.sampled_rows)
-        batch, x = self._begin(packed, block_tables, cache, hidden)
+            return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
+        batch, x = self._begin(packed, cache, hidden)
         rows = packed.sampled_rows
         logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
         peaks = Peaks(torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64))
@@ -158,7 +154,7 @@ class NativeDecoder:
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def _begin(
-        self, packed: PackedBatch, block_tables: Tensor, cache: KvCache, hidden: Tensor | None
+        self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None
     ) -> tuple[BatchStruct, Tensor]:
         """The batch, which points into what was given, and the first layer's input or `hidden`."""
         self._bind(cache)
@@ -169,11 +165,14 @@ class NativeDecoder:
             slots.data_ptr(),
             len(spans),
             spans.ctypes.data,
-            block_tables.data_ptr(),
-            block_tables.shape[1],
+            packed.block_tables.data_ptr(),
+            packed.block_tables.shape[1],
         )
         batch.spans_array = spans  # lives as long as the batch
-        return batch, self._embed(packed) if hidden is None else hidden.contiguous()
+        if hidden is not None:
+            return batch, hidden.contiguous()
+        learned = self._position_embedding
+        return batch, embed(packed, self._vocabulary, self._look_up, self._collectives, learned)
 
     def _run(
         self,
@@ -210,11 +209,6 @@ class NativeDecoder:
         self._cache = cache
         for layer, (keys, values) in zip(self._layers, cache.layers):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-
-    def _embed(self, packed: PackedBatch) -> Tensor:
-        x = embed(packed.token_ids, self._vocabulary, self._look_up, self._collectives)
-        positions = self._position_embedding
-        return x if positions is None else x + F.embedding(packed.positions, positions)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._embedding is not None:

@@ -122,14 +122,12 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
         try:
             return _load_file(path)
         except OSError:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another process has removed it just now, as too old
+            # Another process may have removed it just now, as too old.
+            with contextlib.suppress(FileNotFoundError):
                 unusable = path.stat().st_ino
     with _one_at_a_time(path.parent):
-        if (
-            not _is_whole(path) or path.stat().st_ino == unusable
-        ):  # else another process has built it meanwhile
+        # Otherwise another process has built it meanwhile.
+        if not _is_whole(path) or path.stat().st_ino == unusable:
             _build(compiler, path)
             _prune(path.parent, but=path)
     try:

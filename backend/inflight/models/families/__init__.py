@@ -1,1 +1,0 @@
-"""One small map a family: its config.json → DecoderConfig, and the names of its tensors."""

@@ -1,0 +1,123 @@
+"""The tables of docs/tensors.md and docs/metrics.md, written from the tables of tensors and of metrics.
+
+So they cannot disagree with these. Run by `scripts/write_configs`; tests hold the pages equal to what this writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from inflight.core.report.metrics import ServiceMetrics
+from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
+from inflight.triton.tensor_spec import TensorSpec, Vocabulary
+from inflight.triton.tensors import INPUTS, OUTPUTS
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+def fill_in(page: str, tables: str) -> str:
+    """The page with `tables` in place of what stands between its markers."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{tables}\n{END}{tail}"
+
+
+# ---------------------------------------------------------------------- docs/tensors.md
+
+
+def tensor_tables() -> str:
+    """Inputs and outputs, those that work first."""
+    parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
+    parts += ["Inputs that are declared and not built yet:", ""]
+    parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
+    parts += ["## Outputs", "", *_outputs(OUTPUTS.specs)]
+    return "\n".join(parts)
+
+
+def _inputs(specs: Iterable[TensorSpec], neutral: bool = False) -> Iterator[str]:
+    extra = (" accepted values |", "---|") if neutral else ("", "")
+    yield "| name | in `ensemble` | type | shape | meaning |" + extra[0]
+    yield "|---|---|---|---|---|" + extra[1]
+    for spec in specs:
+        yield _row(spec) + (f" {spec.asks_for_nothing} |" if neutral else "")
+
+
+def _outputs(specs: Iterable[TensorSpec]) -> Iterator[str]:
+    head = "| name | in `ensemble` | type | shape | meaning | asked for by its name or |"
+    yield f"{head} in each response of a stream |"
+    yield "|---|---|---|---|---|---|---|"
+    for spec in specs:
+        asked_by = f"`{spec.asked_by}`" if spec.asked_by else "–"
+        yield f"{_row(spec)} {asked_by} | {spec.in_stream.value if spec.in_stream else '–'} |"
+
+
+def _row(spec: TensorSpec) -> str:
+    names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS)) or "–"
+    text_names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TEXT)) or "–"
+    return f"| {names} | {text_names} | {spec.dtype} | {spec.wire_shape} | {spec.meaning} |"
+
+
+# ---------------------------------------------------------------------- docs/metrics.md
+
+
+def metric_tables() -> str:
+    """The tables of gauges, histograms and counters in Markdown."""
+    parts = ["## Gauges", "", *_gauges(), "", "## Histograms", "", *_histograms(), ""]
+    parts += ["Upper bounds of the buckets, beside +Inf:", "", *_bounds(), ""]
+    parts += ["## Counters", "", *_counters()]
+    return "\n".join(parts)
+
+
+def _gauges() -> Iterator[str]:
+    yield "| metric | unit | meaning | in the log line |"
+    yield "|---|---|---|---|"
+    for family in GAUGES:
+        only = f" (only {family.batching.value})" if family.batching else ""
+        yield f"| **`{family.name}`** | | {family.help}{only} | |"
+        for gauge in family.gauges:
+            label = f'`{family.label}="{gauge.value}"`'
+            yield f"| {label} | {gauge.unit or '–'} | {gauge.meaning} | `{gauge.log_key}` |"
+
+
+def _histograms() -> Iterator[str]:
+    yield "| metric | unit | meaning | label |"
+    yield "|---|---|---|---|"
+    for histogram in HISTOGRAMS:
+        yield f"| `{histogram.name}` | {histogram.unit} | {histogram.help} | – |"
+    for lengths in LENGTHS:
+        label = f'`{lengths.label}="{lengths.value}"`'
+        yield f"| `{lengths.name}` | {lengths.unit} | {lengths.help} | {label} |"
+
+
+def _bounds() -> Iterator[str]:
+    nothing = ServiceMetrics().snapshot()
+    by_bounds: dict[tuple[float, ...], list[str]] = {}
+    for histogram in HISTOGRAMS:
+        by_bounds.setdefault(histogram.read(nothing).bounds, []).append(histogram.name)
+    for lengths in LENGTHS:
+        by_bounds.setdefault(lengths.bounds, []).append(lengths.name)
+    for bounds, names in by_bounds.items():
+        numbers = ", ".join(format(bound, ".16g") for bound in bounds)
+        yield f"- {', '.join(f'`{name}`' for name in names)}: {numbers}"
+
+
+def _counters() -> Iterator[str]:
+    yield "| metric | unit | meaning | label |"
+    yield "|---|---|---|---|"
+    for family in COUNTERS:
+        values = ", ".join(family.values)
+        label = f"`{family.label}`: {values}" if family.label else "–"
+        yield f"| `{family.name}` | {family.unit} | {family.help} | {label} |"
+
+
+def main(docs: Path) -> None:
+    """Rewrite the pages in the folder `docs`."""
+    for name, tables in (("tensors.md", tensor_tables()), ("metrics.md", metric_tables())):
+        page = docs / name
+        page.write_text(fill_in(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
