@@ -1,0 +1,242 @@
+"""What all data classes of the Executor API have in common: what is assigned to a field is checked and copied.
+
+TensorRT-LLM's classes were C++ behind bindings: a value of a wrong type was a TypeError where it was assigned, a
+number outside its range a RuntimeError there, an unknown attribute an AttributeError, and an object kept a copy of
+what it was given. `Typed` does the same from the annotations of a dataclass. `Frozen` is for classes whose
+attributes were read-only.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import copy
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, wraps
+from numbers import Real
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from inflight.executor.errors import InvalidValue
+
+_T = TypeVar("_T")
+_C = TypeVar("_C", bound=type)
+
+# Tensors are named in annotations only, so that torch is not imported for them; any object passes as one.
+_NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values of a field that are not None.
+
+    Attributes:
+        text: For errors: "in (0, 1]".
+        contains: Whether a value is one of them.
+    """
+
+    text: str
+    contains: Callable[[Any], bool]
+
+
+POSITIVE = Range(">= 1", lambda value: value >= 1)
+NOT_NEGATIVE = Range(">= 0", lambda value: value >= 0)
+SHARE = Range("in [0, 1]", lambda value: 0.0 <= value <= 1.0)
+POSITIVE_SHARE = Range("in (0, 1]", lambda value: 0.0 < value <= 1.0)
+FRACTION = Range("in (0, 1)", lambda value: 0.0 < value < 1.0)
+
+
+def within(default: _T, values: Range) -> _T:
+    """A field whose values are checked."""
+    return field(default=default, metadata={"range": values})
+
+
+def required(values: Range) -> Any:
+    """A field without a default whose values are checked."""
+    return field(metadata={"range": values})
+
+
+class Typed:
+    """Base of mutable data classes. A subclass is a dataclass whose annotations say what its fields take.
+
+    Lists and objects of the API are copied as they are assigned, so that later changes to what was given change
+    nothing here, and `config.kv_cache_config.max_tokens = 42` changes this object.
+
+    Attributes:
+        accepts_unknown: Whether any other attribute may be set, as the original's `dynamic_attr` allows.
+        read_only: Fields that cannot be assigned again.
+    """
+
+    accepts_unknown: ClassVar[bool] = False
+    read_only: ClassVar[frozenset[str]] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        rule = _rules_of(type(self)).get(name)
+        if rule is not None:
+            if name in self.read_only and name in vars(self):
+                raise AttributeError(f"{type(self).__name__}.{name} is read-only")
+            value = rule(value)
+        elif not self.accepts_unknown and not hasattr(type(self), name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __copy__(self: _T) -> _T:
+        twin = cast("_T", object.__new__(type(self)))
+        for name, value in vars(self).items():
+            setattr(twin, name, value)
+        return twin
+
+
+class Frozen:
+    """Base of data classes that cannot be changed. A subclass is a frozen dataclass."""
+
+    def __post_init__(self) -> None:
+        for name, rule in _rules_of(type(self)).items():
+            object.__setattr__(self, name, rule(getattr(self, name)))
+
+
+def also_called(**names: str) -> Callable[[_C], _C]:
+    """Other names of fields, both as keywords of the constructor and as attributes: `also_called(other="field")`.
+
+    If both names are given, the field's own counts.
+    """
+
+    def add_names(cls: _C) -> _C:
+        construct = cls.__init__
+
+        @wraps(construct)
+        def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+            for other, name in names.items():
+                if other in keywords:
+                    value = keywords.pop(other)
+                    if keywords.get(name) is None:
+                        keywords[name] = value
+            construct(self, *args, **keywords)
+
+        cls.__init__ = __init__
+        for other, name in names.items():
+            setattr(cls, other, _same_as(name))
+        return cls
+
+    return add_names
+
+
+def _same_as(name: str) -> property:
+    return property(
+        lambda self: getattr(self, name),
+        lambda self, value: setattr(self, name, value),
+        doc=f"The same as `{name}`.",
+    )
+
+
+# ---------------------------------------------------------------------- rules
+
+
+_Convert = Callable[[Any], Any]
+
+
+class _Mismatch(Exception):
+    """A value is not of the annotated type."""
+
+
+@cache
+def _rules_of(cls: Any) -> dict[str, _Convert]:
+    """By field: what makes of a value the one that is kept, or raises TypeError or InvalidValue."""
+    annotated = SimpleNamespace(__annotations__={each.name: each.type for each in fields(cls)})
+    hints = get_type_hints(
+        annotated, vars(sys.modules[cls.__module__]), {**vars(cls), **_NAMES_IN_ANNOTATIONS}
+    )
+    return {
+        each.name: _rule(
+            f"{cls.__name__}.{each.name}", hints[each.name], each.type, each.metadata.get("range")
+        )
+        for each in fields(cls)
+    }
+
+
+def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> _Convert:
+    convert = _converter(hint)
+
+    def apply(value: Any) -> Any:
+        try:
+            kept = convert(value)
+        except _Mismatch:
+            raise TypeError(f"{name} must be {annotation}, got {value!r} ({type(value).__name__})") from None
+        if values is not None and kept is not None and not values.contains(kept):
+            raise InvalidValue(f"{name} must be {values.text}, got {value!r}")
+        return kept
+
+    return apply
+
+
+def _converter(hint: Any) -> _Convert:
+    """What makes of a value one of the type that `hint` stands for, copied if it can be changed; or _Mismatch."""
+    if hint is Any:
+        return lambda value: value
+    if hint is int:
+        return _to_int
+    if hint is float:
+        return _to_float
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Union or origin is UnionType:
+        return _to_one_of(
+            [_converter(each) for each in arguments if each is not NoneType], NoneType in arguments
+        )
+    if origin is list:
+        return _to_list(arguments[0])
+    if origin is dict:
+        return lambda value: dict(_of_type(Mapping, value))
+    if origin is collections.abc.Callable:
+        return lambda value: _of_type(collections.abc.Callable, value)
+    return lambda value: copy.copy(value) if isinstance(_of_type(hint, value), Typed) else value
+
+
+def _to_one_of(converters: list[_Convert], takes_none: bool) -> _Convert:
+    def convert(value: Any) -> Any:
+        if value is None and takes_none:
+            return None
+        for one in converters[:-1]:
+            with contextlib.suppress(_Mismatch):
+                return one(value)
+        return converters[-1](value)
+
+    return convert
+
+
+def _to_list(hint: Any) -> _Convert:
+    one = _converter(hint)
+
+    def convert(value: Any) -> list[Any]:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise _Mismatch
+        values = cast("Iterable[Any]", value)
+        return _to_ints(values) if hint is int else [one(each) for each in values]
+
+    return convert
+
+
+def _to_ints(values: Iterable[Any]) -> list[int]:
+    try:
+        return list(map(operator.index, values))  # prompts are long
+    except TypeError:
+        raise _Mismatch from None
+
+
+def _to_int(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _Mismatch from None
+
+
+def _to_float(value: Any) -> float:
+    return float(_of_type(Real, value))
+
+
+def _of_type(wanted: Any, value: Any) -> Any:
+    if not isinstance(value, wanted):
+        raise _Mismatch
+    return value
