@@ -22,6 +22,7 @@ from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, S
 from inflight.decoding.details import beam_candidates, join_details, token_details, with_drawn_log_probs
 from inflight.decoding.drafts import NO_TOKEN, accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.history import History
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.nan_check import check_peaks
 from inflight.decoding.pipeline import pipeline_steps, process
 from inflight.decoding.row_kernels import RowKernels
@@ -85,17 +86,20 @@ class Decoding:
         device: torch.device,
         kernels: RowKernels | None = None,
         normalize_log_probs: bool = False,
+        processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
         Without `kernels`, those of torch. With `normalize_log_probs`, rows that want log probabilities get those
-        of the distribution that their token was drawn from too.
+        of the distribution that their token was drawn from too. `processors` are what requests may name.
         """
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
         self._kernels = kernels or RowKernels()
         self._history = History(num_slots, max_sequence_length, device)
-        self._slots = SlotParameters(num_slots, device, pipeline_steps(self._history, self._kernels))
+        self._slots = SlotParameters(
+            num_slots, device, pipeline_steps(self._history, self._kernels, processors)
+        )
 
     @torch.inference_mode()
     def apply(self, batch: ScheduledBatch) -> None:
