@@ -186,6 +186,31 @@ class Decoding:
         """
         return _plain_output(batch, batch.sampled_slots(), positions, choice.arriving.wait())
 
+    @torch.inference_mode()
+    def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
+        """Call the logits post-processors as `decode` does, at a rank that chooses no tokens; `remember` follows.
+
+        What they make of the logits, and what they raise, counts for nothing: another rank decides.
+        """
+        slots = batch.sampled_slots()
+        if not self._slots.demanding.isdisjoint(slots):
+            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
+            rows.numbers["steps"] &= 1  # the first step is theirs
+            process(rows, self._slots)
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """Take over the tokens that another rank has chosen; those of beams come with their next moves."""
+        first = {slot: self._history.length(slot) for slot in batch.generation_slots}
+        for chunk in batch.context:
+            first[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
+        for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
+            if tokens and self._looks_back(slot):
+                positions = np.arange(len(tokens), dtype=np.int64) + first[slot]
+                self._history.write(
+                    np.full_like(positions, slot), positions, np.array(tokens, dtype=np.int64)
+                )
+
     def _check(self, num_rows: int, logits: Tensor, positions: NDArray[np.int64]) -> None:
         if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):
             raise ValueError(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.core.schedule.batch import ContextDetails, EngineLimits, ScheduledBatch
+from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.transfer import upload
 from inflight.engine.context_outputs import ContextOutputs
-from inflight.engine.engine import ModelEngine, Runner
+from inflight.engine.engine import ModelEngine, Pending, Runner
 from inflight.engine.memory import KvCacheDemand, free_memory, plan_kv_cache
 from inflight.engine.packing import generation_rows, pack
 from inflight.engine.slots import SlotTable
@@ -185,6 +185,27 @@ class TorchEngine(ModelEngine):
         return cls(runner, config.normalize_log_probs, processors)
 
 
+class TorchReplica(TorchEngine):
+    """A TorchEngine at a rank whose tokens another chooses, from the same logits.
+
+    It calls the logits post-processors too, so that what they keep is the same at all ranks with these logits.
+    """
+
+    @torch.inference_mode()
+    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Pending:
+        """As `TorchEngine.forward`."""
+        pending = super().forward(batch, hidden)
+        assert isinstance(pending.result, Tensor), "several ranks sample after the forward pass"
+        self.sampler.post_process(batch, pending.result, pending.positions)
+        return pending
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """As `Runner.remember`."""
+        super().remember(batch, output)
+        self.sampler.remember(batch, output)
+
+
 def load_stage(
     config: EngineConfig,
     mapping: Mapping,
@@ -206,7 +227,11 @@ def load_stage(
         ConfigError: As `TorchEngine.load`.
     """
     runner = _load_runner(config, mapping, collectives, agree, processors.names)
-    return TorchEngine(runner, config.normalize_log_probs, processors) if mapping.is_sampler else runner
+    if mapping.is_sampler:
+        return TorchEngine(runner, config.normalize_log_probs, processors)
+    if mapping.is_last_stage and processors.names and processors.replicate:
+        return TorchReplica(runner, processors=processors)
+    return runner
 
 
 @torch.inference_mode()
