@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
+from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.decoding import LogitsPostProcessors
@@ -66,14 +67,18 @@ def by_post_processor(requests: list[Request], name: str) -> list[Request]:
     ]
 
 
+STATIC = {"policy": CapacitySchedulerPolicy.STATIC_BATCH}
+
+
 @pytest.mark.parametrize("name", ["no-repeats", "batched"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "static"])
 def test_it_does_in_every_way_what_the_control_does(zoo: Zoo, way: str, name: str) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
     engine = load(model.folder, 28, 8, PROCESSORS)
     expected = serve(engine, config_of("no-evict"), requests)
-    served = serve(engine, config_of(way), by_post_processor(requests, name))
+    config = config_of("no-evict", **STATIC) if way == "static" else config_of(way)
+    served = serve(engine, config, by_post_processor(requests, name))
     assert_same(served, expected)
     for request in requests[:5]:
         assert served.tokens(request) == expected.tokens(request)
