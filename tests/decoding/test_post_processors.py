@@ -325,12 +325,18 @@ WRONG = [
 
 @pytest.mark.parametrize(("function", "message"), WRONG)
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4, "presence_penalty": 1.0, "min_p": 0.1}])
-def test_what_goes_wrong_fails_its_row_alone(function: Callable, message: str, sampling: dict) -> None:
+def test_what_goes_wrong_fails_its_row_alone(
+    function: Callable, message: str, sampling: dict, caplog: pytest.LogCaptureFixture
+) -> None:
     logits = some_logits(4)
     rows = [Row(make_request([1])), Row(named("bad", **sampling)), Row(named("good", **sampling)), Row()]
     output = run(logits.clone(), rows, bad=function, good=only(7))
     assert error_of(output, 1) == f"the logits post-processor 'bad' {message}"
     assert list(output.failures) == [1] and output.token_ids[2] == (7,)
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == (
+        [] if "left a logit" in message else ["the logits post-processor 'bad' failed for request 1"]
+    )
     assert [output.token_ids[slot] for slot in (0, 3)] == [(int(logits[row].argmax()),) for row in (0, 3)]
 
 
@@ -359,8 +365,10 @@ def test_every_row_behind_drafts_in_turn() -> None:
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [((3, 4), None), ((3, 5), (3, 4)), ((2, 4), (3,))])
-def test_what_goes_wrong_behind_a_refused_draft_is_no_error(drafts: tuple[int, int], expected: Any) -> None:
-    """A post-processor may well raise for tokens that it has banned."""
+def test_what_goes_wrong_behind_a_refused_draft_is_no_error(
+    drafts: tuple[int, int], expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A post-processor may well raise for tokens that it has banned: nor is that worth a line in the log."""
 
     def process(req_id, logits, ids, stream_ptr, client_id):
         if len(ids[0]) == 5:
@@ -370,6 +378,7 @@ def test_what_goes_wrong_behind_a_refused_draft_is_no_error(drafts: tuple[int, i
 
     output = run(some_logits(3), [Row(named(prompt=[9, 8, 7]), drafts=drafts)], p=process)
     assert output.token_ids == [expected or ()] and bool(output.failures) == (expected is None)
+    assert not caplog.records
 
 
 def test_rows_behind_drafts_are_no_others_business_in_a_batched_call() -> None:

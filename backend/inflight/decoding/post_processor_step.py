@@ -227,7 +227,11 @@ def _failed(
 ) -> dict[int, InflightError]:
     name, request_id = call.asked.name, call.asked.request.request_id
     if is_logged:
-        _log.warning("the logits post-processor %r failed for request %d", name, request_id, exc_info=error)
+        # It may well raise for a draft that it has banned itself.
+        level = logging.DEBUG if call.is_behind_draft else logging.WARNING
+        _log.log(
+            level, "the logits post-processor %r failed for request %d", name, request_id, exc_info=error
+        )
     did = str(error) if isinstance(error, _WrongResult) else f"raised {type(error).__name__}: {error}"
     failure = StepFailed(f"the logits post-processor {name!r} {did}{others}")
     return dict.fromkeys(call.rows, failure)
