@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,13 +35,14 @@ if TYPE_CHECKING:
     )
     from inflight.core.request.request import EngineDescription, Request
     from inflight.core.schedule.batch import EngineLimits
+    from inflight.decoding import LogitsPostProcessors
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
     from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
     from inflight.ranks.mpi import MpiStage
-    from inflight.ranks.rank_context import RankContext
+    from inflight.ranks.rank_context import Agreement, RankContext
 
 __all__ = [
     "UNLOAD_TIMEOUT_S",
@@ -55,6 +59,7 @@ UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
 _DEMO_MODEL = "demo_model"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +144,20 @@ def check_parameters(parameters: Parameters) -> None:
 # ---------------------------------------------------------------------- models
 
 
-def load_model(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
+def load_model(
+    parameters: Parameters,
+    version_dir: str,
+    rank_context: RankContext | None,
+    processors: LogitsPostProcessors | None = None,
+) -> LoadedModel:
     """Load the checkpoint, or the part of it that is this rank's.
 
     Args:
         parameters: What config.pbtxt says.
         version_dir: The Triton model's version folder; the demo model lies in it.
         rank_context: Of this rank among several; None for all of the model.
+        processors: Logits post-processors that requests may name; None for those of the parameter
+            `logits_post_processor_module`.
 
     Raises:
         ConfigError: It cannot be loaded; of several ranks, all raise.
@@ -153,9 +165,28 @@ def load_model(parameters: Parameters, version_dir: str, rank_context: RankConte
     path = parameters.engine.gpt_model_path or str(Path(version_dir) / _DEMO_MODEL)
     config = replace(parameters.engine, gpt_model_path=path)
     _begin_compiling(config, path)
+
+    def find_processors() -> LogitsPostProcessors:
+        return _find_processors(processors, parameters.logits_post_processor_module)
+
     if rank_context is None:
-        return _load_whole(config, path, parameters.gpu_device_ids)
-    return _load_part(config, path, parameters.gpu_device_ids, rank_context)
+        return _load_whole(config, path, parameters.gpu_device_ids, find_processors())
+    return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors)
+
+
+def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
+    from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
+
+    if module is None:
+        return given or NO_POST_PROCESSORS
+    if given is not None:
+        raise ConfigError(
+            f"logits_post_processor_module is {module!r}, but logits post-processors came as values too: expected "
+            "one of the two"
+        )
+    found = load_post_processors(module)
+    _log.info("logits post-processors of %s: %s", module, ", ".join(found.names))
+    return found
 
 
 def _begin_compiling(config: EngineConfig, path: str) -> None:
@@ -173,7 +204,9 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
 
 
-def _load_whole(config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...]) -> LoadedModel:
+def _load_whole(
+    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], processors: LogitsPostProcessors
+) -> LoadedModel:
     from inflight.engine.torch import TorchEngine
 
     if gpu_device_ids:
@@ -183,12 +216,16 @@ def _load_whole(config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...]
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config)
+    engine = TorchEngine.load(config, processors)
     return LoadedModel(engine, path, config.dtype or engine.dtype, engine.eos_token_ids)
 
 
 def _load_part(
-    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], rank_context: RankContext
+    config: EngineConfig,
+    path: str,
+    gpu_device_ids: tuple[int, ...],
+    rank_context: RankContext,
+    find_processors: Callable[[], LogitsPostProcessors],
 ) -> LoadedModel:
     import torch
 
@@ -203,6 +240,9 @@ def _load_part(
         placement = Placement.of(mapping.rank, rank_context.hosts, config.engine_threads)
         device = placement.device(torch.cuda.device_count(), gpu_device_ids)
     with agreement.step():
+        processors = find_processors()
+        _check_same_names(processors.names, agreement)
+    with agreement.step():
         stage_ranks = MpiStage(mapping)
         collectives, release = _connect(rank_context, stage_ranks, torch.device(device))
     with agreement.step():
@@ -212,7 +252,7 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(config, mapping, collectives, agreement.least)
+        stage = load_stage(config, mapping, collectives, agreement.least, processors)
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
     link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
@@ -220,6 +260,15 @@ def _load_part(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
     return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release)
+
+
+def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
+    """Raise ConfigError where another rank has other logits post-processors: it would refuse other requests."""
+    digest = zlib.crc32("\0".join(names).encode())
+    if agreement.least(digest) != digest:
+        raise ConfigError(
+            f"logits_post_processor_module: this rank has {list(names)}, and another rank has other names"
+        )
 
 
 def _connect(
@@ -262,6 +311,7 @@ def build_engine(
     rank_context: RankContext | None = None,
     supervision: Supervision | None = None,
     load: LoadModel = load_model,
+    processors: LogitsPostProcessors | None = None,
 ) -> RunningEngine:
     """Load the model and start serving it; with several ranks, on rank 0.
 
@@ -274,6 +324,8 @@ def build_engine(
             closed in order; where this raises, the caller leaves it.
         supervision: For an engine whose life another process decides about.
         load: What makes the engine.
+        processors: Logits post-processors, with which `load_model` makes the engine, whatever `load` is; the other
+            ranks' are given to `follow`.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
@@ -283,6 +335,7 @@ def build_engine(
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
 
+    load = load if processors is None else partial(load_model, processors=processors)
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
     scheduler = Scheduler(parameters.scheduler, limits)
@@ -406,9 +459,13 @@ def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Calla
 
 
 def follow(
-    parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
+    parameters: Parameters,
+    version_dir: str,
+    rank_context: RankContext,
+    load: LoadModel = load_model,
+    processors: LogitsPostProcessors | None = None,
 ) -> bool:
-    """Run a rank other than 0, from its load to rank 0's end.
+    """Run a rank other than 0, from its load to rank 0's end. `load` and `processors` are as for `build_engine`.
 
     Returns whether that was in order; all ranks have left then.
 
@@ -418,6 +475,7 @@ def follow(
     from inflight.batch_manager.instruments import Instruments, Watchdog
     from inflight.core.scheduler import Scheduler
 
+    load = load if processors is None else partial(load_model, processors=processors)
     model = _load_checked(load, parameters, version_dir, rank_context)
     deaths: list[InflightError] = []
     timeout_ms = parameters.watchdog_timeout_ms

@@ -22,6 +22,7 @@ from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, S
 from inflight.decoding.details import beam_candidates, join_details, token_details, with_drawn_log_probs
 from inflight.decoding.drafts import NO_TOKEN, accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.history import History
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.nan_check import check_peaks
 from inflight.decoding.pipeline import pipeline_steps, process
 from inflight.decoding.row_kernels import RowKernels
@@ -85,17 +86,20 @@ class Decoding:
         device: torch.device,
         kernels: RowKernels | None = None,
         normalize_log_probs: bool = False,
+        processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
         Without `kernels`, those of torch. With `normalize_log_probs`, rows that want log probabilities get those
-        of the distribution that their token was drawn from too.
+        of the distribution that their token was drawn from too. `processors` are what requests may name.
         """
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
         self._kernels = kernels or RowKernels()
         self._history = History(num_slots, max_sequence_length, device)
-        self._slots = SlotParameters(num_slots, device, pipeline_steps(self._history, self._kernels))
+        self._slots = SlotParameters(
+            num_slots, device, pipeline_steps(self._history, self._kernels, processors)
+        )
 
     @torch.inference_mode()
     def apply(self, batch: ScheduledBatch) -> None:
@@ -168,7 +172,8 @@ class Decoding:
         fed = tokens
         if not self._slots.demanding.isdisjoint(slots):
             rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
-            process(rows, self._slots)
+            failures = process(rows, self._slots)
+            assert not failures, f"rows that may fail need the host: {failures}"
             tokens = self._choose(rows, np.arange(len(rows.slots)), may_guess=False)[0]
             fed = tokens.clamp(min=0)
         return Choice(fed, Arriving.send(tokens, highest))
@@ -181,6 +186,31 @@ class Decoding:
         """
         return _plain_output(batch, batch.sampled_slots(), positions, choice.arriving.wait())
 
+    @torch.inference_mode()
+    def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
+        """Call the logits post-processors as `decode` does, at a rank that chooses no tokens; `remember` follows.
+
+        What they make of the logits, and what they raise, counts for nothing: another rank decides.
+        """
+        slots = batch.sampled_slots()
+        if not self._slots.demanding.isdisjoint(slots):
+            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
+            rows.numbers["steps"] &= 1  # the first step is theirs
+            process(rows, self._slots)
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """Take over the tokens that another rank has chosen; those of beams come with their next moves."""
+        first = {slot: self._history.length(slot) for slot in batch.generation_slots}
+        for chunk in batch.context:
+            first[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
+        for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
+            if tokens and self._looks_back(slot):
+                positions = np.arange(len(tokens), dtype=np.int64) + first[slot]
+                self._history.write(
+                    np.full_like(positions, slot), positions, np.array(tokens, dtype=np.int64)
+                )
+
     def _check(self, num_rows: int, logits: Tensor, positions: NDArray[np.int64]) -> None:
         if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):
             raise ValueError(
@@ -190,7 +220,7 @@ class Decoding:
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
         raw = RawLogits(rows)
-        process(rows, self._slots)
+        failed = process(rows, self._slots)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
         chosen, highest = self._choose_on_host(rows, np.flatnonzero(emitted), peaks)
@@ -198,12 +228,17 @@ class Decoding:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
         check_peaks(highest[used], rows.slots[used], rows.positions[used])
+        was_used = (row for row in sorted(failed, reverse=True) if emitted[row] or ranked[row])
+        failures = {int(rows.slots[row]): failed[row] for row in was_used}  # of several rows the first
         emitted &= chosen != NO_TOKEN
+        if failures:
+            emitted &= ~np.isin(rows.slots, list(failures))
         output = ModelOutput(
             batch.iteration,
             _tokens(layout, chosen, emitted),
             self._beams(batch, rows, raw),
             self._details(rows, raw, chosen, emitted),
+            failures=failures,
         )
         raw.restore()
         self._remember(rows, chosen, emitted)

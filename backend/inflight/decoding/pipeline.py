@@ -1,6 +1,7 @@
 """The one way from a model's logits to a token, vectorised over the rows of a batch that mixes requests.
 
-First the steps of `pipeline_steps` change a row's logits, in this order: allowed tokens, biases, penalties, bans.
+First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, allowed tokens,
+biases, penalties, bans. What one of them bans, no later one allows again.
 Then a greedy row takes the highest logit. A sampling row divides by the temperature, keeps the top_k highest; of
 those the smallest set of the likeliest whose share reaches top_p (after decay); of those the ones that are not too
 unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the tokens that are left in ascending
@@ -33,18 +34,24 @@ from torch import Tensor
 
 from inflight.core.request.request import Request
 from inflight.decoding.history import History, repeated
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
+from inflight.decoding.post_processor_step import PostProcessorStep
 from inflight.decoding.row_kernels import RowKernels, bounded
-from inflight.decoding.rows import Rows, SlotParameters, Step, host_tensor
+from inflight.decoding.rows import Failures, Rows, SlotParameters, Step, host_tensor
 from inflight.decoding.transfer import as_array, upload
+from inflight.errors import InflightError
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 Ids = NDArray[np.int64]
 
 
-def pipeline_steps(history: History, kernels: RowKernels) -> tuple[Step, ...]:
+def pipeline_steps(
+    history: History, kernels: RowKernels, processors: LogitsPostProcessors = NO_POST_PROCESSORS
+) -> tuple[Step, ...]:
     """The steps in order, reading the tokens so far in `history`."""
     return (
+        PostProcessorStep(processors, history).step,
         Step(_allowed_token_ids, _ban_others),
         Step(_embedding_bias, _add_embedding_bias),
         Step(_logit_bias, _add_logit_bias),
@@ -55,14 +62,26 @@ def pipeline_steps(history: History, kernels: RowKernels) -> tuple[Step, ...]:
     )
 
 
-def process(rows: Rows, slots: SlotParameters) -> None:
-    """Change the logits by all steps that their rows use, in place."""
+def process(rows: Rows, slots: SlotParameters) -> Failures:
+    """Change the logits by all steps that their rows use, in place; returns the rows that have failed.
+
+    No later step works on a row that has failed. Its logits are 0, from which any token can be chosen.
+    """
     used = rows.numbers["steps"]
     used_by_any = int(np.bitwise_or.reduce(used))
+    failures: dict[int, InflightError] = {}
     for index, step in enumerate(slots.steps):
         if used_by_any >> index & 1:
             indices = np.flatnonzero(used >> index & 1)
-            step.apply(rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices].tolist()])
+            if failures:
+                indices = np.setdiff1d(indices, list(failures))
+            failed = step.apply(
+                rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices].tolist()]
+            )
+            if failed:
+                failures.update(failed)
+                rows.logits.index_fill_(0, rows.upload(_ids(list(failed))), 0.0)
+    return failures
 
 
 # ------------------------------------------------------------------------------ allowed tokens

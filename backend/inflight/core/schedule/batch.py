@@ -25,6 +25,10 @@ A batch fails when `forward` or `decode` raises, for whatever reason and however
   the slot held before;
 - a batch that was made before the failure was known and carries on in a void slot fails too; or, if it had been
   forwarded by then, comes back with tokens of those slots that count for nothing.
+
+A row fails alone when it is known to be the row at fault, as where the code of a single request raises that takes
+part in choosing its token. `ModelOutput.failures` says so, and the batch has not failed: every other row has its
+tokens, and the scheduler ends the request of the failed row and releases its slots.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ModelLimits, Request
 from inflight.core.request.response import TopLogProbs
+from inflight.errors import InflightError
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +216,15 @@ class ModelOutput:
     Attributes:
         iteration: Number of the batch's iteration.
         token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one; with d drafts 1 to d + 1, all
-            but the last of which are accepted drafts; () where what the request asks for bans every token, and
-            for rows of beam searches.
-        beams: Per group of `ScheduledBatch.beam_groups`, the best continuations.
+            but the last of which are accepted drafts; () where what the request asks for bans every token, where
+            the row has failed, and for rows of beam searches.
+        beams: Per group of `ScheduledBatch.beam_groups`, the best continuations; of a group with a failed row,
+            anything.
         details: Details of new tokens, by slot, for rows whose request asks for log probs or logits; not for
             beams.
         context: Context outputs, by slot, for chunks that want them.
+        failures: Why rows have failed alone, by sampled slot: their requests end with these errors. A beam search
+            ends where any of its rows has failed.
     """
 
     iteration: int
@@ -224,6 +232,7 @@ class ModelOutput:
     beams: list[BeamCandidates] = field(default_factory=list[BeamCandidates])
     details: dict[int, TokenDetails] = field(default_factory=dict[int, TokenDetails])
     context: dict[int, ContextDetails] = field(default_factory=dict[int, ContextDetails])
+    failures: dict[int, InflightError] = field(default_factory=dict[int, InflightError])
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +249,7 @@ class EngineLimits:
         overlaps_iterations: Whether the next batch of the same sequences may be forwarded before one is decoded,
             if that one samples on the device. For a device that computes while the host does other things.
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
+        logits_post_processors: Names of the functions that may change a request's logits; the same on all ranks.
     """
 
     vocab_size: int
@@ -250,6 +260,7 @@ class EngineLimits:
     num_micro_batches: int = 1
     overlaps_iterations: bool = False
     takes_all_processors: bool = False
+    logits_post_processors: tuple[str, ...] = ()
 
     def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
         """How many batches, from the oldest on, have to be decoded before another one is made.
@@ -277,4 +288,5 @@ class EngineLimits:
             # Chunked, a draft and the last chunk fit beside a token for every other running request.
             max_draft_length=config.max_num_tokens - (slots - 1 + self.tokens_per_block if chunked else 1),
             max_context_tokens=1 << 62 if chunked else config.max_num_tokens,
+            logits_post_processors=self.logits_post_processors,
         )
