@@ -4,8 +4,9 @@ This module owns the message types and their encoding. The engine's side speaks 
 side names requests by ids of its own, which mean nothing outside of its connection. Errors cross as code and
 message.
 
-Logits and additional outputs are no part of a message: they follow their Answer as raw bytes, whose number is known from their shapes, so
-that gigabytes are copied no more often than a socket does. Pure but for the functions that read.
+Logits and additional outputs are no part of a message: they follow their Answer as raw bytes, whose number is
+known from their shapes, so that gigabytes are copied no more often than a socket does. Pure but for the functions
+that read.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from itertools import islice
 from inflight.core.request.response import Response, merge_responses
 
 MAX_JOINED_LOGITS_BYTES = 8 << 20
-"""Responses with more generation_logits and additional outputs than this together are not joined: else a stream that falls behind would
-need as much room on its way as the whole answer."""
+"""Responses with more generation_logits and additional outputs than this together are not joined: else a stream
+that falls behind would need as much room on its way as the whole answer."""
 
 _Key = tuple[int, int]  # request id, sequence index
 
