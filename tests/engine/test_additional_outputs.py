@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,17 @@ from inflight.additional_outputs import AdditionalModelOutput, parse_outputs
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.additional_outputs import HiddenStates, offer
 from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.collectives import ALONE
+from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.errors import ConfigError, InvalidArgument
 from tests.engine.kernels import by_default_and
+from tests.engine.paging import load_paged
 from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
-from tests.models.zoo import Zoo, ZooModel
+from tests.engine.tape import Tape
+from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
 CASES = ["llama-gqa", "qwen2", "gpt2"]
 every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(CASES, CASES))
@@ -115,10 +123,11 @@ def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, 
     engine = load_offering(model, kernels)
     rows_alone = [AdditionalModelOutput(each.name) for each in OUTPUTS]
     prompt = model.prompt(60)
-    requests = [
-        Request(number, prompt, NUM_TOKENS, output=OutputConfig(additional_outputs=tuple(outputs), return_perf_metrics=True))
-        for number, outputs in enumerate([(), rows_alone, OUTPUTS])
-    ]  # fmt: skip
+    wanted = [
+        OutputConfig(return_perf_metrics=True, additional_outputs=tuple(outputs))
+        for outputs in ((), rows_alone, OUTPUTS)
+    ]
+    requests = [Request(number, prompt, NUM_TOKENS, output=output) for number, output in enumerate(wanted)]
     served = serve(engine, config_of("no-evict"), requests, per_iteration=1)
     reused = [served.result(request).perf_metrics.num_reused_blocks for request in requests]
     assert reused[0] == 0 and reused[1] > 0 and reused[2] == 0
@@ -215,17 +224,61 @@ def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling,
         request.validate(engine.limits.model_limits(config))
 
 
-def test_nobody_else_pays(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a request that wants them, hidden states are neither kept nor normalized."""
-    engine = load_offering(zoo["llama-gqa"])
-    decoder = type(engine.runner.decoder)
-    calls = []
-    normalize = decoder.normalize
-    monkeypatch.setattr(decoder, "normalize", lambda *args: calls.append(1) or normalize(*args))
-    forward = decoder.forward
-    monkeypatch.setattr(decoder, "forward", lambda *args: calls.append(args[-1]) or forward(*args))
-    monkeypatch.setattr(engine.runner.decoder, "_first_layer", 0)
+@pytest.mark.parametrize("kernels", [None, "torch"])
+def test_nobody_else_pays(zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a request that wants them, hidden states are neither kept nor normalized once more."""
     model = zoo["llama-gqa"]
-    logits = OutputConfig(return_generation_logits=True)
+    engine = load_offering(model, kernels)
+    kept = []
+    monkeypatch.setattr(HiddenStates, "keep", lambda states, *_: kept.append(states.wanted))
+    monkeypatch.setattr(engine.runner.decoder, "normalize", lambda hidden: pytest.fail("nobody asked"))
+    logits = OutputConfig(return_generation_logits=True, return_context_logits=True)
     serve(engine, config_of("no-evict"), [Request(1, model.prompt(20), 5, output=logits)])
-    assert not any(call == 1 for call in calls)
+    assert set(kept) <= {frozenset()}
+
+
+def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers are stood in for by an addition, so that this runs on every machine."""
+    decoder = object.__new__(NativeDecoder)
+    vars(decoder).update(
+        _layers=[None] * 4,
+        _first_layer=2,
+        _collectives=ALONE,
+        _handle=None,
+        _library=SimpleNamespace(plan=lambda *_: True),
+    )
+    calls = []
+
+    def run(batch: object, x: torch.Tensor, first: int, last: int) -> None:
+        calls.append((first, last))
+        x += last - first
+
+    monkeypatch.setattr(decoder, "_begin", lambda *_: (None, torch.full((3, 2), 2.0)), raising=False)
+    monkeypatch.setattr(decoder, "_run", run, raising=False)
+    nothing: Any = None
+    for wanted, expected_calls in (([], [(0, 4)]), ([2, 3, 5], [(0, 1), (1, 3), (3, 4)])):
+        calls.clear()
+        between = HiddenStates(frozenset(wanted))
+        assert decoder.forward(nothing, nothing, nothing, None, between).tolist() == [[6.0, 6.0]] * 3
+        assert calls == expected_calls
+        assert {number: hidden[0, 0].item() for number, hidden in between.found.items()} == {
+            number: number for number in wanted
+        }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "is_replayed"),
+    [("last_hidden_state, top_5_logits", True), ("last_hidden_state, hidden_states_1", False)],
+)
+def test_recorded_batches_give_what_lies_behind_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
+    """Where inner layers are wanted, an iteration is not replayed."""
+    model, tape, wanted = zoo["llama-gqa"], Tape(), parse_outputs(outputs)
+    engine = load_paged(model.folder, 60, capture=tape)
+    engine.limits = replace(engine.limits, additional_outputs=offer(wanted, 3, 64, VOCAB_SIZE))
+    requests = [request_of(model, 1, 27, wanted), request_of(model, 2, 14, wanted[:1])]
+    alone = [requests[0]] if not is_replayed else requests
+    served = serve(engine, config_of("no-evict"), alone)
+    assert bool(tape.replayed) == is_replayed
+    for request in alone:
+        tokens = served.tokens(request)
+        assert_outputs(model, request, served.result(request), tokens, request.output.additional_outputs)

@@ -95,7 +95,7 @@ class TorchRunner(Runner):
         self.cache = cache
         self._max_num_tokens = max_num_tokens
         self._graphs = None
-        if capture is not None and isinstance(decoder, Decoder):
+        if capture is not None and debug_tensors is None and isinstance(decoder, Decoder):
             self._graphs = _record(decoder, slots, cache, capture)
         self.recorded_sizes = () if self._graphs is None else self._graphs.sizes
         self._is_last_stage, self._is_sampler = mapping.is_last_stage, mapping.is_sampler

@@ -28,6 +28,7 @@ from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import (
     ModelArgs,
     TritonModelControl,
+    complete_outputs,
     has_explicit_control,
     import_pb_utils,
     log_to_triton,
@@ -59,6 +60,8 @@ class _Engine(Protocol):
 
 class TritonPythonModel:
     """Serves token ids and text, with several responses to a request."""
+
+    auto_complete_config = staticmethod(complete_outputs)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
