@@ -20,6 +20,7 @@ from .clients import TRAFFIC
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 DEMO_MODEL = REPOSITORY / "tensorrt_llm" / "1" / "demo_model"
 FAKE_VOCABULARY = 1000
+ADDITIONAL_OUTPUTS = "last_hidden_state:context, hidden_states_1:context, top_3_logits, top_3_logit_ids"
 NARROW_STEP_MS, NARROW_QUEUE = 5, 4
 
 
@@ -62,7 +63,11 @@ def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
 @pytest.fixture(scope="session")
 def exact_server(elsewhere: Path) -> Iterator[TritonServer]:
     """The demo model in float32, in which its tokens can be compared with those of transformers."""
-    settings = {"max_tokens_in_paged_kv_cache": "16384", "stats_check_period_ms": "1000"}
+    settings = {
+        "max_tokens_in_paged_kv_cache": "16384",
+        "stats_check_period_ms": "1000",
+        "additional_model_outputs": ADDITIONAL_OUTPUTS,
+    }
     with serve(dtype="float32", settings=settings) as server:
         yield server
 

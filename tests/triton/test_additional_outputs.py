@@ -15,6 +15,7 @@ from inflight.core.request.response import AdditionalOutput
 from inflight.core.request.stop import FinishReason
 from inflight.errors import ConfigError
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.serving.response_size import ResponseBudget
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import ModelArgs, complete_outputs, read_model_args
 from inflight.triton.models.engine import TritonPythonModel
@@ -129,6 +130,17 @@ def test_what_the_engine_does_not_have_is_refused() -> None:
     (sent,) = stage.take(frozenset({"generation_top_3_logits"})).wait_final()
     assert "this engine has no output 'top_3_logits'" in error_of(sent)[1]
     stage.front_end.close()
+
+
+def test_an_answer_that_would_not_fit_is_refused_before_anything_is_computed(stage: Stage) -> None:
+    wide = (OfferedOutput("last_hidden_state", True, 1 << 20), OFFERED[1])
+    stage.client.description = make_description(limits=make_limits(additional_outputs=wide))
+    stage.front_end._budget = ResponseBudget(lambda: (16 << 20, 16 << 20))
+    (sent,) = stage.take(frozenset(NAMES[:2])).wait_final()
+    code, message = error_of(sent)
+    assert code == TritonError.INVALID_ARG
+    assert "context_last_hidden_state 12.0 MiB, generation_last_hidden_state 16.0 MiB" in message
+    assert not stage.client.submitted
 
 
 def test_each_response_has_the_new_rows_and_the_first_the_prompts(stage: Stage) -> None:
