@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS
+from inflight.build import build_engine
+from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, EngineConfig, Parameters
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.debug_tensors import DebugTensors
@@ -134,3 +136,27 @@ def test_nothing_is_recorded_that_is_to_be_written_down(zoo: Zoo, tmp_path: Path
     serve(TorchEngine(runner), config_of("no-evict"), [Request(1, model.prompt(6), 4)])
     assert not tape.replayed
     assert len(kept.latest()) == 4
+
+
+def test_a_program_that_holds_the_engine_reads_them(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo["gpt2"]
+    config = EngineConfig(
+        str(model.folder),
+        max_num_sequences=2,
+        device="cpu",
+        max_tokens_in_paged_kv_cache=256,
+        debug_tensor_names=("sequence_length",),
+        debug_tensors_max_iterations=8,
+    )
+    engine = build_engine(Parameters(engine=config), "", str(tmp_path / "socket"))
+    done = threading.Event()
+    try:
+        engine.client.submit(
+            Request(0, model.prompt(5), 3), lambda response: done.set() if response.is_final else None
+        )
+        assert done.wait(60)
+        kept = engine.latest_debug_tensors()
+        assert [each.debug_tensors["sequence_length"].tolist() for each in kept] == [[5], [6], [7]]
+        assert engine.latest_debug_tensors() == []
+    finally:
+        engine.close()

@@ -386,6 +386,20 @@ OUTPUTS = TensorTable(
 )
 
 
+ADDITIONAL_OUTPUTS = (
+    _asked(
+        f"{CONTEXT}<name>",
+        "FP32",
+        (-1, -1),
+        InStream.FIRST,
+        "[prompt tokens, width] of an additional output (additional-outputs.md)",
+        "additional_outputs",
+    ),
+    _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
+)
+"""Rows for the documentation: which outputs of this kind there are, the parameter additional_model_outputs says."""
+
+
 def is_additional(name: str) -> bool:
     """Whether an output that is in no table is one that the parameter additional_model_outputs adds."""
     return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
