@@ -397,7 +397,7 @@ ADDITIONAL_OUTPUTS = (
     ),
     _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
 )
-"""Rows for the documentation: which outputs of this kind there are, the parameter additional_model_outputs says."""
+"""Rows for the documentation: which outputs of the kind there are, the parameter additional_model_outputs says."""
 
 
 def is_additional(name: str) -> bool:
