@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from inflight.additional_outputs import AdditionalModelOutput
 from inflight.config import (
     PARAMETERS,
     CapacitySchedulerPolicy,
@@ -96,6 +97,12 @@ GOOD = [
     ("stream_interval", "4", 4),
     ("repeat_log_probs", "false", False),
     ("max_repeated_logits_bytes", "0", 0),
+    ("additional_model_outputs", "top_2_logits", (AdditionalModelOutput("top_2_logits"),)),
+    ("debug_input_tensors", "true", True),
+    ("debug_output_tensors", "1", True),
+    ("debug_tensor_names", "logits, positions", ("logits", "positions")),
+    ("debug_tensors_max_iterations", "3", 3),
+    ("debug_tensors_dir", "/tmp/x", "/tmp/x"),
     ("stats_check_period_ms", "1000", 1000),
     ("iter_stats_max_iterations", "0", 0),
     ("request_stats_max_iterations", "10", 10),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
+    from inflight.engine.debug_tensors import DebugTensors, DebugTensorsPerIteration
     from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
     from inflight.ranks.mpi import MpiStage
@@ -72,6 +73,7 @@ class LoadedModel:
         dtype: Of the weights.
         eos_token_ids: Ids that end a sequence, by the checkpoint.
         release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
+        debug_tensors: The engine's, if it writes any down; of several ranks this one's.
     """
 
     engine: Engine
@@ -79,6 +81,7 @@ class LoadedModel:
     dtype: str
     eos_token_ids: tuple[int, ...]
     release: Callable[[], None] = lambda: None
+    debug_tensors: DebugTensors | None = None
 
 
 LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
@@ -98,7 +101,15 @@ class RunningEngine:
     _manager: GptManager
     _endpoint: EndpointServer
     _release: Callable[[], None]
+    _debug_tensors: DebugTensors | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
+
+    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        """The debug tensors of the last iterations since the last call, oldest first. Any thread.
+
+        At most debug_tensors_max_iterations of them, none without that parameter; of several ranks this one's.
+        """
+        return [] if self._debug_tensors is None else self._debug_tensors.latest()
 
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
         """Take no more requests, finish or end those in flight, end every thread, free the device. Idempotent.
@@ -217,7 +228,13 @@ def _load_whole(
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
     engine = TorchEngine.load(config, processors)
-    return LoadedModel(engine, path, config.dtype or engine.dtype, engine.eos_token_ids)
+    return LoadedModel(
+        engine,
+        path,
+        config.dtype or engine.dtype,
+        engine.eos_token_ids,
+        debug_tensors=engine.runner.debug_tensors,
+    )
 
 
 def _load_part(
@@ -229,7 +246,7 @@ def _load_part(
 ) -> LoadedModel:
     import torch
 
-    from inflight.engine.torch import load_stage
+    from inflight.engine.torch import TorchEngine, load_stage
     from inflight.engine.torch.collectives import make_stage_link
     from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
     from inflight.ranks.rank_engine import RankEngine
@@ -259,7 +276,10 @@ def _load_part(
     engine = RankEngine(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
-    return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release)
+    runner = stage.runner if isinstance(stage, TorchEngine) else stage
+    return LoadedModel(
+        engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release, runner.debug_tensors
+    )
 
 
 def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
@@ -366,7 +386,7 @@ def build_engine(
         if manager.shutdown(_LOOP_END_S):
             release()
         raise
-    running = RunningEngine(client, manager, endpoint, release)
+    running = RunningEngine(client, manager, endpoint, release, model.debug_tensors)
     return running
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from inflight.additional_outputs import NAMES as OUTPUT_NAMES
+from inflight.additional_outputs import AdditionalModelOutput, are_distinct, parse_outputs
 from inflight.errors import ConfigError
 from inflight.parameter_spec import (
     BOOLEAN,
@@ -59,10 +61,24 @@ __all__ = [
 INT8 = "int8"
 """The data type of which only weights of linear layers are; the rest is bfloat16."""
 
+DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
+DEBUG_OUTPUTS = ("logits",)
+"""The tensors of an iteration that can be written down."""
+
 _FRONT_END = frozenset({Role.FRONT_END})
 _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
+_OUTPUTS = Kind(
+    f"different ones of {OUTPUT_NAMES} with commas between, each with :context behind it for prompts too",
+    parse_outputs,
+    lambda value: all(isinstance(each, AdditionalModelOutput) for each in value) and are_distinct(value),
+)
+_DEBUG_TENSORS = Kind(
+    f"some of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)} with commas between",
+    NAMES.convert,
+    lambda value: set(value) <= {*DEBUG_INPUTS, *DEBUG_OUTPUTS},
+)
 
 
 # ---------------------------------------------------------------------- parameters
@@ -232,6 +248,34 @@ class EngineConfig:
         "threads of a rank's forward pass; its share of the cores without one",
         behind="engine_endpoint",
     )
+    additional_model_outputs: tuple[AdditionalModelOutput, ...] = parameter(
+        (),
+        _OUTPUTS,
+        "tensors of the model that requests may have as context_<name> and generation_<name>",
+        _MODELS,
+        behind="max_repeated_logits_bytes",
+    )
+    debug_input_tensors: bool = parameter(
+        False,
+        BOOLEAN,
+        f"write {', '.join(DEBUG_INPUTS)} of every iteration down",
+        behind="watchdog_timeout_ms",
+    )
+    debug_output_tensors: bool = parameter(
+        False, BOOLEAN, f"the same of {', '.join(DEBUG_OUTPUTS)}", behind="debug_input_tensors"
+    )
+    debug_tensor_names: tuple[str, ...] = parameter(
+        (), _DEBUG_TENSORS, "the same of these", behind="debug_output_tensors"
+    )
+    debug_tensors_max_iterations: int = parameter(
+        0,
+        integer(0),
+        "iterations whose tensors are kept in memory for programs that hold the engine; 0: files instead",
+        behind="debug_tensor_names",
+    )
+    debug_tensors_dir: str = parameter(
+        "/tmp/tllm_debug", TEXT, "folder of these files", behind="debug_tensors_max_iterations"
+    )
     max_num_sequences: int = 8
     max_num_tokens: int = 8192
     device: str | None = None
@@ -241,11 +285,18 @@ class EngineConfig:
         """Raise ConfigError naming parameter, value and what was expected."""
         for name, spec in declared_rows(EngineConfig).items():
             value = getattr(self, name)
-            if value is not None and not spec.kind.accepts(value):
+            if value is not None and not _accepts(spec.kind, value):
                 raise ConfigError(f"{name} is {value!r}, expected {spec.kind.expected}")
         for name in ("max_num_sequences", "max_num_tokens", "ranks_on_host"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
+
+
+def _accepts(kind: Kind, value: Any) -> bool:
+    try:
+        return kind.accepts(value)
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

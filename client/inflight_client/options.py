@@ -132,9 +132,12 @@ _OPTIONS = {
 }
 _WORDS = ("stop_words", "bad_words")
 _OTHER_NAMES = {"len_penalty": "length_penalty", "min_tokens": "min_length"}
+_ADDITIONAL = "additional_outputs"
+CONTEXT_OUTPUT, GENERATION_OUTPUT = "context_", "generation_"
+"""What the names of additional outputs begin with."""
 _RETENTION = "retention_token_ranges"
 _LOGIT_BIAS = "logit_bias"
-NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS)
+NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class Options:
         outputs: The outputs that they ask for.
         only_ids: Keywords for which a text model has no tensor.
         has_beams: Whether it is a beam search.
+        additional_outputs: Which of the outputs are no others but the server's parameter adds.
     """
 
     text: Tensors
@@ -154,6 +158,7 @@ class Options:
     outputs: tuple[str, ...]
     only_ids: tuple[str, ...]
     has_beams: bool
+    additional_outputs: tuple[str, ...] = ()
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -166,12 +171,16 @@ def read_options(given: Mapping[str, Any]) -> Options:
     text: Tensors = {}
     ids: Tensors = {}
     outputs: list[str] = []
+    additional: tuple[str, ...] = ()
     only_ids: list[str] = []
     for keyword, value in given.items():
         name = _OTHER_NAMES.get(keyword, keyword)
         if name not in NAMES:
             raise TypeError(f"unknown option {keyword!r}; there are {', '.join(NAMES)}")
         if value is None:
+            continue
+        if name == _ADDITIONAL:
+            additional = _additional_names(value)
             continue
         for text_name, ids_name, array in _tensors_of(name, value):
             ids[ids_name] = array
@@ -184,7 +193,18 @@ def read_options(given: Mapping[str, Any]) -> Options:
     beam_width = _first(ids, "beam_width", 1)
     if beam_width <= 1 and _first(ids, "num_return_sequences", 1) > 1:
         outputs.append("sequence_index")
-    return Options(text, ids, tuple(outputs), tuple(only_ids), beam_width > 1)
+    outputs += additional
+    return Options(text, ids, tuple(outputs), tuple(only_ids), beam_width > 1, additional)
+
+
+def _additional_names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    for name in names:
+        if not isinstance(name, str) or not name.startswith((CONTEXT_OUTPUT, GENERATION_OUTPUT)):
+            raise ValueError(
+                f"{_ADDITIONAL} must be names of outputs, context_<name> or generation_<name>, got {name!r}"
+            )
+    return names
 
 
 def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.ndarray:

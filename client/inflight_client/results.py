@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,6 +64,8 @@ class Sequence:
         top_log_probs: Per generated token, the likeliest ones.
         generation_logits: [tokens, vocab_size] float32, what each token was chosen from.
         perf_metrics: Times, KV blocks and draft tokens.
+        additional_outputs: By the name of the output, `generation_<name>`, [tokens, width] float32: a row of the
+            position that each token was chosen from.
     """
 
     text: str = ""
@@ -74,6 +76,9 @@ class Sequence:
     top_log_probs: tuple[tuple[TopLogProb, ...], ...] = ()
     generation_logits: np.ndarray | None = field(default=None, compare=False, repr=False)
     perf_metrics: PerfMetrics | None = None
+    additional_outputs: Mapping[str, np.ndarray] = field(
+        default_factory=dict[str, np.ndarray], compare=False, repr=False
+    )
 
 
 class _FirstSequence:
@@ -122,6 +127,11 @@ class _FirstSequence:
         return self._first.perf_metrics
 
     @property
+    def additional_outputs(self) -> Mapping[str, np.ndarray]:
+        """See Sequence."""
+        return self._first.additional_outputs
+
+    @property
     def _first(self) -> Sequence:
         return self.sequences[0] if self.sequences else Sequence()
 
@@ -140,6 +150,8 @@ class Delta(_FirstSequence):
         prompt_log_probs: Log probability of each prompt token, the first 0.
         context_logits: [prompt tokens, vocab_size] float32. Like prompt_log_probs in every delta of a sequence,
             or, if it is large, in the first alone.
+        context_outputs: By the name of the output, `context_<name>`, [prompt tokens, width] float32; in a
+            sequence's first delta alone.
     """
 
     sequences: tuple[Sequence, ...] = ()
@@ -147,6 +159,9 @@ class Delta(_FirstSequence):
     is_cumulative: bool = False
     prompt_log_probs: tuple[float, ...] = ()
     context_logits: np.ndarray | None = field(default=None, compare=False, repr=False)
+    context_outputs: Mapping[str, np.ndarray] = field(
+        default_factory=dict[str, np.ndarray], compare=False, repr=False
+    )
 
 
 @dataclass(frozen=True)
@@ -157,11 +172,15 @@ class Completion(_FirstSequence):
         sequences: One, or num_return_sequences of them in order, or the beams, best first.
         prompt_log_probs: Log probability of each prompt token, the first 0.
         context_logits: [prompt tokens, vocab_size] float32.
+        context_outputs: See Delta.
     """
 
     sequences: tuple[Sequence, ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
     context_logits: np.ndarray | None = field(default=None, compare=False, repr=False)
+    context_outputs: Mapping[str, np.ndarray] = field(
+        default_factory=dict[str, np.ndarray], compare=False, repr=False
+    )
 
 
 def completion(deltas: Iterable[Delta]) -> Completion:
@@ -175,6 +194,7 @@ def completion(deltas: Iterable[Delta]) -> Completion:
         sequences=tuple(sequence for group in groups for sequence in _sequences(group)),
         prompt_log_probs=next((delta.prompt_log_probs for delta in everything if delta.prompt_log_probs), ()),
         context_logits=next((d.context_logits for d in everything if d.context_logits is not None), None),
+        context_outputs=next((delta.context_outputs for delta in everything if delta.context_outputs), {}),
     )
 
 
@@ -194,5 +214,9 @@ def _sequences(deltas: list[Delta]) -> tuple[Sequence, ...]:
         top_log_probs=tuple(top for part in parts for top in part.top_log_probs),
         generation_logits=np.concatenate(logits) if logits else None,
         perf_metrics=parts[-1].perf_metrics,
+        additional_outputs={
+            name: np.concatenate([part.additional_outputs[name] for part in parts])
+            for name in parts[0].additional_outputs
+        },
     )
     return (joined,)

@@ -17,7 +17,14 @@ from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_client import results
-from inflight_client.options import PERF_OUTPUTS, Options, as_tensor, read_options
+from inflight_client.options import (
+    CONTEXT_OUTPUT,
+    GENERATION_OUTPUT,
+    PERF_OUTPUTS,
+    Options,
+    as_tensor,
+    read_options,
+)
 from inflight_client.results import Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
@@ -40,6 +47,7 @@ class Call:
         inputs: Its tensors.
         outputs: What is to come back.
         is_cumulative: Whether each response says everything anew.
+        additional_outputs: Which of the outputs the server's parameter additional_model_outputs adds.
     """
 
     model: str
@@ -47,6 +55,7 @@ class Call:
     inputs: list[InferInput]
     outputs: list[InferRequestedOutput]
     is_cumulative: bool = False
+    additional_outputs: tuple[str, ...] = ()
 
 
 def generate_call(
@@ -90,6 +99,7 @@ def generate_call(
         [_input(name, array) for name, array in tensors.items()],
         [InferRequestedOutput(name) for name in outputs],
         is_cumulative=streaming and read.has_beams,
+        additional_outputs=read.additional_outputs,
     )
 
 
@@ -113,7 +123,7 @@ def read_state(result: InferResult) -> dict[str, Any] | None:
 
 def read_delta(result: InferResult, call: Call) -> Delta | None:
     """Read a response; None if it carries nothing but the final flag."""
-    outputs = _Outputs(result)
+    outputs = _Outputs(result, call.additional_outputs)
     reasons = outputs.rows("finish_reason")
     if reasons is None:
         return None
@@ -124,6 +134,7 @@ def read_delta(result: InferResult, call: Call) -> Delta | None:
         is_cumulative=call.is_cumulative,
         prompt_log_probs=() if prompt_log_probs is None else tuple(prompt_log_probs.tolist()),
         context_logits=outputs.rows("context_logits"),
+        context_outputs=outputs.additional(CONTEXT_OUTPUT),
     )
 
 
@@ -135,8 +146,9 @@ def is_final(result: InferResult) -> bool:
 class _Outputs:
     """One response's tensors, without their batch dimension: what is left are rows, one for each sequence."""
 
-    def __init__(self, result: InferResult) -> None:
+    def __init__(self, result: InferResult, additional: tuple[str, ...] = ()) -> None:
         self._result = result
+        self._additional = additional
         self._read: dict[str, np.ndarray | None] = {}
 
     def rows(self, name: str) -> np.ndarray | None:
@@ -159,7 +171,16 @@ class _Outputs:
             top_log_probs=self._top(row, length),
             generation_logits=self._part(row, "generation_logits", length),
             perf_metrics=self._perf_metrics(),
+            additional_outputs={
+                name: rows[row] if length is None else rows[row][:length]
+                for name, rows in self.additional(GENERATION_OUTPUT).items()
+            },
         )
+
+    def additional(self, prefix: str) -> dict[str, np.ndarray]:
+        """The additional outputs of this kind that came, by name."""
+        found = {name: self.rows(name) for name in self._additional if name.startswith(prefix)}
+        return {name: rows for name, rows in found.items() if rows is not None}
 
     def _length(self, row: int) -> int | None:
         """How many tokens a row has, since rows are filled up to the longest; None where there is only one row."""

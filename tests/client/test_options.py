@@ -65,6 +65,7 @@ FLAGS = {
     "return_generation_logits": True,
     "return_perf_metrics": True,
 }
+ADDITIONAL = {"additional_outputs": ["context_last_hidden_state", "generation_top_2_logits"]}
 OTHERS = {
     "max_tokens": 1,
     "temperature": 1.0,
@@ -102,7 +103,7 @@ def test_numbers_go_by_the_id_models_names(server, client) -> None:
 
 
 def test_every_option_is_tried_here() -> None:
-    assert set(NAMES) == {*NUMBERS, *ARRAYS, *FLAGS, *OTHERS}
+    assert set(NAMES) == {*NUMBERS, *ARRAYS, *FLAGS, *OTHERS, *ADDITIONAL}
 
 
 def test_the_server_has_every_tensor_in_that_type() -> None:
@@ -454,3 +455,20 @@ def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
     server.answer = lambda asked: answer(asked, *told)
     deltas = list(client.stream(prompt, return_log_probs=True))
     assert [delta.log_probs for delta in deltas] == parts
+
+
+# -------------------------------------------------------------------- additional outputs
+
+
+@pytest.mark.parametrize("prompt", ["x", [5]])
+def test_additional_outputs_are_asked_for_by_name(server, client, prompt) -> None:
+    client.generate(prompt, **ADDITIONAL)
+    (asked,) = server.asked
+    assert set(ADDITIONAL["additional_outputs"]) <= set(asked.outputs)
+    assert "additional_outputs" not in asked.inputs
+
+
+@pytest.mark.parametrize("names", [["last_hidden_state"], "logits", [3]])
+def test_a_name_that_no_additional_output_has_is_refused_before_it_is_sent(names) -> None:
+    with pytest.raises(ValueError, match="additional_outputs must be names of outputs, context_<name> or"):
+        read_options({"additional_outputs": names})

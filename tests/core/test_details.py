@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
+from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.config import CapacitySchedulerPolicy
-from inflight.core.request.request import OutputConfig
-from inflight.core.request.response import Response, TopLogProbs
+from inflight.core.request.request import ExternalDraft, OutputConfig
+from inflight.core.request.response import Response, TopLogProbs, merge_responses
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails, ModelOutput, ScheduledBatch, TokenDetails
@@ -180,3 +182,73 @@ def test_a_pause_amid_the_context_repeats_no_context_outputs():
     result = responses[-1].result
     assert result.prompt_log_probs == (0.0, *[-1.0] * 4, *[-2.0] * 7)
     assert result.context_logits.data == bytes([1] * 16 + [2] * 32)
+
+
+ADDITIONAL = OutputConfig(
+    additional_outputs=(
+        AdditionalModelOutput("last_hidden_state", True),
+        AdditionalModelOutput("top_1_logits"),
+    )
+)
+
+
+def scheduler_that_offers(*offered: OfferedOutput) -> Scheduler:
+    scheduler = make_scheduler()
+    scheduler.limits = replace(scheduler.limits, additional_outputs=offered, max_draft_length=8)
+    return scheduler
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_additional_outputs_are_cut_where_tokens_are_and_come_once(streaming):
+    """An end id gets no row, nor what comes behind it; the prompt's rows are in the first response alone."""
+    scheduler = scheduler_that_offers(
+        OfferedOutput("last_hidden_state", True, 2), OfferedOutput("top_1_logits", False, 1)
+    )
+    draft = ExternalDraft((5, 6, 7))
+    request = make_request(prompt=2, new=9, streaming=streaming, output=ADDITIONAL, end_ids=(4,), draft=draft)
+    Driver(scheduler).accept(request)
+    rows = tuple((bytes([n] * 8), bytes([n] * 4)) for n in range(4))
+    context = {0: ContextDetails(additional_outputs=(bytes(range(16)),))}
+    details = {0: TokenDetails(additional_outputs=rows[:3])}
+    responses = update(scheduler, scheduler.schedule(), (5, 6, 8), details=details, context=context)
+    details = {0: TokenDetails(additional_outputs=rows[3:])}
+    responses += update(scheduler, scheduler.schedule(), (4,), details=details)
+    names = ["context_last_hidden_state", "generation_last_hidden_state", "generation_top_1_logits"]
+    if streaming:
+        first, last = (response.result.additional_outputs for response in responses)
+        assert [each.name for each in first] == names and [each.name for each in last] == names[1:]
+        assert [each.tensors[0].shape for each in last] == [(0, 0), (0, 0)]
+    prompt, hidden, top = merge_responses(responses).result.additional_outputs
+    assert (prompt.name, hidden.name, top.name) == tuple(names)
+    assert (prompt.tensors[0].shape, prompt.tensors[0].data) == ((2, 2), bytes(range(16)))
+    assert (hidden.tensors[0].shape, hidden.tensors[0].data) == ((3, 2), bytes([0] * 8 + [1] * 8 + [2] * 8))
+    assert (top.tensors[0].shape, top.tensors[0].data) == ((3, 1), bytes([0] * 4 + [1] * 4 + [2] * 4))
+
+
+def test_rows_behind_an_end_id_within_a_draft_are_dropped():
+    scheduler = scheduler_that_offers(
+        OfferedOutput("last_hidden_state", True, 2), OfferedOutput("top_1_logits", False, 1)
+    )
+    draft = ExternalDraft((5, 4, 7))
+    Driver(scheduler).accept(make_request(prompt=2, new=9, output=ADDITIONAL, end_ids=(4,), draft=draft))
+    details = {0: TokenDetails(additional_outputs=tuple((bytes(8), bytes(4)) for _ in range(4)))}
+    context = {0: ContextDetails(additional_outputs=(bytes(16),))}
+    (final,) = update(scheduler, scheduler.schedule(), (5, 4, 7, 9), details=details, context=context)
+    assert final.result.num_output_tokens == (1,)
+    assert [each.tensors[0].shape[0] for each in final.result.additional_outputs] == [2, 1, 1]
+
+
+def test_a_long_stream_does_not_keep_the_additional_outputs_it_has_sent():
+    scheduler = scheduler_that_offers(OfferedOutput("last_hidden_state", False, 1 << 18))
+    wanted = (AdditionalModelOutput("last_hidden_state"),)
+    output = OutputConfig(additional_outputs=wanted)
+    Driver(scheduler).accept(make_request(prompt=4, new=30, streaming=True, output=output))
+    tracemalloc.start()
+    try:
+        for _ in range(25):
+            details = {0: TokenDetails(additional_outputs=((bytes(1 << 20),),))}
+            (response,) = update(scheduler, scheduler.schedule(), (5,), details=details)
+            assert response.result.additional_outputs[0].tensors[0].shape == (1, 1 << 18)
+        assert tracemalloc.get_traced_memory()[0] < 5 << 20
+    finally:
+        tracemalloc.stop()

@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 DEMO_MODEL = REPOSITORY / "tensorrt_llm" / "1" / "demo_model"
 POST_PROCESSORS = Path(__file__).with_name("post_processors.py")
 FAKE_VOCABULARY = 1000
+ADDITIONAL_OUTPUTS = "last_hidden_state:context, hidden_states_1:context, top_3_logits, top_3_logit_ids"
 NARROW_STEP_MS, NARROW_QUEUE = 5, 4
 
 
@@ -70,6 +71,7 @@ def exact_server(elsewhere: Path) -> Iterator[TritonServer]:
         "max_tokens_in_paged_kv_cache": "16384",
         "stats_check_period_ms": "1000",
         "logits_post_processor_module": str(POST_PROCESSORS),
+        "additional_model_outputs": ADDITIONAL_OUTPUTS,
     }
     with serve(dtype="float32", settings=settings) as server:
         yield server

@@ -195,7 +195,7 @@ def test_what_comes_back_of_a_prompt_is_kept_by_the_rank_that_tells_it(zoo: Zoo)
         runner.run = lambda *args: kept.append(run(*args)) or kept[-1]
         output = engine.decode(batch, engine.forward(batch))
         assert len(output.context[row.slot].logits) == 20 * VOCAB_SIZE * 4
-        assert [context for _, context in kept] == [{row.slot: ContextDetails()}]
+        assert [outputs.context for outputs in kept] == [{row.slot: ContextDetails()}]
 
 
 @every_topology

@@ -4,8 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
-from inflight.server.config_text import read_parameters
+from inflight.server.config_text import add_outputs, read_parameters
 from inflight.server.errors import OptionError
 from inflight.server.repository import Wanted, assemble, default_repository, fill
 
@@ -192,3 +194,30 @@ def test_the_preprocessing_that_is_told_the_checkpoint_too_is_no_engine(tmp_path
     assert runtime.checkpoint == str(tmp_path / "m")
     assert parameters_of(runtime.path, "preprocessing")["gpt_model_path"] == str(tmp_path / "m")
     assert "max_batch_size: 64\n" in (runtime.path / "preprocessing" / "config.pbtxt").read_text()
+
+
+def test_additional_outputs_are_declared_by_every_model_that_has_them(tmp_path: Path) -> None:
+    settings = {"additional_model_outputs": "last_hidden_state:context, top_2_logits"}
+    runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings=settings))
+    expected = {
+        "context_last_hidden_state": [-1, -1],
+        "generation_last_hidden_state": [-1, -1, -1],
+        "generation_top_2_logits": [-1, -1, -1],
+    }
+    for model in runtime.models:
+        text = (runtime.path / model / "config.pbtxt").read_text()
+        config = text_format.Parse(text, model_config_pb2.ModelConfig())
+        found = {each.name: list(each.dims) for each in config.output if each.name in expected}
+        assert found == (expected if "additional_model_outputs" in config.parameters else {})
+        assert {each.data_type for each in config.output if each.name in expected} <= {
+            model_config_pb2.TYPE_FP32
+        }
+    assert "additional_model_outputs" in parameters_of(runtime.path, "ensemble")
+
+
+def test_outputs_that_are_declared_already_are_not_declared_twice() -> None:
+    text = 'output { name: "generation_a" data_type: TYPE_FP16 dims: [ -1, -1, -1 ] }'
+    added = add_outputs(text, {"generation_a": 3, "context_a": 2})
+    assert added.count("generation_a") == 1
+    assert added.endswith('output { name: "context_a" data_type: TYPE_FP32 dims: [ -1, -1 ] }\n')
+    assert add_outputs(text, {"generation_a": 3}) == text

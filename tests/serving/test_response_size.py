@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
@@ -244,3 +245,29 @@ def test_a_response_that_could_not_be_sent_is_no_proof_of_room() -> None:
 
 def test_the_real_shared_memory_is_looked_at() -> None:
     assert reserve(ResponseBudget(), with_logits(1))
+
+
+def test_additional_outputs_count_if_they_are_wanted() -> None:
+    offered = (OfferedOutput("last_hidden_state", True, 1 << 18), OfferedOutput("top_4_logits", True, 4))
+    wanted = (AdditionalModelOutput("last_hidden_state", True),)
+    request = make_request(additional_outputs=wanted, sampling=SamplingConfig(num_return_sequences=2))
+    apart = dict(response_size(request, VOCABULARY, False, False, offered).outputs)
+    together = response_size(request, VOCABULARY, False, True, offered)
+    assert apart["context_last_hidden_state"] == 5 * MIB
+    assert (apart["generation_last_hidden_state"], apart["generation_top_4_logits"]) == (10 * MIB, 0)
+    assert dict(together.outputs)["generation_last_hidden_state"] == 20 * MIB
+    assert together.listed_bytes < MIB
+    long = make_request(new=1000, additional_outputs=wanted)
+    streamed = dict(response_size(long, VOCABULARY, True, False, offered).outputs)
+    assert streamed["generation_last_hidden_state"] == MAX_JOINED_LOGITS_BYTES
+
+
+def test_additional_outputs_that_would_not_fit_are_refused_at_admission() -> None:
+    offered = (OfferedOutput("last_hidden_state", False, 1 << 18),)
+    request = make_request(new=100, additional_outputs=(AdditionalModelOutput("last_hidden_state"),))
+    budget = ResponseBudget(Memory())
+    with pytest.raises(
+        InvalidArgument, match=r"generation_last_hidden_state 100\.0 MiB.*additional_outputs;"
+    ):
+        budget.reserve([request], VOCABULARY, False, False, offered)
+    budget.reserve([request], VOCABULARY, True, False, offered)

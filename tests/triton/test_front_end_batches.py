@@ -235,7 +235,7 @@ def test_room_is_made_for_the_prompt_of_a_batch_that_is_not_streamed(decoupled: 
     """Of two beams' logits, which no stream returns."""
     reserved: list[bool] = []
 
-    def reserve(requests: object, vocab_size: int, streaming: bool, in_one: bool) -> int:
+    def reserve(requests: object, vocab_size: int, streaming: bool, in_one: bool, offered) -> int:
         reserved.append(streaming)
         raise Unavailable("enough seen")
 

@@ -298,7 +298,7 @@ def _check_version(line: bytes) -> None:
 
 
 def leave_out_logits(output: ModelOutput) -> ModelOutput:
-    """Replace every piece of logits by its number of bytes, in decimal digits."""
+    """Replace every piece of logits and additional outputs by its number of bytes, in decimal digits."""
     return _map_logits(output, lambda logits: b"%d" % len(logits))
 
 
@@ -314,15 +314,20 @@ def _map_logits(output: ModelOutput, change: Callable[[bytes], bytes]) -> ModelO
     if not (output.beams or output.details or output.context):
         return output
 
-    def of_tokens(each: TokenDetails | BeamCandidates) -> Any:
+    def of_beams(each: BeamCandidates) -> BeamCandidates:
         return replace(each, logits=tuple(map(change, each.logits))) if each.logits else each
 
+    def of_tokens(each: TokenDetails) -> TokenDetails:
+        rows = tuple(tuple(map(change, row)) for row in each.additional_outputs)
+        return replace(each, logits=tuple(map(change, each.logits)), additional_outputs=rows)
+
     def of_context(each: ContextDetails) -> ContextDetails:
-        return replace(each, logits=change(each.logits)) if each.logits else each
+        logits = change(each.logits) if each.logits else b""
+        return replace(each, logits=logits, additional_outputs=tuple(map(change, each.additional_outputs)))
 
     return replace(
         output,
-        beams=[of_tokens(each) for each in output.beams],
+        beams=[of_beams(each) for each in output.beams],
         details={slot: of_tokens(each) for slot, each in output.details.items()},
         context={slot: of_context(each) for slot, each in output.context.items()},
     )

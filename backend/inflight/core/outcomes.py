@@ -297,11 +297,18 @@ def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextD
     num_known = group.num_context_rows - chunk.start
     if chunk.start + num_known >= end:
         return
+    num_rows = end - chunk.start
     if details.logits:
-        row_bytes = len(details.logits) // (end - chunk.start)
-        group.context_logits.append(details.logits[num_known * row_bytes :])
+        group.context_logits.append(_rows_from(num_known, details.logits, num_rows))
+    for rows, data in zip(group.context_outputs, details.additional_outputs, strict=True):
+        rows.append(_rows_from(num_known, data, num_rows))
     group.context_log_probs += details.log_probs[num_known:]
     group.num_context_rows = end
+
+
+def _rows_from(first: int, data: bytes, num_rows: int) -> bytes:
+    """The rows from `first` on of `data`, which has `num_rows` of them."""
+    return data[first * (len(data) // num_rows) :]
 
 
 def _keep_details(llm_request: LlmRequest, details: TokenDetails, num_tokens: int) -> None:
@@ -309,6 +316,7 @@ def _keep_details(llm_request: LlmRequest, details: TokenDetails, num_tokens: in
     llm_request.drawn_log_probs += details.drawn_log_probs[:num_tokens]
     llm_request.top_log_probs += details.top_log_probs[:num_tokens]
     llm_request.logits += details.logits[:num_tokens]
+    llm_request.additional_outputs += details.additional_outputs[:num_tokens]
     llm_request.cum_log_prob += sum(details.log_probs[:num_tokens])
 
 

@@ -4,8 +4,9 @@ This module owns the message types and their encoding. The engine's side speaks 
 side names requests by ids of its own, which mean nothing outside of its connection. Errors cross as code and
 message.
 
-Logits are no part of a message: they follow their Answer as raw bytes, whose number is known from their shapes, so
-that gigabytes are copied no more often than a socket does. Pure but for the functions that read.
+Logits and additional outputs are no part of a message: they follow their Answer as raw bytes, whose number is
+known from their shapes, so that gigabytes are copied no more often than a socket does. Pure but for the functions
+that read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats, MemoryUsage
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import AdditionalOutput, Response, Result
 from inflight.core.request.stop import StopReason
 from inflight.errors import InflightError, error_from_code
 
@@ -137,11 +138,12 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Engine → front end: one response, without its logits.
+    """Engine → front end: one response, without its logits and additional outputs.
 
     Attributes:
         context_logits: The shape of the context logits; None if there are none.
         generation_logits: Per beam, the shape of the generation logits; None if there are none.
+        additional_outputs: Of each additional output its name and the shapes of its tensors.
     """
 
     request_id: int
@@ -151,6 +153,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     is_final: bool = False
     context_logits: _Shape | None = None
     generation_logits: tuple[_Shape, ...] | None = None
+    additional_outputs: tuple[tuple[str, tuple[_Shape, ...]], ...] = ()
 
 
 FromEngine = Hello | Answer | State | Drained | Supervised | Beat | Statistics | Leaving
@@ -174,27 +177,39 @@ def encode_response(response: Response) -> list[bytes]:
     result, error = response.result, response.error
     if error is not None:
         answer = Answer(response.request_id, None, error.code, str(error), response.is_final)
-    elif result is not None and _has_logits(result):
-        return _encode_with_logits(response, result)
+    elif result is not None and _has_tensors(result):
+        return _encode_with_tensors(response, result)
     else:
         answer = Answer(response.request_id, result, is_final=response.is_final)
     return [encode(answer)]
 
 
-def _has_logits(result: Result) -> bool:
-    return result.context_logits is not None or result.generation_logits is not None
+def _has_tensors(result: Result) -> bool:
+    has_logits = result.context_logits is not None or result.generation_logits is not None
+    return has_logits or bool(result.additional_outputs)
 
 
-def _encode_with_logits(response: Response, result: Result) -> list[bytes]:
-    context, generation = result.context_logits, result.generation_logits
+def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
+    context, generation, additional = (
+        result.context_logits,
+        result.generation_logits,
+        result.additional_outputs,
+    )
     answer = Answer(
         response.request_id,
-        replace(result, context_logits=None, generation_logits=None),
+        replace(result, context_logits=None, generation_logits=None, additional_outputs=()),
         is_final=response.is_final,
         context_logits=None if context is None else context.shape,
         generation_logits=None if generation is None else tuple(tensor.shape for tensor in generation),
+        additional_outputs=tuple(
+            (each.name, tuple(tensor.shape for tensor in each.tensors)) for each in additional
+        ),
     )
-    tensors = (*(() if context is None else (context,)), *(generation or ()))
+    tensors = (
+        *(() if context is None else (context,)),
+        *(generation or ()),
+        *(tensor for each in additional for tensor in each.tensors),
+    )
     return [encode(answer), *(tensor.data for tensor in tensors)]
 
 
@@ -230,12 +245,16 @@ def read_response(connection: socket.socket, answer: Answer) -> Response:
     """The response of an Answer, whose tensors are read next; raises BadFrame if they are cut short."""
     error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
-    if result is not None and (context is not None or generation is not None):
+    if result is not None and (context is not None or generation is not None or answer.additional_outputs):
         result = replace(
             result,
             context_logits=None if context is None else _read_tensor(connection, context),
             generation_logits=(
                 None if generation is None else tuple(_read_tensor(connection, shape) for shape in generation)
+            ),
+            additional_outputs=tuple(
+                AdditionalOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
+                for name, shapes in answer.additional_outputs
             ),
         )
     return Response(answer.request_id, result, error, answer.is_final)

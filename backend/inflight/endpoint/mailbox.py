@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 from itertools import islice
 
-from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.response import Response, merge_responses
 
 MAX_JOINED_LOGITS_BYTES = 8 << 20
-"""Responses with more generation_logits than this together are not joined: else a stream that falls behind would
-need as much room on its way as the whole answer."""
+"""Responses with more generation_logits and additional outputs than this together are not joined: else a stream
+that falls behind would need as much room on its way as the whole answer."""
 
 _Key = tuple[int, int]  # request id, sequence index
 
@@ -145,17 +145,11 @@ class Mailbox:
 def _num_joined(backlog: list[Response]) -> int:
     """How many responses, from the first on, to join: all, unless their logits are too large."""
     last = backlog[-1].result
-    if last is None or last.generation_logits is None or last.is_cumulative:
+    if last is None or last.is_cumulative or (last.generation_logits is None and not last.additional_outputs):
         return len(backlog)
     num_bytes = 0
     for count, response in enumerate(backlog):
-        num_bytes += _logits_bytes(response.result)
+        num_bytes += 0 if response.result is None else response.result.num_tensor_bytes
         if num_bytes > MAX_JOINED_LOGITS_BYTES:
             return max(count, 1)
     return len(backlog)
-
-
-def _logits_bytes(result: Result | None) -> int:
-    if result is None or result.generation_logits is None:
-        return 0
-    return sum(len(tensor.data) for tensor in result.generation_logits)

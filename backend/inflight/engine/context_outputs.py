@@ -1,4 +1,4 @@
-"""What a request gets back about its prompt: the logits of every position, or each prompt token's log probability.
+"""What a request gets back about its prompt: logits, log probabilities and additional outputs of every position.
 
 The logits of a whole prompt would be large, so they are computed for a slice of its rows at a time and kept on
 the host, or, where only log probabilities are wanted, not at all. Rows that nobody asks for cost nothing. Called
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ContextDetails, ScheduledBatch
+from inflight.engine.additional_outputs import AdditionalOutputs, LayerOutputs
 from inflight.engine.packing import PackedChunk
 
 MakeLogits = Callable[[Tensor, Tensor], Tensor]
@@ -30,10 +31,12 @@ class ContextOutputs:
     Args:
         vocab_size: Length of a row of logits.
         is_kept: Whether outputs are kept; other ranks of the last stage only take part in computing logits.
+        additional: Makes the additional outputs of rows.
     """
 
-    def __init__(self, vocab_size: int, is_kept: bool) -> None:
+    def __init__(self, vocab_size: int, is_kept: bool, additional: AdditionalOutputs) -> None:
         self._is_kept = is_kept
+        self._additional = additional
         self._slice_rows = max(16, _SLICE_BYTES // (4 * vocab_size))
         self._requests: dict[int, Request] = {}
 
@@ -48,27 +51,31 @@ class ContextOutputs:
                 self._requests.pop(start.slot, None)
 
     def compute(
-        self, batch: ScheduledBatch, chunks: tuple[PackedChunk, ...], hidden: Tensor, make_logits: MakeLogits
+        self,
+        batch: ScheduledBatch,
+        chunks: tuple[PackedChunk, ...],
+        layers: LayerOutputs,
+        make_logits: MakeLogits,
     ) -> dict[int, ContextDetails]:
         """The outputs by slot, for the chunks that want them; waits for the device if there are any.
 
         Args:
             batch: Whose slots `apply` has taken over.
-            chunks: Where the chunks of `batch.context` are in `hidden`.
-            hidden: [rows, hidden_size], what the last layer has returned.
+            chunks: Where the chunks of `batch.context` are among its rows.
+            layers: Of its rows.
             make_logits: The model's.
         """
         return {
-            chunk.slot: self._details(chunk, hidden, packed.begin, make_logits)
+            chunk.slot: self._details(chunk, layers, packed.begin, make_logits)
             for chunk, packed in zip(batch.context, chunks, strict=True)
             if chunk.wants_context
         }
 
     def _details(
-        self, chunk: ContextChunk, hidden: Tensor, first_row: int, make_logits: MakeLogits
+        self, chunk: ContextChunk, layers: LayerOutputs, first_row: int, make_logits: MakeLogits
     ) -> ContextDetails:
-        request = self._requests[chunk.slot]
-        prompt = request.input_token_ids
+        request, hidden = self._requests[chunk.slot], layers.last
+        prompt, outputs = request.input_token_ids, request.output.gathered_outputs
         # Rows after the prompt are drafts, or what had been generated before a pause.
         num_rows = min(len(chunk.token_ids), max(0, len(prompt) - chunk.start))
         rows = torch.arange(first_row, first_row + num_rows, device=hidden.device)
@@ -76,15 +83,27 @@ class ContextOutputs:
         token_ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
         kept = BytesIO()  # hands out what was written without another copy
         log_probs: list[float] = []
+        additional = [BytesIO() for _ in outputs]
         for begin in range(0, num_rows, self._slice_rows):
-            logits = make_logits(hidden, rows[begin : begin + self._slice_rows])
+            of_slice = rows[begin : begin + self._slice_rows]
+            logits = make_logits(hidden, of_slice) if self._needs_logits(request) else None
             if not self._is_kept:
                 continue
-            if request.output.return_context_logits:
+            if logits is not None and request.output.return_context_logits:
                 kept.write(logits.cpu().numpy().data)
-            if request.output.return_prompt_log_probs:
+            if logits is not None and request.output.return_prompt_log_probs:
                 log_probs += _log_probs(logits, token_ids[begin : begin + self._slice_rows])
-        return ContextDetails(tuple(log_probs), kept.getvalue())
+            for output, written in zip(outputs, additional, strict=True):
+                values = self._additional.values(output, layers, of_slice, logits)
+                written.write(values.contiguous().cpu().numpy().data)
+        return ContextDetails(
+            tuple(log_probs), kept.getvalue(), tuple(written.getvalue() for written in additional)
+        )
+
+    def _needs_logits(self, request: Request) -> bool:
+        output = request.output
+        needs = output.return_context_logits or output.return_prompt_log_probs
+        return needs or any(map(self._additional.needs_logits, output.gathered_outputs))
 
 
 def _log_probs(logits: Tensor, token_ids: Tensor) -> list[float]:

@@ -9,8 +9,8 @@ step. One thread calls all of it, the loop's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,23 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Choice, Decoding
+from inflight.engine.additional_outputs import TokenRows, with_token_rows
 from inflight.engine.slots import SlotTable, VoidSlots
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """What a forward pass makes of a batch.
+
+    Attributes:
+        rows: [rows, vocab_size] float32 logits to choose tokens from; before the last stage, hidden states.
+        context: By slot, of chunks that want context outputs.
+        additional: By slot, of rows that want additional outputs.
+    """
+
+    rows: Tensor
+    context: dict[int, ContextDetails] = field(default_factory=dict[int, ContextDetails])
+    additional: TokenRows = field(default_factory=dict[int, Sequence[Tensor]])
 
 
 class Runner(ABC):
@@ -37,7 +53,7 @@ class Runner(ABC):
         self.void_slots = VoidSlots()
 
     @abstractmethod
-    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> tuple[Tensor, dict[int, ContextDetails]]:
+    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
         """Apply the batch to slots and blocks, then run the packed forward pass; on a GPU, queue it.
 
         Args:
@@ -45,10 +61,9 @@ class Runner(ABC):
             hidden: Behind the first pipeline stage, what the stage before returned.
 
         Returns:
-            At the last stage logits to choose tokens from, [rows, vocab_size] float32, in the order of
-            `ScheduledBatch.sampled_slots`: 1 + num_draft_tokens rows for a chunk and one for a generation slot;
-            and, by slot, the outputs of chunks that want context outputs. Before the last stage hidden states for
-            the next one, [batch.num_tokens, hidden_size] in the model's dtype, and nothing by slot.
+            At the last stage logits to choose tokens from, in the order of `ScheduledBatch.sampled_slots`: 1 +
+            num_draft_tokens rows for a chunk and one for a generation slot. Before the last stage hidden states
+            for the next one, [batch.num_tokens, hidden_size] in the model's dtype, and nothing by slot.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
@@ -60,14 +75,14 @@ class Runner(ABC):
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
-        """What `run` returns first, for a rank that chooses no tokens.
+        """The logits, or hidden states, that `run` returns, for a rank that chooses no tokens.
 
         Raises:
             ValueError: As `ModelEngine.forward`.
         """
         with self.void_slots.watch(batch):
             self.void_slots.refuse(batch)
-            return self.run(batch, hidden)[0]
+            return self.run(batch, hidden).rows
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
@@ -90,12 +105,12 @@ class Pending:
         result: The tokens that the device has chosen, if the batch samples on the device; else the logits to
             choose from, as `Runner.run` returns them.
         positions: [rows] on the host: where in its sequence the token belongs that each row chooses.
-        context: By slot, of chunks that want context outputs.
+        outputs: What the forward pass has made beside.
     """
 
     result: Choice | Tensor
     positions: NDArray[np.int64]
-    context: dict[int, ContextDetails]
+    outputs: RowOutputs
 
 
 class ModelEngine:
@@ -128,13 +143,13 @@ class ModelEngine:
         with runner.void_slots.watch(batch):
             runner.void_slots.refuse(batch)
             self.sampler.apply(batch)
-            logits, context = runner.run(batch, hidden)
+            outputs = runner.run(batch, hidden)
             positions = runner.slots.positions(batch)
             if not (batch.samples_on_device and len(positions)):
-                return Pending(logits, positions, context)
-            choice = self.sampler.begin(batch, logits, positions)
+                return Pending(outputs.rows, positions, outputs)
+            choice = self.sampler.begin(batch, outputs.rows, positions)
             runner.slots.feed(batch, choice.tokens)
-            return Pending(choice, positions, context)
+            return Pending(choice, positions, outputs)
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
@@ -160,7 +175,10 @@ class ModelEngine:
         else:
             output = self.sampler.decode(batch, pending.result, pending.positions)
             self.runner.slots.remember(batch, output)
-        return replace(output, context=pending.context) if pending.context else output
+        if pending.outputs.additional:
+            output = with_token_rows(output, batch, pending.outputs.additional)
+        context = pending.outputs.context
+        return replace(output, context=context) if context else output
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
         """As `Runner.remember`."""

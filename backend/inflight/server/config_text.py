@@ -78,6 +78,18 @@ def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
+def add_outputs(config_text: str, outputs: Mapping[str, int]) -> str:
+    """The same text with FP32 outputs of so many dimensions appended, but for those that it declares already."""
+    new = [name for name in outputs if not re.search(rf'name\s*:\s*"{re.escape(name)}"', config_text)]
+    if not new:
+        return config_text
+    lines = [
+        f"output {{ name: {quote(name)} data_type: TYPE_FP32 dims: [ {', '.join(['-1'] * outputs[name])} ] }}"
+        for name in new
+    ]
+    return "\n".join([config_text.rstrip("\n"), *lines, ""])
+
+
 def fill_fields(config_text: str) -> str:
     """The same text with a default for every variable outside of a string, where it is no protobuf.
 

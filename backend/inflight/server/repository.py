@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.config import is_filled
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
+    add_outputs,
     fill_fields,
     read_decoupled,
     read_parameters,
@@ -28,6 +30,7 @@ MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
 ENGINE_NAME = "tensorrt_llm_model_name"
 RECORD_PATH = "record_path"
 ADD_SPECIAL_TOKENS = "add_special_tokens"
+ADDITIONAL_OUTPUTS = "additional_model_outputs"
 MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = "demo_model"
@@ -90,6 +93,7 @@ def assemble(
         _lay_out(source / model, folder)
         changed = {key: value for key, value in filled[model].items() if value != present[model][key]}
         text = set_parameters(text, changed)
+        text = add_outputs(text, _additional_outputs(filled[model].get(ADDITIONAL_OUTPUTS, "")))
         if (mode := _mode_of(model, filled[model], decoupled, engines, configs)) is not None:
             text = set_decoupled(text, mode)
         if batch_size is not None:
@@ -198,6 +202,16 @@ def _decoupled(value: str | None) -> bool | None:
     if value.lower() not in ("true", "false"):
         raise OptionError(f"--set {DECOUPLED_MODE}={value}: expected true or false")
     return value.lower() == "true"
+
+
+def _additional_outputs(value: str) -> dict[str, int]:
+    """The outputs that the parameter additional_model_outputs adds, and their dimensions."""
+    if not is_filled(value):
+        return {}
+    try:
+        return dict(tensor_names(parse_outputs(value)))
+    except ValueError:
+        return {}  # the model says what is wrong with it
 
 
 def _mode_of(

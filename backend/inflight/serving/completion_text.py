@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from inflight.additional_outputs import GENERATION
 from inflight.core.request.request import FloatTensor
-from inflight.core.request.response import Result
+from inflight.core.request.response import AdditionalOutput, Result
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
 from inflight.text.detokenizer import IncrementalDetokenizer
@@ -227,7 +228,14 @@ def cut_at_stop(result: Result, deltas: Sequence[TextDelta]) -> Result:
         cum_log_probs=_cum_log_probs(result, kept),
         top_log_probs=_first_of_each(result.top_log_probs, kept),
         generation_logits=_first_rows(result.generation_logits, kept),
+        additional_outputs=tuple(_cut_output(output, kept) for output in result.additional_outputs),
     )
+
+
+def _cut_output(output: AdditionalOutput, kept: list[int]) -> AdditionalOutput:
+    if not output.name.startswith(GENERATION):
+        return output
+    return AdditionalOutput(output.name, _first_rows(output.tensors, kept) or ())
 
 
 def _first_of_each(

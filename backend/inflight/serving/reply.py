@@ -8,13 +8,14 @@ Knows no protocol. Belongs to the sender thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
+from inflight.additional_outputs import GENERATION, OfferedOutput
 from inflight.core.request.request import FloatTensor, Request
-from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.response import AdditionalOutput, Response, Result, merge_responses
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import CompletionText, cut_at_stop
 from inflight.text.stop_strings import StopStrings
@@ -25,7 +26,7 @@ NewText = Callable[[], CompletionText]
 
 _T = TypeVar("_T")
 _ResultAndTexts = tuple[Result, tuple[str, ...] | None]
-_NO_LOGITS = FloatTensor((0, 0), b"")
+_NO_ROWS = FloatTensor((0, 0), b"")
 _FLOAT_BYTES = 4
 
 
@@ -40,6 +41,7 @@ class ReplyOptions:
         include_prompt: Whether the text starts with the prompt.
         stop_strings: Texts that end the output.
         vocab_size: Values in a row of logits.
+        offered: The engine's additional outputs.
     """
 
     outputs: frozenset[str]
@@ -48,6 +50,7 @@ class ReplyOptions:
     include_prompt: bool = False
     stop_strings: tuple[str, ...] = ()
     vocab_size: int = 0
+    offered: tuple[OfferedOutput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +260,10 @@ def _after_stop(stopped_at: Result, last: Result) -> Result:
         top_log_probs=None if stopped_at.top_log_probs is None else ((),),
         prompt_log_probs=None,
         context_logits=None,
-        generation_logits=None if stopped_at.generation_logits is None else (_NO_LOGITS,),
+        generation_logits=None if stopped_at.generation_logits is None else (_NO_ROWS,),
+        additional_outputs=tuple(
+            AdditionalOutput(output.name, (_NO_ROWS,)) for output in _of_tokens(stopped_at)
+        ),
         perf_metrics=last.perf_metrics,
     )
 
@@ -282,10 +288,27 @@ def _as_rows(sequences: list[Output]) -> Output:
         log_probs=_rows([r.log_probs for r in results], ()),
         cum_log_probs=_rows([r.cum_log_probs for r in results], 0.0),
         top_log_probs=_rows([r.top_log_probs for r in results], ()),
-        generation_logits=_rows([r.generation_logits for r in results], _NO_LOGITS),
+        generation_logits=_rows([r.generation_logits for r in results], _NO_ROWS),
+        additional_outputs=_additional_rows(results),
     )
     texts = None if first.texts is None else tuple(chain.from_iterable(one.texts or () for one in sequences))
     return replace(first, result=result, texts=texts)
+
+
+def _of_tokens(result: Result) -> Iterator[AdditionalOutput]:
+    """The additional outputs that come with tokens."""
+    return (output for output in result.additional_outputs if output.name.startswith(GENERATION))
+
+
+def _additional_rows(results: list[Result]) -> tuple[AdditionalOutput, ...]:
+    """Those of the prompt once, which are the same of each sequence; those of tokens with a tensor for each."""
+    of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
+    return tuple(
+        AdditionalOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))
+        if output.name.startswith(GENERATION)
+        else output
+        for output in results[0].additional_outputs
+    )
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:

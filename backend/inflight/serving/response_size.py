@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from inflight.additional_outputs import CONTEXT, GENERATION, OfferedOutput
 from inflight.core.request.request import Request
 from inflight.endpoint.frames import MAX_FRAME_BYTES
 from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
@@ -66,7 +67,14 @@ class ResponseBudget:
         self._reserved: dict[int, ResponseSize] = {}  # of every request in flight, by its ticket
         self._held = ResponseSize(())  # the largest that the pool is known to take
 
-    def reserve(self, requests: Sequence[Request], vocab_size: int, streaming: bool, in_one: bool) -> int:
+    def reserve(
+        self,
+        requests: Sequence[Request],
+        vocab_size: int,
+        streaming: bool,
+        in_one: bool,
+        offered: tuple[OfferedOutput, ...] = (),
+    ) -> int:
         """Make sure that every response to a client's request can be sent.
 
         Args:
@@ -75,6 +83,7 @@ class ResponseBudget:
             vocab_size: Values in a row of logits.
             streaming: Whether the client gets responses as tokens come.
             in_one: Whether all sequences of all prompts come back in one response.
+            offered: The engine's additional outputs.
 
         Returns:
             A ticket for `release`, when the request has been answered; 0 for a small one, which costs nothing.
@@ -83,7 +92,7 @@ class ResponseBudget:
             InvalidArgument: It exceeds gRPC's limit, or all of /dev/shm.
             Unavailable: It exceeds what is free of /dev/shm now.
         """
-        sizes = [response_size(request, vocab_size, streaming, in_one) for request in requests]
+        sizes = [response_size(request, vocab_size, streaming, in_one, offered) for request in requests]
         largest = _sum(sizes) if in_one else max(sizes, key=lambda size: size.num_bytes)
         if largest.num_bytes <= SMALL_BYTES:
             return 0
@@ -150,8 +159,8 @@ class ResponseBudget:
 
 
 _LESS = (
-    "ask for less (request_output_len, num_top_log_probs, return_context_logits, return_generation_logits; "
-    "streamed, generation_logits take little)"
+    "ask for less (request_output_len, num_top_log_probs, return_context_logits, return_generation_logits, "
+    "additional_outputs; streamed, generation_logits and the like take little)"
 )
 
 
@@ -172,8 +181,8 @@ class ResponseSize:
 
     @property
     def listed_bytes(self) -> int:
-        """Bytes of the outputs that are no logits."""
-        return sum(size for name, size in self.outputs if not name.endswith("logits"))
+        """Bytes of the outputs that are no logits, nor additional outputs."""
+        return sum(size for name, size in self.outputs if not name.startswith((CONTEXT, GENERATION)))
 
     @property
     def room(self) -> int:
@@ -205,7 +214,13 @@ def _refuse_what_never_works(size: ResponseSize) -> None:
         )
 
 
-def response_size(request: Request, vocab_size: int, streaming: bool, in_one: bool) -> ResponseSize:
+def response_size(
+    request: Request,
+    vocab_size: int,
+    streaming: bool,
+    in_one: bool,
+    offered: tuple[OfferedOutput, ...] = (),
+) -> ResponseSize:
     """How large the largest response to one prompt can get.
 
     Streamed, that may be nearly the whole answer: deltas that wait are joined.
@@ -224,8 +239,21 @@ def response_size(request: Request, vocab_size: int, streaming: bool, in_one: bo
             ("prompt_log_probs", prompt * _VALUE_BYTES * output.return_prompt_log_probs),
             ("context_logits", prompt * row_bytes * output.return_context_logits),
             ("generation_logits", rows * logits_rows * row_bytes),
+            *(size for each in offered for size in _additional_sizes(request, each, streaming, rows)),
         )
     )
+
+
+def _additional_sizes(
+    request: Request, offered: OfferedOutput, streaming: bool, num_sequences: int
+) -> Generator[tuple[str, int]]:
+    """Yield the sizes of an additional output's two tensors, 0 for one that the request does not ask for."""
+    asked = next((each for each in request.output.additional_outputs if each.name == offered.name), None)
+    row_bytes = offered.width * _VALUE_BYTES
+    gathers = asked is not None and asked.gather_context
+    yield CONTEXT + offered.name, request.prompt_length * row_bytes * gathers
+    num_rows = 0 if asked is None else _logits_rows(request, row_bytes, streaming)
+    yield GENERATION + offered.name, num_sequences * num_rows * row_bytes
 
 
 def _logits_rows(request: Request, row_bytes: int, streaming: bool) -> int:

@@ -187,8 +187,9 @@ class FrontEnd:
         requests = [prompt.request for prompt in prompts]
         # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
+        limits = context.description.limits
         entry.ticket = self._budget.reserve(
-            requests, context.description.limits.vocab_size, streaming, in_one
+            requests, limits.vocab_size, streaming, in_one, limits.additional_outputs
         )
         try:
             self._in_flight.start(entry, requests, self._sender.put)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -15,11 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from inflight.config import Parameters, Role, read_parameters, without_effect
+from inflight.additional_outputs import parse_outputs, tensor_names
+from inflight.config import Parameters, Role, is_filled, read_parameters, without_effect
 from inflight.errors import ConfigError
 from inflight.file_names import readable
 from inflight.processes import ProcessId
-from inflight.triton.tensors import OUTPUTS
+from inflight.triton.tensors import OUTPUTS, is_additional
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
     if role is Role.ENGINE:
         _check_instances(config)
     parameters = read_parameters(config, role)
+    outputs = _outputs(config, role)
+    _check_additional(parameters, outputs)
     for line in without_effect(config, role):
         _log.info("%s", line)
     return ModelArgs(
@@ -66,8 +70,36 @@ def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
         version_dir=Path(args["model_repository"], args["model_version"]),
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
-        outputs=_outputs(config, role),
+        outputs=outputs,
     )
+
+
+def _check_additional(parameters: Parameters, declared: Mapping[str, str]) -> None:
+    """Raise ConfigError unless config.pbtxt declares just the outputs of additional_model_outputs."""
+    wanted = dict(tensor_names(parameters.engine.additional_model_outputs))
+    if missing := [name for name in wanted if name not in declared]:
+        raise ConfigError(
+            f"additional_model_outputs needs outputs that config.pbtxt does not declare: {', '.join(missing)}"
+        )
+    if unknown := [name for name in declared if is_additional(name) and name not in wanted]:
+        raise ConfigError(
+            f"config.pbtxt declares outputs that additional_model_outputs does not have: {', '.join(unknown)}"
+        )
+
+
+def complete_outputs(model_config: Any) -> Any:
+    """Triton's `auto_complete_config`: declares the outputs of additional_model_outputs.
+
+    A config.pbtxt that `scripts/serve` has filled in declares them already. What is wrong with the parameter,
+    `initialize` says.
+    """
+    config = model_config.as_dict()
+    entry = config.get("parameters", {}).get("additional_model_outputs", {})
+    text = str(entry.get("string_value", ""))
+    with contextlib.suppress(ValueError):
+        for name, num_dims in tensor_names(parse_outputs(text) if is_filled(text) else ()):
+            model_config.add_output({"name": name, "data_type": "TYPE_FP32", "dims": [-1] * num_dims})
+    return model_config
 
 
 def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
@@ -77,6 +109,7 @@ def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
         for output in config.get("output", ())
     }
     known = {spec.name: spec.dtype for spec in OUTPUTS.specs} if role in (Role.ENGINE, Role.FRONT_END) else {}
+    known |= {name: "FP32" for name in declared if known and is_additional(name)}
     for name, dtype in declared.items():
         expected = _FLOATS if known.get(name) == "FP32" else (known.get(name, dtype),)
         if dtype not in expected:

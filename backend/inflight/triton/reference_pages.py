@@ -12,7 +12,7 @@ from pathlib import Path
 from inflight.core.report.metrics import ServiceMetrics
 from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.triton.tensors import ADDITIONAL_OUTPUTS, INPUTS, OUTPUTS
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -32,7 +32,7 @@ def tensor_tables() -> str:
     parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
     parts += ["Inputs that are declared and not built yet:", ""]
     parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
-    parts += ["## Outputs", "", *_outputs(OUTPUTS.specs)]
+    parts += ["## Outputs", "", *_outputs(OUTPUTS.specs + ADDITIONAL_OUTPUTS)]
     return "\n".join(parts)
 
 

@@ -9,13 +9,14 @@ engine knows of the request. Runs on the thread that calls execute, or for long 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
+from inflight.additional_outputs import outputs_of_tensors
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
@@ -27,7 +28,7 @@ from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
 from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import OUTPUTS
+from inflight.triton.tensors import OUTPUTS, is_additional
 
 NO_ID = -1
 _DEFAULT_PRIORITY = 0.5
@@ -81,9 +82,10 @@ class Naming:
         Args:
             requested: Names of outputs.
             vocabulary: Whose names the model goes by.
-            declared: Names of the outputs in its config.pbtxt; without any, those of the table.
+            declared: Names of the outputs in its config.pbtxt; without any, those of the table. Those that the
+                parameter additional_model_outputs adds are among them.
         """
-        known = {name for name, _ in OUTPUTS.declared(vocabulary)}
+        known = {name for name, _ in OUTPUTS.declared(vocabulary)} | {*filter(is_additional, declared)}
         return cls(requested & known, requested & known != (known & frozenset(declared) or known))
 
 
@@ -225,6 +227,7 @@ class _Row:
             include_prompt=not exclude_input and not streaming,
             stop_strings=stop_strings,
             vocab_size=context.description.limits.vocab_size,
+            offered=context.description.limits.additional_outputs,
         )
         return Prompt(request, options)
 
@@ -347,7 +350,19 @@ def wanted_outputs(
         and spec.name not in left_out
         and spec.built
         and _is_asked_for(spec, reader)
-    )
+    ).union(_additional_outputs(reader, naming))
+
+
+def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
+    """Yield the names in the tensor additional_outputs; InvalidArgument for one that is not declared."""
+    for name in filter(None, reader.texts("additional_outputs")):
+        if name not in naming.requested or not is_additional(name):
+            known = ", ".join(sorted(filter(is_additional, naming.requested))) or "none"
+            raise InvalidArgument(
+                f"additional_outputs has {name!r}, expected names of this model's additional outputs: {known} "
+                "(parameter additional_model_outputs)"
+            )
+        yield name
 
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
@@ -362,6 +377,7 @@ def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: b
         return_context_logits="context_logits" in wanted,
         return_generation_logits="generation_logits" in wanted,
         return_perf_metrics=bool(wanted & _METRIC_OUTPUTS),
+        additional_outputs=outputs_of_tensors(sorted(filter(is_additional, wanted))),
     )
 
 

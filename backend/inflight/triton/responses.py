@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from inflight.additional_outputs import CONTEXT, GENERATION
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import PerfMetrics, TopLogProbs
 from inflight.errors import InflightError
 from inflight.serving.reply import Output
 from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensors import OUTPUTS
+from inflight.triton.tensors import OUTPUTS, is_additional
 
 _NO_PAD = -1
 
@@ -37,7 +38,9 @@ class ResponseBuilder:
 
     def __init__(self, pb_utils: Any, declared: Mapping[str, str] | None = None) -> None:
         self._pb_utils = pb_utils
-        dtypes = {spec.name: (declared or {}).get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
+        declared = declared or {}
+        dtypes = {spec.name: declared.get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
+        dtypes |= {name: dtype for name, dtype in declared.items() if is_additional(name)}
         self._types = {name: NUMPY_TYPES[dtype] for name, dtype in dtypes.items()}
         # Clients want the same few sets again and again, in every response.
         self._in_order = lru_cache(maxsize=64)(self._typed)
@@ -134,7 +137,7 @@ def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
 
     Types are numpy's choice; KeyError for a name that no table knows.
     """
-    return _MAKERS[name](outputs)
+    return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
 
 
 _Maker = Callable[[Sequence[Output]], np.ndarray | None]
@@ -211,12 +214,35 @@ def _context_logits(outputs: Sequence[Output]) -> np.ndarray | None:
     tensors = [output.result.context_logits for output in outputs]
     if _all_missing(tensors):
         return None
-    return _stack_tensors([[tensor] if tensor else [] for tensor in tensors], outputs)[:, 0]
+    return _stack_tensors([[tensor] if tensor else [] for tensor in tensors], _vocab_size(outputs))[:, 0]
 
 
 def _generation_logits(outputs: Sequence[Output]) -> np.ndarray | None:
     tensors = [output.result.generation_logits for output in outputs]
-    return None if _all_missing(tensors) else _stack_tensors([rows or () for rows in tensors], outputs)
+    if _all_missing(tensors):
+        return None
+    return _stack_tensors([rows or () for rows in tensors], _vocab_size(outputs))
+
+
+def _vocab_size(outputs: Sequence[Output]) -> int:
+    return outputs[0].prompt.options.vocab_size
+
+
+def _additional(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
+    """[prompts, prompt tokens, width] or [prompts, rows, longest, width], also of no tokens."""
+    found = [
+        next((each.tensors for each in output.result.additional_outputs if each.name == name), None)
+        for output in outputs
+    ]
+    if _all_missing(found):
+        return None
+    is_context = name.startswith(CONTEXT)
+    plain = name.removeprefix(CONTEXT if is_context else GENERATION)
+    offered = outputs[0].prompt.options.offered
+    stack = _stack_tensors(
+        [tensors or () for tensors in found], next(each.width for each in offered if each.name == plain)
+    )
+    return stack[:, 0] if is_context else stack
 
 
 def _acceptance_rate(metrics: PerfMetrics) -> float:
@@ -292,9 +318,8 @@ def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[in
     return stack
 
 
-def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], outputs: Sequence[Output]) -> np.ndarray:
-    """An array [prompts, rows, longest, vocab_size], also of no tokens; a single tensor is not copied."""
-    width = outputs[0].prompt.options.vocab_size
+def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> np.ndarray:
+    """An array [prompts, rows, longest, width], also of no tokens; a single tensor is not copied."""
     arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
     if len(arrays) == 1 and len(arrays[0]) == 1:
         return arrays[0][0][np.newaxis, np.newaxis]

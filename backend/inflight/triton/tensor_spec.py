@@ -56,6 +56,7 @@ class InStream(Enum):
     NEW = "the new tokens'"
     SO_FAR = "all so far"
     SAME = "the same in each"
+    FIRST = "in the first of each sequence alone"
 
 
 @dataclass(frozen=True, slots=True)

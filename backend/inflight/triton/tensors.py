@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from inflight.additional_outputs import CONTEXT, GENERATION
 from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
 
 
@@ -187,6 +188,9 @@ _WANTED = (
         "sampling_param_return_perf_metrics",
     ),
     _both("num_top_log_probs", "INT32", "likeliest tokens to report"),
+    _both(
+        "additional_outputs", "BYTES", "names of outputs context_<name> and generation_<name> to add", (-1,)
+    ),
     _text_only("return_finish_reason", "BOOL", "false: leave output finish_reason out"),
     _text_only("return_cumulative_logprob", "BOOL", "adds output cumulative_logprob"),
     _text_only("return_stop_reason", "BOOL", "which stop word it was", _FALSE),
@@ -398,6 +402,29 @@ OUTPUTS = TensorTable(
         _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", asked_by="state"),
     )
 )
+
+
+ADDITIONAL_OUTPUTS = (
+    _asked(
+        f"{CONTEXT}<name>",
+        "FP32",
+        (-1, -1),
+        InStream.FIRST,
+        "[prompt tokens, width] of an additional output (additional-outputs.md)",
+        "additional_outputs",
+    ),
+    _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
+)
+"""Rows for the documentation: which outputs of the kind there are, the parameter additional_model_outputs says."""
+
+
+def is_additional(name: str) -> bool:
+    """Whether an output that is in no table is one that the parameter additional_model_outputs adds."""
+    return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
+
+
+_OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS.specs)
+
 
 PREPROCESSING_INPUTS = TensorTable(
     (

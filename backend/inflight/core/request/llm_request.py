@@ -66,6 +66,8 @@ class RequestGroup:
         error: Why the request failed, if it did; then it is the request's only last response.
         context_log_probs: Log probabilities of the prompt tokens from the second on, as far as they are known.
         context_logits: Logits of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
+        context_outputs: For each of `OutputConfig.gathered_outputs` the prompt's rows, as far as they are known;
+            float32 [rows, width] pieces.
         num_context_rows: Prompt positions whose outputs are known.
         context_index: Index of the sequence that computes the prompt for all, and gives the context outputs.
         has_context: Whether the prompt is computed, so that the other sequences need not wait any more.
@@ -86,6 +88,7 @@ class RequestGroup:
         self.error: InflightError | None = None
         self.context_log_probs: list[float] = []
         self.context_logits: list[bytes] = []
+        self.context_outputs: list[list[bytes]] = [[] for _ in request.output.gathered_outputs]
         self.num_context_rows = 0
         self.context_index = 0
         self.has_context = False
@@ -139,8 +142,8 @@ class LlmRequest:
         lookup: Guesses its draft tokens, if the request wants that.
         stop_words: Its stop words, if it has any; None for a beam search.
         finish_reason: Why it ended.
-        log_probs, drawn_log_probs, top_log_probs, logits: Details (`TokenDetails`) of the generated tokens that no
-            response has carried yet, if the request wants them.
+        log_probs, drawn_log_probs, top_log_probs, logits, additional_outputs: Details (`TokenDetails`) of the
+            generated tokens that no response has carried yet, if the request wants them.
         cum_log_prob: Sum of the log probabilities of all generated tokens.
         first_scheduled_ns, first_token_ns, last_token_ns: Times of its first iteration, its first token and its
             last one; 0 until then.
@@ -150,6 +153,7 @@ class LlmRequest:
     """
 
     __slots__ = (
+        "additional_outputs",
         "beams",
         "context_length",
         "cum_log_prob",
@@ -221,6 +225,7 @@ class LlmRequest:
             or output.wants_details
             or output.wants_context
             or output.return_perf_metrics
+            or output.additional_outputs
         )
         self.beams = BeamSearch(request) if request.sampling.uses_beams else None
         self.lookup = PromptLookup(self.tokens) if request.prompt_lookup_num_tokens else None
@@ -230,6 +235,7 @@ class LlmRequest:
         self.drawn_log_probs: list[float] = []
         self.top_log_probs: list[TopLogProbs] = []
         self.logits: list[bytes] = []
+        self.additional_outputs: list[tuple[bytes, ...]] = []
         self.cum_log_prob = 0.0
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
@@ -320,6 +326,7 @@ class LlmRequest:
         self.drawn_log_probs.clear()
         self.top_log_probs.clear()
         self.logits.clear()
+        self.additional_outputs.clear()
 
     def finish(self, reason: FinishReason) -> None:
         """End for `reason`. The slots stay until the batches in flight have come back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig, check_token_ids
@@ -56,6 +57,7 @@ class OutputConfig:
         return_generation_logits: Logits that each generated token was chosen from. Tensor
             `return_generation_logits`.
         return_perf_metrics: Times, KV blocks and draft counts. Tensor `return_perf_metrics`.
+        additional_outputs: Tensors of the model that come back beside the tokens. Tensor `additional_outputs`.
     """
 
     exclude_input_from_output: bool = False
@@ -65,6 +67,7 @@ class OutputConfig:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
+    additional_outputs: tuple[AdditionalModelOutput, ...] = ()
 
     @property
     def wants_details(self) -> bool:
@@ -74,13 +77,39 @@ class OutputConfig:
     @property
     def wants_context(self) -> bool:
         """Whether anything of every prompt position comes back; then no part of the prompt is reused."""
-        return self.return_context_logits or self.return_prompt_log_probs
+        return self.return_context_logits or self.return_prompt_log_probs or bool(self.gathered_outputs)
+
+    @property
+    def gathered_outputs(self) -> tuple[AdditionalModelOutput, ...]:
+        """The additional outputs of which the prompt's rows are wanted."""
+        return tuple(output for output in self.additional_outputs if output.gather_context)
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidArgument naming the tensor, what came and what was expected."""
         most = min(MAX_TOP_LOG_PROBS, vocab_size)
         if not 0 <= self.num_top_log_probs <= most:
             raise InvalidArgument(f"num_top_log_probs must be in [0, {most}], got {self.num_top_log_probs}")
+
+    def validate_additional(self, offered: tuple[OfferedOutput, ...], uses_beams: bool) -> None:
+        """Raise InvalidArgument for additional outputs that the engine does not give."""
+        names = [output.name for output in self.additional_outputs]
+        if len(set(names)) < len(names):
+            raise InvalidArgument(f"additional_outputs has a name twice: {', '.join(names)}")
+        by_name = {output.name: output for output in offered}
+        for output in self.additional_outputs:
+            if output.name not in by_name:
+                known = ", ".join(by_name) or "none"
+                raise InvalidArgument(
+                    f"additional_outputs: this engine has no output {output.name!r}; its parameter "
+                    f"additional_model_outputs has {known}"
+                )
+            if output.gather_context and not by_name[output.name].gather_context:
+                raise InvalidArgument(
+                    f"additional_outputs: {output.name} is not gathered for prompts; the parameter "
+                    f"additional_model_outputs would have to say {output.name}:context"
+                )
+        if names and uses_beams:
+            raise InvalidArgument("additional_outputs needs beam_width 1: the rows of a search change places")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +126,7 @@ class ModelLimits:
         max_draft_length: Most draft tokens verified at a time.
         max_context_tokens: Most prompt and draft tokens together, where contexts are not split; else no bound.
         logits_post_processors: Names that a request may give as its logits post-processor.
+        additional_outputs: What a request may ask for beside tokens and logits.
     """
 
     vocab_size: int
@@ -108,6 +138,7 @@ class ModelLimits:
     max_draft_length: int = 0
     max_context_tokens: int = 1 << 62
     logits_post_processors: tuple[str, ...] = ()
+    additional_outputs: tuple[OfferedOutput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +254,7 @@ class Request:
             or self.draft is not None
             or self.prompt_lookup_num_tokens > 0
             or self.output.wants_details
+            or bool(self.output.additional_outputs)
         )
 
     @property
@@ -250,6 +282,7 @@ class Request:
         """Raise InvalidArgument, with what would fit, if this request can never run on such a model."""
         self.sampling.validate(limits.vocab_size)
         self.output.validate(limits.vocab_size)
+        self.output.validate_additional(limits.additional_outputs, self.sampling.uses_beams)
         if not self.input_token_ids:
             raise InvalidArgument("input_ids is empty: a request needs at least one prompt token")
         if self.max_new_tokens < 1:

@@ -57,6 +57,21 @@ class TopLogProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class AdditionalOutput:
+    """TensorRT-LLM's class of the same name, with a tensor for each row of the result.
+
+    Attributes:
+        name: `context_` or `generation_` and the output's name.
+        tensors: [n, width] each. Of `context_` one tensor, with a row for each prompt token. Of `generation_` one
+            for each sequence of the result, with a row for each of its tokens in this response, of the position
+            that the token was chosen from. [0, 0] where there are no rows.
+    """
+
+    name: str
+    tensors: tuple[FloatTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """TensorRT-LLM's `Result` for one sequence, or for the beams of one search, best first.
 
@@ -87,6 +102,8 @@ class Result:
         generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
             streamed beams.
         perf_metrics: Times and counts; None if not wanted.
+        additional_outputs: What the request's `OutputConfig.additional_outputs` ask for; those of the prompt in
+            the sequence's first response alone.
     """
 
     output_token_ids: tuple[tuple[int, ...], ...]
@@ -104,6 +121,7 @@ class Result:
     generation_logits: tuple[FloatTensor, ...] | None = None
     perf_metrics: PerfMetrics | None = None
     model_log_probs: tuple[tuple[float, ...], ...] | None = None
+    additional_outputs: tuple[AdditionalOutput, ...] = ()
 
     @property
     def carries_tokens_only(self) -> bool:
@@ -116,7 +134,14 @@ class Result:
             and self.generation_logits is None
             and self.perf_metrics is None
             and not self.is_cumulative
+            and not self.additional_outputs
         )
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes of the logits and additional outputs that come with this result's tokens."""
+        tensors = chain(self.generation_logits or (), *(output.tensors for output in self.additional_outputs))
+        return sum(len(tensor.data) for tensor in tensors)
 
     @property
     def was_cut_short(self) -> bool:
@@ -186,6 +211,7 @@ def _merge(results: list[Result]) -> Result:
         prompt_log_probs=prompt_log_probs,
         context_logits=context_logits,
         generation_logits=_join_logits(results),
+        additional_outputs=_join_additional(results),
     )
 
 
@@ -197,6 +223,13 @@ def _join(parts: Iterable[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], 
 def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
     parts = [r.generation_logits[0] for r in results if r.generation_logits is not None]
     return (_concatenate_rows(parts),) if parts else None
+
+
+def _join_additional(results: list[Result]) -> tuple[AdditionalOutput, ...]:
+    parts: dict[str, list[FloatTensor]] = {}
+    for output in chain.from_iterable(result.additional_outputs for result in results):
+        parts.setdefault(output.name, []).append(output.tensors[0])
+    return tuple(AdditionalOutput(name, (_concatenate_rows(each),)) for name, each in parts.items())
 
 
 def _concatenate_rows(tensors: list[FloatTensor]) -> FloatTensor:

@@ -6,15 +6,16 @@ This module selects the tokens and details that a response carries, and counts w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from inflight.additional_outputs import CONTEXT, GENERATION
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.kv_cache_manager import BlockCounts
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import FloatTensor, Request
-from inflight.core.request.response import PerfMetrics, Response, Result
+from inflight.core.request.response import AdditionalOutput, PerfMetrics, Response, Result
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
@@ -89,6 +90,9 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
             top_log_probs=(tuple(llm_request.top_log_probs),) if output.num_top_log_probs else None,
             generation_logits=(_stacked(llm_request.logits),) if output.return_generation_logits else None,
         )
+    if output.additional_outputs:
+        result = replace(result, additional_outputs=_additional_outputs(llm_request))
+    if output.wants_details or output.additional_outputs:
         llm_request.forget_details()
     return _with_context(result, llm_request) if first == 0 else result
 
@@ -119,6 +123,14 @@ def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     return _with_context(result, llm_request) if first else result
 
 
+def _additional_outputs(llm_request: LlmRequest) -> tuple[AdditionalOutput, ...]:
+    rows = llm_request.additional_outputs
+    return tuple(
+        AdditionalOutput(GENERATION + output.name, (_stacked([row[index] for row in rows]),))
+        for index, output in enumerate(llm_request.request.output.additional_outputs)
+    )
+
+
 def _with_context(result: Result, llm_request: LlmRequest) -> Result:
     group, output = llm_request.group, llm_request.request.output
     if not output.wants_context:
@@ -126,19 +138,25 @@ def _with_context(result: Result, llm_request: LlmRequest) -> Result:
     return replace(
         result,
         prompt_log_probs=(0.0, *group.context_log_probs) if output.return_prompt_log_probs else None,
-        context_logits=_context_logits(group) if output.return_context_logits else None,
+        context_logits=_of_prompt(group.context_logits, group) if output.return_context_logits else None,
+        additional_outputs=(*_gathered_outputs(group), *result.additional_outputs),
     )
 
 
-def _context_logits(group: RequestGroup) -> FloatTensor:
-    """The prompt's logits as one tensor, which is kept only if other sequences are still to carry it."""
-    tensor = _stacked(group.context_logits, group.num_context_rows)
-    group.context_logits = [tensor.data] if len(group.sequences) > 1 else []
+def _gathered_outputs(group: RequestGroup) -> Iterator[AdditionalOutput]:
+    for output, pieces in zip(group.request.output.gathered_outputs, group.context_outputs, strict=True):
+        yield AdditionalOutput(CONTEXT + output.name, (_of_prompt(pieces, group),))
+
+
+def _of_prompt(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
+    """The prompt's rows as one tensor. They are kept only if other sequences are still to carry them."""
+    tensor = _stacked(pieces, group.num_context_rows)
+    pieces[:] = [tensor.data] if len(group.sequences) > 1 else []
     return tensor
 
 
 def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int | None = None) -> FloatTensor:
-    """A tensor [rows, vocab_size] from pieces of rows; each piece is one row unless `num_rows` is given."""
+    """A tensor [rows, values of a row] from pieces of rows; each piece is one row unless `num_rows` is given."""
     data = b"".join(pieces)
     rows = len(pieces) if num_rows is None else num_rows
     return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from inflight.additional_outputs import OfferedOutput
 from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ModelLimits, Request
@@ -185,12 +186,15 @@ class TokenDetails:
         logits: Per token, the row that it was chosen from: float32 [vocab_size] as bytes.
         drawn_log_probs: Per token, its log probability in the distribution that it was drawn from, after all that
             the request's sampling controls do. Only from an engine that normalizes log probabilities.
+        additional_outputs: Per token, a row of each of `OutputConfig.additional_outputs`, in their order, of the
+            position that it was chosen from: float32 [width] as bytes.
     """
 
     log_probs: tuple[float, ...] = ()
     top_log_probs: tuple[TopLogProbs, ...] = ()
     logits: tuple[bytes, ...] = ()
     drawn_log_probs: tuple[float, ...] = ()
+    additional_outputs: tuple[tuple[bytes, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +207,13 @@ class ContextDetails:
         log_probs: Per row, the model's log probability of the token that follows it in the prompt; one fewer where
             the chunk ends the prompt.
         logits: float32 [rows, vocab_size]; one row for each of the chunk's positions within the prompt.
+        additional_outputs: Of each of `OutputConfig.gathered_outputs`, in their order, the same rows: float32
+            [rows, width].
     """
 
     log_probs: tuple[float, ...] = ()
     logits: bytes = b""
+    additional_outputs: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +227,8 @@ class ModelOutput:
             the row has failed, and for rows of beam searches.
         beams: Per group of `ScheduledBatch.beam_groups`, the best continuations; of a group with a failed row,
             anything.
-        details: Details of new tokens, by slot, for rows whose request asks for log probs or logits; not for
-            beams.
+        details: Details of new tokens, by slot, for rows whose request asks for log probs, logits or
+            additional outputs; not for beams.
         context: Context outputs, by slot, for chunks that want them.
         failures: Why rows have failed alone, by sampled slot: their requests end with these errors. A beam search
             ends where any of its rows has failed.
@@ -250,6 +257,7 @@ class EngineLimits:
             if that one samples on the device. For a device that computes while the host does other things.
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
         logits_post_processors: Names of the functions that may change a request's logits; the same on all ranks.
+        additional_outputs: What it computes for requests that ask for it.
     """
 
     vocab_size: int
@@ -261,6 +269,7 @@ class EngineLimits:
     overlaps_iterations: bool = False
     takes_all_processors: bool = False
     logits_post_processors: tuple[str, ...] = ()
+    additional_outputs: tuple[OfferedOutput, ...] = ()
 
     def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
         """How many batches, from the oldest on, have to be decoded before another one is made.
@@ -289,4 +298,5 @@ class EngineLimits:
             max_draft_length=config.max_num_tokens - (slots - 1 + self.tokens_per_block if chunked else 1),
             max_context_tokens=1 << 62 if chunked else config.max_num_tokens,
             logits_post_processors=self.logits_post_processors,
+            additional_outputs=self.additional_outputs,
         )

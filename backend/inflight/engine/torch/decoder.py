@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.row_kernels import RowKernels
+from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
@@ -75,6 +76,7 @@ class Decoder:
         self._part = part.held_config(config)
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
+        self._first_layer = part.layers[0]
         self._layer_windows = layer_windows[slice(*part.layers)]
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
@@ -86,10 +88,17 @@ class Decoder:
             cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
             self._rope = cos.to(any_weight.device), sin.to(any_weight.device)
 
-    def forward(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        packed: PackedBatch,
+        cache: KvCache,
+        hidden: Tensor | None = None,
+        between: HiddenStates | None = None,
+    ) -> Tensor:
         """The last layer's output [rows, hidden_size]; fills the cache.
 
         The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
+        `between` keeps what it wants of the hidden states between layers.
         """
         weights = self._weights
         plans = self._attention.plan(packed, cache, self._windows)
@@ -97,6 +106,8 @@ class Decoder:
         x = self._embed(packed) if hidden is None else hidden
         rotation = None if self._rope is None else _rotation(*self._rope, packed.positions)
         for index, layer in enumerate(weights.layers):
+            if between is not None:
+                between.keep(self._first_layer + index, x)
             plan = plans[self._layer_windows[index]]
             x = x + self._attend(
                 self._norm(x, layer.attention_norm), rotation, index, layer, places, plan, cache
@@ -114,6 +125,12 @@ class Decoder:
         assert norm is not None and head is not None, "the last stage makes the logits"
         logits = head(self._norm(hidden[rows], norm)).float()
         return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """The final norm of rows [n, hidden_size] of what `forward` returned, at the last stage."""
+        norm = self._weights.final_norm
+        assert norm is not None, "the last stage has the final norm"
+        return self._norm(hidden, norm)
 
     def _embed(self, packed: PackedBatch) -> Tensor:
         learned = self._weights.position_embedding
@@ -162,10 +179,7 @@ class Decoder:
         return self._row_parallel(layer.down, self._activation(gate).mul_(up))
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Over the last dimension."""
-        if norm.bias is None:
-            return F.rms_norm(x, x.shape[-1:], norm.weight, self.config.norm_eps)
-        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.config.norm_eps)
+        return apply_norm(x, norm, self.config.norm_eps)
 
 
 def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,6 +199,13 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
+
+
+def apply_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """An RMSNorm or a LayerNorm over the last dimension."""
+    if norm.bias is None:
+        return F.rms_norm(x, x.shape[-1:], norm.weight, eps)
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
 
 
 def embed(

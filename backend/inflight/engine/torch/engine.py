@@ -12,20 +12,29 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.additional_outputs import OfferedOutput
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.transfer import upload
+from inflight.engine.additional_outputs import (
+    AdditionalOutputs,
+    HiddenStates,
+    LayerOutputs,
+    offer,
+)
 from inflight.engine.context_outputs import ContextOutputs
-from inflight.engine.engine import ModelEngine, Pending, Runner
+from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.engine import ModelEngine, Pending, RowOutputs, Runner
 from inflight.engine.memory import free_memory, plan_kv_cache
-from inflight.engine.packing import generation_rows, pack
+from inflight.engine.packing import PackedBatch, generation_rows, pack
 from inflight.engine.slots import SlotTable
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.cuda import GraphCapture
@@ -56,6 +65,7 @@ class TorchRunner(Runner):
         mapping: Which rank's part this is.
         capture: Records generation batches, if they are to be recorded; `decoder` is then all of a model and has
             fixed shapes.
+        debug_tensors: Writes iterations down, none of which is replayed then.
 
     Attributes:
         decoder_config: What the checkpoint says of the model.
@@ -72,6 +82,7 @@ class TorchRunner(Runner):
         max_num_tokens: int,
         mapping: Mapping = _ALONE,
         capture: Capture | None = None,
+        debug_tensors: DebugTensors | None = None,
     ) -> None:
         slots = SlotTable(limits, cache.null_block, cache.device)
         super().__init__(limits, slots)
@@ -82,21 +93,24 @@ class TorchRunner(Runner):
         self.cache = cache
         self._max_num_tokens = max_num_tokens
         self._graphs = None
-        if capture is not None and isinstance(decoder, Decoder):
+        if capture is not None and debug_tensors is None and isinstance(decoder, Decoder):
             self._graphs = _record(decoder, slots, cache, capture)
         self.recorded_sizes = () if self._graphs is None else self._graphs.sizes
-        self._is_last_stage = mapping.is_last_stage
-        self.context_outputs = ContextOutputs(limits.vocab_size, is_kept=mapping.is_sampler)
+        self._is_last_stage, self._is_sampler = mapping.is_last_stage, mapping.is_sampler
+        self.additional_outputs = AdditionalOutputs(decoder.config.num_layers)
+        self.context_outputs = ContextOutputs(limits.vocab_size, mapping.is_sampler, self.additional_outputs)
+        self.debug_tensors = debug_tensors
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence, by the checkpoint."""
         return self.decoder_config.eos_token_ids
 
-    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> tuple[Tensor, dict[int, ContextDetails]]:
+    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
         """As `Runner.run`."""
         fresh_blocks = self.slots.apply(batch)
         self.context_outputs.apply(batch)
+        self.additional_outputs.apply(batch)
         self._prepare_blocks(batch, fresh_blocks)
         if batch.num_tokens > self._max_num_tokens:
             raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
@@ -106,24 +120,60 @@ class TorchRunner(Runner):
 
     def close(self) -> None:
         """As `Runner.close`."""
-        for name in ("decoder", "cache", "slots", "context_outputs", "_graphs"):
+        for name in ("decoder", "cache", "slots", "context_outputs", "additional_outputs", "_graphs"):
             vars(self).pop(name, None)
 
-    def _compute(
-        self, batch: ScheduledBatch, hidden: Tensor | None
-    ) -> tuple[Tensor, dict[int, ContextDetails]]:
-        if self._graphs is not None and batch.generation_slots and not batch.context:
+    def _compute(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+        between = HiddenStates()
+        if are_wanted := self.additional_outputs.are_wanted(batch):
+            between = self.additional_outputs.between_layers(batch)
+        if self._graphs is not None and batch.generation_slots and not batch.context and not between.wanted:
             rows = generation_rows(batch, self.slots)
-            return self.decoder.logits(*self._graphs.forward(rows)), {}
+            return self._outputs(batch, *self._graphs.forward(rows), between, are_wanted)
         packed = pack(batch, self.slots)
+        outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)
+        if self.debug_tensors is not None:
+            logits = outputs.rows if self._is_last_stage else None
+            self.debug_tensors.write(batch.iteration, packed, logits)
+        return outputs
+
+    def _compute_packed(
+        self,
+        batch: ScheduledBatch,
+        packed: PackedBatch,
+        hidden: Tensor | None,
+        between: HiddenStates,
+        are_wanted: bool,
+    ) -> RowOutputs:
         arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
-            return self.decoder.forward(*arguments), {}
-        if not any(chunk.wants_context for chunk in batch.context):
-            return self.decoder.forward_to_logits(*arguments), {}
-        hidden = self.decoder.forward(*arguments)
-        context = self.context_outputs.compute(batch, packed.chunks, hidden, self.decoder.logits)
-        return self.decoder.logits(hidden, packed.sampled_rows), context
+            return RowOutputs(self.decoder.forward(*arguments))
+        wants_context = any(chunk.wants_context for chunk in batch.context)
+        if not (wants_context or are_wanted):
+            return RowOutputs(self.decoder.forward_to_logits(*arguments))
+        hidden = self.decoder.forward(*arguments, between)
+        context: dict[int, ContextDetails] = {}
+        if wants_context:
+            layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
+            context = self.context_outputs.compute(batch, packed.chunks, layers, self.decoder.logits)
+        outputs = self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
+        return replace(outputs, context=context)
+
+    def _outputs(
+        self,
+        batch: ScheduledBatch,
+        hidden: Tensor,
+        sampled_rows: Tensor,
+        between: HiddenStates,
+        are_wanted: bool,
+    ) -> RowOutputs:
+        """The logits of rows that choose tokens, and what is wanted beside, of what the last layer returned."""
+        logits = self.decoder.logits(hidden, sampled_rows)
+        if not (are_wanted and self._is_sampler):
+            return RowOutputs(logits)
+        layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
+        additional = self.additional_outputs.of_tokens(batch, layers, sampled_rows, logits)
+        return RowOutputs(logits, additional=additional)
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
         """Copy blocks, then clear new ones: a block that is copied may not be cleared or written before."""
@@ -245,6 +295,8 @@ def _load_runner(
         torch.set_num_threads(config.engine_threads)
     assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
     model = read_model_description(config.gpt_model_path)
+    offered = _offer(config, model.decoder, mapping)
+    debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
     max_sequence_length = _max_sequence_length(config, model.decoder)
     windows = layer_windows(
         model.decoder.sliding_windows,
@@ -255,7 +307,7 @@ def _load_runner(
     part = Part.from_mapping(mapping, model.decoder)
     decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
     held = part.held_config(model.decoder)
-    capture = _find_capture(config, decoder, mapping, device)
+    capture = _find_capture(config, decoder, mapping, device, debug_tensors is not None)
     reserved = 0 if capture is None else graph_bytes(config.max_num_sequences)
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
     cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
@@ -269,8 +321,22 @@ def _load_runner(
         overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
         takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
         logits_post_processors=post_processor_names,
+        additional_outputs=offered,
     )
-    return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture)
+    return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+
+
+def _offer(config: EngineConfig, decoder: DecoderConfig, mapping: Mapping) -> tuple[OfferedOutput, ...]:
+    """What requests may ask for; the same on all ranks, or ConfigError on all."""
+    last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
+    first_layer = last_stage.layers(decoder.num_layers)[0]
+    return offer(
+        config.additional_model_outputs,
+        decoder.num_layers,
+        decoder.hidden_size,
+        decoder.vocab_size,
+        first_layer,
+    )
 
 
 def _device(name: str | None) -> torch.device:
@@ -288,18 +354,26 @@ def _device(name: str | None) -> torch.device:
 
 
 def _find_capture(
-    config: EngineConfig, decoder: Decoder | NativeDecoder, mapping: Mapping, device: torch.device
+    config: EngineConfig,
+    decoder: Decoder | NativeDecoder,
+    mapping: Mapping,
+    device: torch.device,
+    has_debug_tensors: bool,
 ) -> Capture | None:
     """Records generation batches; None if they are not to be recorded, and the log says why."""
     if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
-    if config.cuda_graph_mode and mapping.world_size == 1:
+    if config.cuda_graph_mode and mapping.world_size == 1 and not has_debug_tensors:
+        if any(output.name.startswith("hidden_states_") for output in config.additional_model_outputs):
+            _logger.info("iterations with a request that wants hidden_states_<i> run without CUDA graphs")
         return GraphCapture(device)
     _logger.info(
         "generation runs without CUDA graphs: %s",
-        "what several ranks tell each other is not recorded"
-        if config.cuda_graph_mode
-        else "they are turned off",
+        "they are turned off"
+        if not config.cuda_graph_mode
+        else "debug tensors are written down"
+        if has_debug_tensors
+        else "what several ranks tell each other is not recorded",
     )
     return None
 

@@ -28,6 +28,7 @@ from inflight.serving.metric_table import Batching
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import (
     ModelArgs,
+    complete_outputs,
     has_explicit_control,
     import_pb_utils,
     log_to_triton,
@@ -46,6 +47,8 @@ _FLUSH_S = 2.0
 
 class TritonPythonModel:
     """Serves token ids and text, with several responses to a request."""
+
+    auto_complete_config = staticmethod(complete_outputs)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""

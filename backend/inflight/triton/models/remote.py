@@ -17,7 +17,7 @@ from inflight.endpoint.path import endpoint_path
 from inflight.server.guard import guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.host import complete_outputs, import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.tensor_spec import Vocabulary
 
 
@@ -28,6 +28,7 @@ class Infer:
     """
 
     vocabulary = Vocabulary.TOKENS
+    auto_complete_config = staticmethod(complete_outputs)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the front end; raises ConfigError with everything that is wrong with config.pbtxt."""

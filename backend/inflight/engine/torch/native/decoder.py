@@ -6,15 +6,18 @@ added up over the ranks between. Keys and values lie in the cache's blocks in an
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.decoding.nan_check import Peaks
+from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.decoder import embed, join_logits
+from inflight.engine.torch.decoder import apply_norm, embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer
@@ -77,6 +80,7 @@ class NativeDecoder:
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._packed = weights.layers
+        self._first_layer = part.layers[0]
         self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
@@ -85,6 +89,7 @@ class NativeDecoder:
         if weights.lm_head is not None and weights.final_norm is not None:
             self._lm_head, self._lm_head_tensors = weights.lm_head
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
+        self._norm = weights.final_norm
         self._cos, self._sin = None, None
         if config.rope is not None:
             self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
@@ -99,15 +104,25 @@ class NativeDecoder:
             )
         self.row_kernels = NativeRowKernels(self._library, self._handle)
 
-    def forward(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """As `Decoder.forward`."""
+    def forward(
+        self,
+        packed: PackedBatch,
+        cache: KvCache,
+        hidden: Tensor | None = None,
+        between: HiddenStates | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`; a call ends where hidden states are to be kept."""
         batch, x = self._begin(packed, cache, hidden)
         _check(self._library.plan(self._handle, batch))
+        between = between or HiddenStates()
         if self._collectives.size == 1:
-            self._run(batch, x, 0, len(self._layers))
+            for begin, end in itertools.pairwise(self._stops(between)):
+                between.keep(self._first_layer + begin, x)
+                self._run(batch, x, begin, end)
             return x
         partial = torch.empty_like(x)
         for index, layer in enumerate(self._packed):
+            between.keep(self._first_layer + index, x)
             for half, bias in ((_ATTENTION, layer.output_bias), (_MLP, layer.down_bias)):
                 self._run(batch, x, index, index + 1, partial, half)
                 total = self._collectives.all_reduce(partial)
@@ -152,6 +167,17 @@ class NativeDecoder:
         )
         _check(is_done)
         return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.normalize`, by torch's operators."""
+        assert self._norm is not None, "the last stage has the final norm"
+        return apply_norm(hidden, self._norm, self.config.norm_eps)
+
+    def _stops(self, between: HiddenStates) -> list[int]:
+        """The layers that calls begin with, and the number of layers."""
+        count = len(self._layers)
+        inner = {stop - self._first_layer for stop in between.wanted}
+        return [0, *sorted(stop for stop in inner if 0 < stop < count), count]
 
     def _begin(
         self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None

@@ -1,0 +1,284 @@
+"""Hidden states and top logits of prompts and generated tokens, against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.additional_outputs import AdditionalModelOutput, parse_outputs
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.response import Result
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.additional_outputs import HiddenStates, offer
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.collectives import ALONE
+from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.errors import ConfigError, InvalidArgument
+from tests.engine.kernels import by_default_and
+from tests.engine.paging import load_paged
+from tests.engine.ranks import TOPOLOGIES, ranks
+from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
+from tests.engine.tape import Tape
+from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+
+CASES = ["llama-gqa", "qwen2", "gpt2"]
+every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(CASES, CASES))
+OFFERED = "hidden_states_0:context, hidden_states_1:context, hidden_states_2, hidden_states_3:context, "
+OFFERED += "last_hidden_state:context, top_5_logits:context, top_5_logit_ids:context"
+OUTPUTS = parse_outputs(OFFERED)
+NUM_TOKENS = 9
+
+
+def load_offering(
+    model: ZooModel, kernels: str | None = None, outputs: str = OFFERED, num_blocks: int = 64
+) -> TorchEngine:
+    return load(model.folder, num_blocks, kernels=kernels, additional_model_outputs=parse_outputs(outputs))
+
+
+@torch.inference_mode()
+def expected(model: ZooModel, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What transformers says of every position."""
+    found = model.oracle(torch.tensor([list(tokens)]), output_hidden_states=True)
+    base = model.oracle.base_model(torch.tensor([list(tokens)])).last_hidden_state
+    top = found.logits[0].topk(5)
+    return {
+        **{f"hidden_states_{i}": states[0] for i, states in enumerate(found.hidden_states)},
+        "last_hidden_state": base[0],
+        "top_5_logits": top.values,
+        "top_5_logit_ids": top.indices.float(),
+    }
+
+
+def assert_outputs(
+    model: ZooModel,
+    request: Request,
+    result: Result,
+    tokens: Sequence[int],
+    outputs: Sequence[AdditionalModelOutput] = OUTPUTS,
+) -> None:
+    """Exactly the outputs that were asked for, each with all of its rows."""
+    wanted = expected(model, [*request.input_token_ids, *tokens])
+    length = request.prompt_length
+    names = [f"context_{each.name}" for each in outputs if each.gather_context]
+    names += [f"generation_{each.name}" for each in outputs]
+    found = {each.name: each.tensors for each in result.additional_outputs}
+    assert list(found) == names
+    for name, (tensor,) in found.items():
+        part, _, plain = name.partition("_")
+        rows = slice(length) if part == "context" else slice(length - 1, length - 1 + len(tokens))
+        torch.testing.assert_close(to_torch(tensor), wanted[plain][rows], rtol=0, atol=1e-3, msg=name)
+
+
+def request_of(
+    model: ZooModel, number: int, length: int, outputs: Sequence[AdditionalModelOutput] = OUTPUTS, **options
+) -> Request:
+    output = OutputConfig(additional_outputs=tuple(outputs))
+    return Request(number, model.prompt(length, number), NUM_TOKENS, output=output, **options)
+
+
+@every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_what_comes_back_is_what_transformers_has(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
+    """Packed with others, which want some of it or nothing; in chunks, with pauses, streamed and whole."""
+    model = zoo[case]
+    requests = [
+        request_of(model, 1, 27),
+        request_of(model, 2, 40, OUTPUTS[3:5], streaming=True),
+        request_of(model, 3, 35, [AdditionalModelOutput("hidden_states_1")]),
+        Request(4, model.prompt(40, 2), NUM_TOKENS),  # has the second one's prompt
+        request_of(model, 5, 70, streaming=True),
+    ]
+    num_blocks = 11 if way.startswith("utilization") else 64
+    served = serve(load_offering(model, kernels, num_blocks=num_blocks), config_of(way), requests)
+    for request in requests:
+        tokens = served.tokens(request)
+        assert tokens == model.greedy(request.input_token_ids, NUM_TOKENS)
+        outputs = request.output.additional_outputs
+        assert_outputs(model, request, served.result(request), tokens, outputs)
+    if way.startswith("utilization"):
+        assert served.num_pauses
+    assert_deltas(served, requests[4])
+
+
+def assert_deltas(served: Served, request: Request) -> None:
+    """Each response has the rows of its own tokens, and the first one alone the prompt's."""
+    first, *others = [response.result for response in served.responses[request.request_id, 0]]
+    assert any(each.name.startswith("context_") for each in first.additional_outputs)
+    assert others
+    for result in others:
+        assert all(each.name.startswith("generation_") for each in result.additional_outputs)
+    for result in (first, *others):
+        rows = {each.tensors[0].shape[0] for each in result.additional_outputs if "generation_" in each.name}
+        assert rows == {result.num_output_tokens[0]}
+
+
+@every_case
+def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, kernels: str | None) -> None:
+    model = zoo[case]
+    engine = load_offering(model, kernels)
+    rows_alone = [AdditionalModelOutput(each.name) for each in OUTPUTS]
+    prompt = model.prompt(60)
+    wanted = [
+        OutputConfig(return_perf_metrics=True, additional_outputs=tuple(outputs))
+        for outputs in ((), rows_alone, OUTPUTS)
+    ]
+    requests = [Request(number, prompt, NUM_TOKENS, output=output) for number, output in enumerate(wanted)]
+    served = serve(engine, config_of("no-evict"), requests, per_iteration=1)
+    reused = [served.result(request).perf_metrics.num_reused_blocks for request in requests]
+    assert reused[0] == 0 and reused[1] > 0 and reused[2] == 0
+    for request in requests[1:]:
+        tokens = served.tokens(request)
+        assert_outputs(model, request, served.result(request), tokens, request.output.additional_outputs)
+
+
+@every_case
+def test_drafts_that_are_refused_leave_no_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
+    model = zoo[case]
+    prompt = model.prompt(30)
+    tokens = model.greedy(prompt, NUM_TOKENS)
+    half_right = ExternalDraft((*tokens[:3], (tokens[3] + 1) % 200, tokens[4]))
+    output = OutputConfig(additional_outputs=OUTPUTS)
+    by_draft = Request(1, prompt, NUM_TOKENS, output=output, draft=half_right)
+    repeated = (*prompt[:10], *prompt[:10], *prompt[:10])
+    by_lookup = Request(2, repeated, NUM_TOKENS, output=output, prompt_lookup_num_tokens=4)
+    served = serve(load_offering(model, kernels), config_of("no-evict"), [by_draft, by_lookup])
+    for request in (by_draft, by_lookup):
+        found = served.tokens(request)
+        assert found == model.greedy(request.input_token_ids, NUM_TOKENS)
+        assert_outputs(model, request, served.result(request), found)
+
+
+@every_case
+def test_every_sequence_of_a_request_has_its_own_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
+    model = zoo[case]
+    sampling = SamplingConfig(num_return_sequences=3, top_k=20, temperature=1.5, random_seed=7)
+    request = request_of(model, 1, 30, sampling=sampling)
+    served = serve(load_offering(model, kernels), config_of("no-evict"), [request])
+    answers = [served.tokens(request, index) for index in range(3)]
+    assert len({tuple(tokens) for tokens in answers}) == 3
+    for index, tokens in enumerate(answers):
+        assert_outputs(model, request, served.result(request, index), tokens)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@every_case
+def test_several_ranks_give_what_one_gives(
+    zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
+) -> None:
+    model = zoo[case]
+    outputs = OUTPUTS[2:] if topology[1] > 1 else OUTPUTS
+    requests = [request_of(model, number, 30 + number, outputs) for number in range(3)]
+    with ranks(model.folder, topology, kernels=kernels, additional_model_outputs=outputs) as engine:
+        served = serve(engine, config_of("no-evict"), requests)
+    for request in requests:
+        assert_outputs(model, request, served.result(request), served.tokens(request), outputs)
+
+
+def test_what_earlier_stages_know_is_refused_at_load(zoo: Zoo) -> None:
+    outputs = parse_outputs("hidden_states_1")
+    with (
+        pytest.raises(
+            ConfigError, match=r"has hidden_states_1, expected hidden_states_2 to .*_3, which the last"
+        ),
+        ranks(zoo["gpt2"].folder, (1, 2), additional_model_outputs=outputs),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ("hidden_states_4", "expected hidden_states_0 to hidden_states_3, which the model has"),
+        ("top_212_logits", "top_212_logits, expected at most 211"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_at_load(zoo: Zoo, outputs: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_offering(zoo["gpt2"], outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("output", "sampling", "message"),
+    [
+        (AdditionalModelOutput("hidden_states_3"), {}, "no output 'hidden_states_3'; .* has last_hidden_state"),
+        (AdditionalModelOutput("last_hidden_state", True), {}, "have to say last_hidden_state:context"),
+        (AdditionalModelOutput("last_hidden_state"), {"beam_width": 2}, "needs beam_width 1"),
+    ],
+)  # fmt: skip
+def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling, message: str) -> None:
+    engine = load_offering(zoo["gpt2"], outputs="last_hidden_state")
+    config = config_of("no-evict")
+    request = Request(
+        1,
+        (5, 6, 7),
+        4,
+        sampling=SamplingConfig(**sampling),
+        output=OutputConfig(additional_outputs=(output,)),
+    )
+    with pytest.raises(InvalidArgument, match=message):
+        request.validate(engine.limits.model_limits(config))
+
+
+@pytest.mark.parametrize("kernels", [None, "torch"])
+def test_nobody_else_pays(zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a request that wants them, hidden states are neither kept nor normalized once more."""
+    model = zoo["llama-gqa"]
+    engine = load_offering(model, kernels)
+    kept = []
+    monkeypatch.setattr(HiddenStates, "keep", lambda states, *_: kept.append(states.wanted))
+    monkeypatch.setattr(engine.runner.decoder, "normalize", lambda hidden: pytest.fail("nobody asked"))
+    logits = OutputConfig(return_generation_logits=True, return_context_logits=True)
+    serve(engine, config_of("no-evict"), [Request(1, model.prompt(20), 5, output=logits)])
+    assert set(kept) <= {frozenset()}
+
+
+def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers are stood in for by an addition, so that this runs on every machine."""
+    decoder = object.__new__(NativeDecoder)
+    vars(decoder).update(
+        _layers=[None] * 4,
+        _first_layer=2,
+        _collectives=ALONE,
+        _handle=None,
+        _library=SimpleNamespace(plan=lambda *_: True),
+    )
+    calls = []
+
+    def run(batch: object, x: torch.Tensor, first: int, last: int) -> None:
+        calls.append((first, last))
+        x += last - first
+
+    monkeypatch.setattr(decoder, "_begin", lambda *_: (None, torch.full((3, 2), 2.0)), raising=False)
+    monkeypatch.setattr(decoder, "_run", run, raising=False)
+    nothing: Any = None
+    for wanted, expected_calls in (([], [(0, 4)]), ([2, 3, 5], [(0, 1), (1, 3), (3, 4)])):
+        calls.clear()
+        between = HiddenStates(frozenset(wanted))
+        assert decoder.forward(nothing, nothing, nothing, None, between).tolist() == [[6.0, 6.0]] * 3
+        assert calls == expected_calls
+        assert {number: hidden[0, 0].item() for number, hidden in between.found.items()} == {
+            number: number for number in wanted
+        }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "is_replayed"),
+    [("last_hidden_state, top_5_logits", True), ("last_hidden_state, hidden_states_1", False)],
+)
+def test_recorded_batches_give_what_lies_behind_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
+    """Where inner layers are wanted, an iteration is not replayed."""
+    model, tape, wanted = zoo["llama-gqa"], Tape(), parse_outputs(outputs)
+    engine = load_paged(model.folder, 60, capture=tape)
+    engine.limits = replace(engine.limits, additional_outputs=offer(wanted, 3, 64, VOCAB_SIZE))
+    requests = [request_of(model, 1, 27, wanted), request_of(model, 2, 14, wanted[:1])]
+    alone = [requests[0]] if not is_replayed else requests
+    served = serve(engine, config_of("no-evict"), alone)
+    assert bool(tape.replayed) == is_replayed
+    for request in alone:
+        tokens = served.tokens(request)
+        assert_outputs(model, request, served.result(request), tokens, request.output.additional_outputs)

@@ -1,0 +1,73 @@
+"""The names of additional outputs, as the parameter and the tensors spell them."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.additional_outputs import (
+    AdditionalModelOutput,
+    Meaning,
+    OutputKind,
+    meaning_of,
+    outputs_of_tensors,
+    parse_outputs,
+    tensor_names,
+)
+from inflight.config import EngineConfig, Role, read_parameters
+from inflight.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("last_hidden_state", Meaning(OutputKind.LAST_HIDDEN_STATE)),
+        ("hidden_states_0", Meaning(OutputKind.HIDDEN_STATES, 0)),
+        ("hidden_states_31", Meaning(OutputKind.HIDDEN_STATES, 31)),
+        ("top_5_logits", Meaning(OutputKind.TOP_LOGITS, 5)),
+        ("top_20_logit_ids", Meaning(OutputKind.TOP_LOGIT_IDS, 20)),
+    ],
+)
+def test_what_a_name_means(name: str, meaning: Meaning) -> None:
+    assert meaning_of(name) == meaning
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TopKLogits", "hidden_states_", "hidden_states_01", "hidden_states_-1", "top_0_logits", "top_5_logits_ids",
+        "last_hidden_state:generation", "last_hidden_state last_hidden_state", "last_hidden_state,",
+        "top_5_logits, top_5_logits:context",
+    ],
+)  # fmt: skip
+def test_what_no_output_is_called_is_refused_at_load(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_outputs(text)
+    config = {"max_batch_size": 4, "parameters": {"additional_model_outputs": {"string_value": text}}}
+    with pytest.raises(
+        ConfigError, match=r"additional_model_outputs: got .*, expected different ones of last_hid"
+    ):
+        read_parameters(config, Role.ENGINE)
+
+
+def test_a_name_that_a_program_gives_is_checked_too() -> None:
+    config = EngineConfig("x", additional_model_outputs=(AdditionalModelOutput("TopKLogits"),))
+    with pytest.raises(
+        ConfigError, match=r"additional_model_outputs is .*TopKLogits.*, expected different ones"
+    ):
+        config.validate()
+
+
+def test_the_parameter_and_its_tensors() -> None:
+    outputs = parse_outputs("last_hidden_state:context, top_5_logits")
+    assert outputs == (
+        AdditionalModelOutput("last_hidden_state", True),
+        AdditionalModelOutput("top_5_logits"),
+    )
+    names = [
+        ("context_last_hidden_state", 2),
+        ("generation_last_hidden_state", 3),
+        ("generation_top_5_logits", 3),
+    ]
+    assert tensor_names(outputs) == names
+    assert outputs_of_tensors(name for name, _ in names) == outputs
+    assert outputs_of_tensors(["context_last_hidden_state"]) == outputs[:1]

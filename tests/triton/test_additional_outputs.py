@@ -1,0 +1,214 @@
+"""Outputs that the parameter additional_model_outputs adds: declared, asked for, and sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
+from inflight.config import Role
+from inflight.core.request.request import FloatTensor
+from inflight.core.request.response import AdditionalOutput
+from inflight.core.request.stop import FinishReason
+from inflight.errors import ConfigError
+from inflight.serving.completion_text import TokenizerFinder
+from inflight.serving.response_size import ResponseBudget
+from inflight.triton.front_end import FrontEnd
+from inflight.triton.host import ModelArgs, complete_outputs, read_model_args
+from inflight.triton.models.engine import TritonPythonModel
+from inflight.triton.models.remote import Ensemble, Infer
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import OUTPUTS
+from tests.triton.factories import (
+    FakeEngineClient,
+    make_description,
+    make_limits,
+    make_model_config,
+    make_response,
+    make_triton_request,
+    token_inputs,
+)
+from tests.triton.fake_pb_utils import FakePbUtils, TritonError
+from tests.triton.stage import error_of
+
+WIDTH = 3
+PARAMETER = "last_hidden_state:context, top_2_logits"
+NAMES = ("context_last_hidden_state", "generation_last_hidden_state", "generation_top_2_logits")
+ALL = frozenset(name for name, _ in OUTPUTS.declared(Vocabulary.TOKENS)).union(NAMES)
+OFFERED = (OfferedOutput("last_hidden_state", True, WIDTH), OfferedOutput("top_2_logits", False, 2))
+
+
+def declared(*names: str, dtype: str = "TYPE_FP32") -> list[dict[str, object]]:
+    """What every config.pbtxt has, and these."""
+    own = [(name, f"TYPE_{spec.dtype}") for name, spec in OUTPUTS.declared(Vocabulary.TOKENS)]
+    added = [(name, dtype) for name in names]
+    return [{"name": name, "data_type": data_type} for name, data_type in own + added]
+
+
+def model_args(parameter: str = PARAMETER, names: tuple[str, ...] = NAMES, **changes: object) -> ModelArgs:
+    parameters = {"additional_model_outputs": parameter} if parameter else {}
+    config = {**make_model_config(**parameters), "output": declared(*names), **changes}
+    args = {
+        "model_config": json.dumps(config),
+        "model_name": "a_model",
+        "model_repository": "/models/a_model",
+        "model_version": "1",
+    }
+    return read_model_args(args, Role.FRONT_END)
+
+
+class Stage:
+    """A front end of an engine with additional outputs."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        self.client = FakeEngineClient(make_description(limits=make_limits(additional_outputs=OFFERED)))
+        self.front_end = FrontEnd(
+            FakePbUtils(), self.client, self.client.close, args, TokenizerFinder("nowhere", lambda _: 1 / 0)
+        )
+
+    def take(self, outputs: frozenset[str] = ALL, **inputs: object):
+        request = make_triton_request(token_inputs(**inputs), outputs=outputs)
+        self.front_end.execute([request])
+        return request.sender
+
+    @property
+    def asked(self) -> tuple[AdditionalModelOutput, ...]:
+        return self.client.submitted[self.client.last_id].output.additional_outputs
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage(model_args())
+    yield made
+    made.front_end.close()
+
+
+def rows(count: int, width: int = WIDTH) -> FloatTensor:
+    return FloatTensor((count, width), np.arange(count * width, dtype=np.float32).tobytes())
+
+
+def test_unasked_nothing_of_them_comes(stage: Stage) -> None:
+    stage.take()
+    assert stage.asked == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        (NAMES, (AdditionalModelOutput("last_hidden_state", True), AdditionalModelOutput("top_2_logits"))),
+        (NAMES[:1], (AdditionalModelOutput("last_hidden_state", True),)),
+        (NAMES[1:2], (AdditionalModelOutput("last_hidden_state"),)),
+    ],
+)
+def test_naming_one_is_asking_for_it(stage: Stage, names: tuple[str, ...], asked: object) -> None:
+    stage.take(frozenset(names))
+    assert stage.asked == asked
+
+
+def test_a_client_that_names_no_outputs_asks_by_a_tensor(stage: Stage) -> None:
+    stage.take(additional_outputs=[[b"generation_top_2_logits", b"context_last_hidden_state"]])
+    assert {*stage.asked} == {
+        AdditionalModelOutput("last_hidden_state", True),
+        AdditionalModelOutput("top_2_logits"),
+    }
+
+
+def test_a_name_that_is_not_declared_is_refused_with_those_that_are(stage: Stage) -> None:
+    (sent,) = stage.take(additional_outputs=[[b"generation_top_3_logits"]]).wait_final()
+    code, message = error_of(sent)
+    assert code == TritonError.INVALID_ARG
+    assert message.startswith("additional_outputs has 'generation_top_3_logits', expected names of")
+    assert ", ".join(sorted(NAMES)) in message
+    assert not stage.client.submitted
+
+
+def test_what_the_engine_does_not_have_is_refused() -> None:
+    stage = Stage(model_args(PARAMETER + ", top_3_logits", (*NAMES, "generation_top_3_logits")))
+    (sent,) = stage.take(frozenset({"generation_top_3_logits"})).wait_final()
+    assert "this engine has no output 'top_3_logits'" in error_of(sent)[1]
+    stage.front_end.close()
+
+
+def test_an_answer_that_would_not_fit_is_refused_before_anything_is_computed(stage: Stage) -> None:
+    wide = (OfferedOutput("last_hidden_state", True, 1 << 20), OFFERED[1])
+    stage.client.description = make_description(limits=make_limits(additional_outputs=wide))
+    stage.front_end._budget = ResponseBudget(lambda: (16 << 20, 16 << 20))
+    (sent,) = stage.take(frozenset(NAMES[:2])).wait_final()
+    code, message = error_of(sent)
+    assert code == TritonError.INVALID_ARG
+    assert "context_last_hidden_state 12.0 MiB, generation_last_hidden_state 16.0 MiB" in message
+    assert not stage.client.submitted
+
+
+def test_each_response_has_the_new_rows_and_the_first_the_prompts(stage: Stage) -> None:
+    sender = stage.take(frozenset(NAMES), streaming=True)
+    engine_id = stage.client.last_id
+    first = (
+        AdditionalOutput(NAMES[0], (rows(3),)),
+        AdditionalOutput(NAMES[1], (rows(1),)),
+        AdditionalOutput(NAMES[2], (rows(1, 2),)),
+    )
+    nothing = FloatTensor((0, 0), b"")
+    stage.client.respond(make_response(engine_id, (8,), additional_outputs=first))
+    assert stage.client.outboxes[0](30.0)
+    last = tuple(AdditionalOutput(name, (nothing,)) for name in NAMES[1:])
+    stage.client.respond(make_response(engine_id, (), FinishReason.END_ID, additional_outputs=last))
+    sent = [each.response.arrays() for each in sender.wait_final()]
+    assert [{name: array.shape for name, array in arrays.items()} for arrays in sent] == [
+        {NAMES[0]: (1, 3, WIDTH), NAMES[1]: (1, 1, 1, WIDTH), NAMES[2]: (1, 1, 1, 2)},
+        {NAMES[1]: (1, 1, 0, WIDTH), NAMES[2]: (1, 1, 0, 2)},
+    ]
+    assert all(array.dtype == np.float32 for arrays in sent for array in arrays.values())
+    assert sent[0][NAMES[0]][0].tolist() == np.arange(9).reshape(3, 3).tolist()
+
+
+# ---------------------------------------------------------------- config.pbtxt
+
+
+@pytest.mark.parametrize(
+    ("parameter", "names", "message"),
+    [
+        (PARAMETER, NAMES[:2], "does not declare: generation_top_2_logits"),
+        ("", NAMES[:1], "outputs that additional_model_outputs does not have: context_last_hidden_state"),
+    ],
+)
+def test_the_parameter_and_the_declared_outputs_have_to_agree(
+    parameter: str, names: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_args(parameter, names)
+
+
+def test_a_type_they_cannot_be_sent_in_is_refused() -> None:
+    with pytest.raises(ConfigError, match="context_last_hidden_state as TYPE_INT32, expected TYPE_FP32 or"):
+        model_args(output=declared(*NAMES, dtype="TYPE_INT32"))
+
+
+class ModelConfig:
+    """In the place of the stub's class of this name, as far as it is asked."""
+
+    def __init__(self, **parameters: str) -> None:
+        self.outputs: list[dict[str, object]] = []
+        self._config = make_model_config(**parameters)
+
+    def as_dict(self) -> dict[str, object]:
+        return self._config
+
+    def add_output(self, output: dict[str, object]) -> None:
+        assert set(output) == {"name", "data_type", "dims"}
+        self.outputs.append(output)
+
+
+@pytest.mark.parametrize("model", [TritonPythonModel, Infer, Ensemble])
+def test_triton_completes_a_config_that_nobody_filled_in(model: type) -> None:
+    config = model.auto_complete_config(ModelConfig(additional_model_outputs=PARAMETER))
+    assert [each["name"] for each in config.outputs] == list(NAMES)
+    assert [each["dims"] for each in config.outputs] == [[-1, -1], [-1, -1, -1], [-1, -1, -1]]
+
+
+@pytest.mark.parametrize("text", ["", "${additional_model_outputs}", "no such output"])
+def test_a_config_without_them_stays_as_it_is(text: str) -> None:
+    assert complete_outputs(ModelConfig(additional_model_outputs=text)).outputs == []
