@@ -12,10 +12,13 @@
     └── ConfigError                   INTERNAL: the model does not load
 
 The code is the name of a `TritonError` constant, so that no layer below `inflight.triton` needs Triton to
-choose one. `error_from_code` rebuilds an error that crossed a process boundary.
+choose one. `error_from_code` rebuilds an error that crossed a process boundary; `error_to_plain` and
+`error_from_plain` are for whole values that have errors in them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from inflight.file_names import readable
 
@@ -89,3 +92,21 @@ ERROR_CODES: tuple[str, ...] = tuple(_BY_CODE)
 def error_from_code(code: str, message: str) -> RequestError:
     """The error that `code` and `message` describe; an unknown code becomes `StepFailed`."""
     return _BY_CODE.get(code, StepFailed)(message)
+
+
+def error_to_plain(value: object) -> tuple[str, str]:
+    """An error as its code and message: what encoders call for values that they do not know (`enc_hook`)."""
+    if isinstance(value, InflightError):
+        return value.code, str(value)
+    raise NotImplementedError(f"{type(value).__name__} is nothing that is written down")
+
+
+def error_from_plain(kind: type, value: Any) -> RequestError:
+    """The error that `error_to_plain` made plain: what decoders call for such fields (`dec_hook`)."""
+    if not issubclass(kind, InflightError):
+        raise NotImplementedError(f"{kind.__name__} is nothing that is written down")
+    match value:
+        case [str(code), str(message)]:
+            return error_from_code(code, message)
+        case _:
+            raise ValueError(f"expected an error's code and message, got {value!r}")

@@ -45,7 +45,7 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.errors import ConfigError, StepFailed, Unavailable
+from inflight.errors import ConfigError, InvalidArgument, StepFailed, Unavailable
 
 LIMITS = EngineLimits(
     vocab_size=3, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4
@@ -137,6 +137,26 @@ def test_every_float_comes_back(number):
     (back,) = begin.inputs.new_requests
     assert repr(back) == repr(request)
     assert repr(begin.batch) == repr(batch) and repr(end.output) == repr(output)
+
+
+@pytest.mark.parametrize("score", [-0.5, -math.inf])
+def test_why_rows_failed_alone_comes_back(score):
+    """With and without numbers that JSON lacks, which are written in another way."""
+    failures = {2: InvalidArgument("no token"), 3: StepFailed("it raised ValueError: null")}
+    output = replace(FULL_OUTPUT, beams=[BeamCandidates((0,), (1,), (score,))], failures=failures)
+    back = decode(encode(End(7, 1, output))).output
+    assert replace(back, failures={}) == replace(output, failures={})
+    assert {slot: (type(error), str(error)) for slot, error in back.failures.items()} == {
+        2: (InvalidArgument, "no token"),
+        3: (StepFailed, "it raised ValueError: null"),
+    }
+
+
+@pytest.mark.parametrize("failure", ['"boom"', '["INTERNAL"]', "[1,2]", "null"])
+def test_a_failure_without_code_and_message_is_no_record(failure):
+    line = b'{"record":"end","iteration":0,"now_ns":1,"output":{"iteration":0,"failures":{"0":%s}}}'
+    with pytest.raises(BadTrace, match="not a record of a trace"):
+        decode(line % failure.encode())
 
 
 def test_a_start_names_its_request_and_the_batch_keeps_everything_else():

@@ -13,7 +13,7 @@ from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.request import ExternalDraft, OutputConfig
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.stop import FinishReason
+from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.core.schedule.batch import ModelOutput, TokenDetails
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed
@@ -268,3 +268,93 @@ def test_a_search_that_bans_leave_no_beam_is_an_error_unless_it_has_found_one(ha
         assert errors([final])[1].startswith("bad_words_list must leave a token")
     check_integrity(scheduler)
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
+
+
+# ---------------------------------------------------------------------- rows that the device says have failed
+
+
+BROKEN = StepFailed("its code raised")
+
+
+def fail_slot(scheduler: Scheduler, batch, slot: int, token: int = 7, **output) -> list[Response]:
+    """The device's answer to a batch in which one row has failed; the others get a token."""
+    tokens = [() if each == slot else (token,) for each in batch.sampled_slots()]
+    responses = scheduler.update(batch, ModelOutput(0, tokens, failures={slot: BROKEN}, **output))
+    check_integrity(scheduler)
+    return responses
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_that_has_failed_ends_its_request_and_no_other(steps, streaming):
+    """In its context, and after two tokens."""
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, new=5, streaming=streaming), make_request(2, new=5))
+    for _ in range(steps):
+        driver.step()
+    (failed,) = fail_slot(scheduler, scheduler.schedule(), 0)
+    assert (failed.request_id, failed.is_final, failed.error) == (1, True, BROKEN)
+    (final,) = run_to_the_end(driver)
+    assert final.request_id == 2 and final.result.num_output_tokens == (5,)
+    assert scheduler.kv_cache.pool.num_held == scheduler.kv_cache.num_reserved == 0
+
+
+def test_a_row_of_drafts_that_has_failed():
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, new=6, draft=ExternalDraft((20, 21, 22))), make_request(2))
+    (failed,) = fail_slot(scheduler, scheduler.schedule(), 0)
+    assert errors([failed]) == {1: "its code raised"}
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+def test_one_of_several_sequences_has_failed():
+    """The request ends as a whole, once what else of it is in flight is back."""
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.accept(
+        make_request(1, new=6, sampling=SamplingConfig(num_return_sequences=3)), make_request(2, new=6)
+    )
+    driver.step()
+    batch = scheduler.schedule()
+    assert len(batch.sampled_slots()) == 4
+    (failed,) = fail_slot(scheduler, batch, batch.sampled_slots()[0])
+    assert errors([failed]) == {1: "its code raised"}
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+@pytest.mark.parametrize("beam", [None, 0, 1])
+def test_a_row_of_a_search_has_failed(beam):
+    """In its context, where it has one row, and in either of two."""
+    scheduler = make_scheduler(max_num_sequences=8)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, sampling=TWO_BEAMS), make_request(2))
+    found = BeamCandidates((0, 0, 0, 0), (5, 6, 7, 8), (-1.0, -2.0, -3.0, -4.0))
+    batch = scheduler.schedule()
+    if beam is not None:
+        scheduler.update(batch, ModelOutput(0, [(), (7,)], beams=[found]))
+        batch = scheduler.schedule()
+    ((group,), slots) = batch.beam_groups, set(batch.sampled_slots())
+    tokens = [() if slot in group.slots else (7,) for slot in batch.sampled_slots()]
+    failures = {group.slots[beam or 0]: BROKEN}
+    (failed,) = scheduler.update(
+        batch, ModelOutput(0, tokens, beams=[BeamCandidates((), (), ())], failures=failures)
+    )
+    assert errors([failed]) == {1: "its code raised"} and len(slots) > 1
+    check_integrity(scheduler)
+    assert [final.request_id for final in run_to_the_end(driver)] == [2]
+
+
+def test_a_row_that_has_failed_after_its_sequence_ended_is_no_error():
+    """One sequence of two was stopped while it was in flight: the other goes on to the end."""
+    scheduler = make_scheduler(num_micro_batches=2)
+    driver = Driver(scheduler)
+    driver.accept(make_request(1, new=3, sampling=SamplingConfig(num_return_sequences=2)))
+    driver.step()
+    batch = scheduler.schedule()
+    driver.accept(stop=(StopSignal(1, sequence_index=1),))
+    sibling = batch.sampled_slots()[0]
+    assert not errors(fail_slot(scheduler, batch, sibling))
+    finals = run_to_the_end(driver)
+    assert not errors(finals) and finals[-1].is_final

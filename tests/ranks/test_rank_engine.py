@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ OUTPUT = ModelOutput(
     {2: TokenDetails((-0.125,), (TOP,), (b"\1\2\3\4",))},
     {1: ContextDetails((-1.5,), b"\xff" * 8)},
 )
+FAILED = replace(OUTPUT, failures={1: InvalidArgument("bad \udcff row"), 3: StepFailed("broken")})
 
 
 class FakeStage:
@@ -138,6 +140,20 @@ def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
     assert type(outputs[0].token_ids[0]) is tuple and type(outputs[0].details[2].logits[0]) is bytes
     assert [stage.told for stage in pair.stages] == [[("remember", 0, OUTPUT)], [("choose", 0, OUTPUT)]]
     assert pair.wire.settled == 1
+
+
+def test_a_row_that_fails_alone_fails_on_every_rank(pair: Pair) -> None:
+    pair.stages[1].output = FAILED
+    batch = ScheduledBatch(0)
+    begun = pair.forward(batch)
+    for rank, flight in zip(pair.ranks, begun, strict=True):
+        output = rank.decode(batch, flight)
+        assert replace(output, failures={}) == OUTPUT
+        assert {slot: (type(error), str(error)) for slot, error in output.failures.items()} == {
+            1: (InvalidArgument, str(FAILED.failures[1])),
+            3: (StepFailed, "broken"),
+        }
+    assert pair.failures == [], "no forward pass failed"
 
 
 @pytest.mark.parametrize(

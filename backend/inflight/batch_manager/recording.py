@@ -37,7 +37,7 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.errors import ConfigError, InflightError
+from inflight.errors import ConfigError, InflightError, error_from_plain, error_to_plain
 from inflight.file_names import native
 
 FORMAT = "inflight-trace"
@@ -108,9 +108,9 @@ class _Format(msgspec.Struct):
     version: int = 0
 
 
-_ENCODER = msgspec.json.Encoder()
+_ENCODER = msgspec.json.Encoder(enc_hook=error_to_plain)
 # Lax, for numbers that are written as text.
-_DECODER = msgspec.json.Decoder(Header | Begin | End, strict=False)
+_DECODER = msgspec.json.Decoder(Header | Begin | End, strict=False, dec_hook=error_from_plain)
 _FORMAT_DECODER = msgspec.json.Decoder(_Format)
 
 
@@ -133,7 +133,7 @@ def encode(record: Record) -> bytes:
     line = _ENCODER.encode(record)
     # msgspec writes null for None and for NaN and infinities alike; only the former may stay.
     if b"null" in line:
-        line = _ENCODER.encode(_spell(msgspec.to_builtins(record)))
+        line = _ENCODER.encode(_spell(msgspec.to_builtins(record, enc_hook=error_to_plain)))
     return line + b"\n"
 
 

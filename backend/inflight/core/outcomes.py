@@ -28,7 +28,7 @@ from inflight.core.schedule.batch import (
     TokenDetails,
 )
 from inflight.core.schedule.running import Running
-from inflight.errors import InvalidArgument
+from inflight.errors import InflightError, InvalidArgument
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Outcomes:
     def apply(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
         """Apply the device's answer to a batch, and make the responses that follow.
 
-        A row that raises ends its request with an error, and no other.
+        A row that raises here, or that the device says has failed, ends its request with an error, and no other.
 
         Args:
             batch: The batch that ran.
@@ -94,6 +94,7 @@ class Outcomes:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
                     self.admission.queue_siblings(llm_request.group)
+                self._check_failure(llm_request, output.failures.get(chunk.slot))
                 self._check_tokens(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
             except Exception as error:  # a row at fault must not end other requests; so below
@@ -107,7 +108,7 @@ class Outcomes:
         responses: list[Response],
     ) -> None:
         owners = self.running.slots.owners
-        details = output.details
+        details, failures = output.details, output.failures
         for slot in batch.generation_slots:
             llm_request = owners[slot]
             tokens = next(new_tokens)
@@ -119,6 +120,8 @@ class Outcomes:
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
             try:
+                if failures:
+                    self._check_failure(llm_request, failures.get(slot))
                 self._check_tokens(llm_request, tokens)
                 self._advance(llm_request, tokens, details.get(slot) if details else None, responses)
             except Exception as error:
@@ -134,8 +137,9 @@ class Outcomes:
                 if len(group.slots) > 1:  # else the row was its context, which is counted already
                     self.recovery.rows_came_back(search, 1)
                 continue
+            failure = next((output.failures[slot] for slot in group.slots if slot in output.failures), None)
             try:
-                self._advance_beams(search, len(group.slots), candidates, responses)
+                self._advance_beams(search, len(group.slots), candidates, failure, responses)
             except Exception as error:
                 responses += self._fail(search, error)
 
@@ -143,6 +147,12 @@ class Outcomes:
         return self.endings.fail(llm_request.group, as_request_error(error), self.now_ns)
 
     # ---------------------------------------------------------------- one sequence
+
+    @staticmethod
+    def _check_failure(llm_request: LlmRequest, failure: InflightError | None) -> None:
+        """Raise what a row has failed with, unless its sequence had ended before."""
+        if failure is not None and llm_request.state is not RequestState.FINISHED:
+            raise failure
 
     @staticmethod
     def _check_tokens(llm_request: LlmRequest, new_tokens: tuple[int, ...], is_sampled: bool = True) -> None:
@@ -173,7 +183,12 @@ class Outcomes:
             responses.append(make_response(llm_request, self.running.block_counts))
 
     def _advance_beams(
-        self, llm_request: LlmRequest, num_rows: int, candidates: BeamCandidates, responses: list[Response]
+        self,
+        llm_request: LlmRequest,
+        num_rows: int,
+        candidates: BeamCandidates,
+        failure: InflightError | None,
+        responses: list[Response],
     ) -> None:
         if num_rows > 1:  # else the row was its context, which is confirmed
             llm_request.num_scheduled_tokens -= 1
@@ -181,6 +196,7 @@ class Outcomes:
         if llm_request.state is RequestState.FINISHED:
             responses += self.endings.drain(llm_request, self.now_ns)
             return
+        self._check_failure(llm_request, failure)
         self._observe_tokens(llm_request, num_rows)
         reason = advance_beams(llm_request, candidates, self.now_ns)
         if reason is not FinishReason.NOT_FINISHED:

@@ -168,7 +168,8 @@ class Decoding:
         fed = tokens
         if not self._slots.demanding.isdisjoint(slots):
             rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
-            process(rows, self._slots)
+            failures = process(rows, self._slots)
+            assert not failures, f"rows that may fail need the host: {failures}"
             tokens = self._choose(rows, np.arange(len(rows.slots)), may_guess=False)[0]
             fed = tokens.clamp(min=0)
         return Choice(fed, Arriving.send(tokens, highest))
@@ -190,7 +191,7 @@ class Decoding:
 
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
         raw = RawLogits(rows)
-        process(rows, self._slots)
+        failed = process(rows, self._slots)
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
         chosen, highest = self._choose_on_host(rows, np.flatnonzero(emitted), peaks)
@@ -198,12 +199,17 @@ class Decoding:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
         check_peaks(highest[used], rows.slots[used], rows.positions[used])
+        was_used = (row for row in sorted(failed, reverse=True) if emitted[row] or ranked[row])
+        failures = {int(rows.slots[row]): failed[row] for row in was_used}  # of several rows the first
         emitted &= chosen != NO_TOKEN
+        if failures:
+            emitted &= ~np.isin(rows.slots, list(failures))
         output = ModelOutput(
             batch.iteration,
             _tokens(layout, chosen, emitted),
             self._beams(batch, rows, raw),
             self._details(rows, raw, chosen, emitted),
+            failures=failures,
         )
         raw.restore()
         self._remember(rows, chosen, emitted)

@@ -34,8 +34,9 @@ from torch import Tensor
 from inflight.core.request.request import Request
 from inflight.decoding.history import History, repeated
 from inflight.decoding.row_kernels import RowKernels, bounded
-from inflight.decoding.rows import Rows, SlotParameters, Step, host_tensor
+from inflight.decoding.rows import Failures, Rows, SlotParameters, Step, host_tensor
 from inflight.decoding.transfer import as_array, upload
+from inflight.errors import InflightError
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
@@ -55,14 +56,26 @@ def pipeline_steps(history: History, kernels: RowKernels) -> tuple[Step, ...]:
     )
 
 
-def process(rows: Rows, slots: SlotParameters) -> None:
-    """Change the logits by all steps that their rows use, in place."""
+def process(rows: Rows, slots: SlotParameters) -> Failures:
+    """Change the logits by all steps that their rows use, in place; returns the rows that have failed.
+
+    No later step works on a row that has failed. Its logits are 0, from which any token can be chosen.
+    """
     used = rows.numbers["steps"]
     used_by_any = int(np.bitwise_or.reduce(used))
+    failures: dict[int, InflightError] = {}
     for index, step in enumerate(slots.steps):
         if used_by_any >> index & 1:
             indices = np.flatnonzero(used >> index & 1)
-            step.apply(rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices].tolist()])
+            if failures:
+                indices = np.setdiff1d(indices, list(failures))
+            failed = step.apply(
+                rows, indices, [slots[slot].prepared[index] for slot in rows.slots[indices].tolist()]
+            )
+            if failed:
+                failures.update(failed)
+                rows.logits.index_fill_(0, rows.upload(_ids(list(failed))), 0.0)
+    return failures
 
 
 # ------------------------------------------------------------------------------ allowed tokens

@@ -6,7 +6,7 @@ pipeline have prepared. All of it is host memory, except for biases; called by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntFlag
 from typing import Any
@@ -20,6 +20,10 @@ from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamMove, SlotStart
 from inflight.decoding.transfer import as_tensor, upload
+from inflight.errors import InflightError
+
+Failures = Mapping[int, InflightError]
+"""Rows that have failed alone, by their index, and why."""
 
 
 class Needs(IntFlag):
@@ -62,12 +66,14 @@ class Step:
         prepare: What a slot remembers of a request for this step, given the logits' device; None if the request
             does not use it.
         apply: Changes the logits of some rows in place, given the indices of those that use it, and what was
-            prepared for each.
+            prepared for each. It may return rows that have failed: their requests end, unless the row stands
+            behind a draft that was refused. What it raises fails the whole batch. Only a step of requests that
+            need the host may return failures.
         bans: Whether it may ban every token of a row.
     """
 
     prepare: Callable[[Request, torch.device], Any]
-    apply: Callable[[Rows, NDArray[np.int64], list[Any]], None]
+    apply: Callable[[Rows, NDArray[np.int64], list[Any]], Failures | None]
     bans: bool = True
 
 

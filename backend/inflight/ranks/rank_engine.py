@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.errors import InflightError, StepFailed, Unavailable, error_from_code
+from inflight.errors import (
+    InflightError,
+    StepFailed,
+    Unavailable,
+    error_from_code,
+    error_from_plain,
+    error_to_plain,
+)
 from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.topology import Mapping
 
@@ -114,8 +121,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(iteration, None, StepFailed.code, what)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Outcome)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=error_to_plain)
+_DECODER = msgspec.msgpack.Decoder(Outcome, dec_hook=error_from_plain)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,10 @@ A batch fails when `forward` or `decode` raises, for whatever reason and however
   the slot held before;
 - a batch that was made before the failure was known and carries on in a void slot fails too; or, if it had been
   forwarded by then, comes back with tokens of those slots that count for nothing.
+
+A row fails alone when it is known to be the row at fault, as where the code of a single request raises that takes
+part in choosing its token. `ModelOutput.failures` says so, and the batch has not failed: every other row has its
+tokens, and the scheduler ends the request of the failed row and releases its slots.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from inflight.config import SchedulerConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ModelLimits, Request
 from inflight.core.request.response import TopLogProbs
+from inflight.errors import InflightError
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +216,15 @@ class ModelOutput:
     Attributes:
         iteration: Number of the batch's iteration.
         token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one; with d drafts 1 to d + 1, all
-            but the last of which are accepted drafts; () where what the request asks for bans every token, and
-            for rows of beam searches. The last may be GUIDE_END.
-        beams: Per group of `ScheduledBatch.beam_groups`, the best continuations.
+            but the last of which are accepted drafts; () where what the request asks for bans every token, where
+            the row has failed, and for rows of beam searches. The last may be GUIDE_END.
+        beams: Per group of `ScheduledBatch.beam_groups`, the best continuations; of a group with a failed row,
+            anything.
         details: Details of new tokens, by slot, for rows whose request asks for log probs or logits; not for
             beams.
         context: Context outputs, by slot, for chunks that want them.
+        failures: Why rows have failed alone, by sampled slot: their requests end with these errors. A beam search
+            ends where any of its rows has failed.
     """
 
     iteration: int
@@ -224,6 +232,7 @@ class ModelOutput:
     beams: list[BeamCandidates] = field(default_factory=list[BeamCandidates])
     details: dict[int, TokenDetails] = field(default_factory=dict[int, TokenDetails])
     context: dict[int, ContextDetails] = field(default_factory=dict[int, ContextDetails])
+    failures: dict[int, InflightError] = field(default_factory=dict[int, InflightError])
 
 
 @dataclass(frozen=True, slots=True)
