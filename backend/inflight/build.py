@@ -7,7 +7,9 @@ builds an engine never imports torch, and one rank alone no MPI. Called once, on
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from inflight.endpoint.supervision import Supervision
     from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
+    from inflight.guided.compiler import ChildCompiler
+    from inflight.guided.grammars import Grammars
+    from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import RankContext
 
@@ -55,6 +60,7 @@ UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
 _DEMO_MODEL = "demo_model"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class LoadedModel:
         dtype: Of the weights.
         eos_token_ids: Ids that end a sequence, by the checkpoint.
         release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
+        grammars: What follows guides, at rank 0 and at the rank that chooses tokens; None without a tokenizer.
     """
 
     engine: Engine
@@ -74,7 +81,11 @@ class LoadedModel:
     dtype: str
     eos_token_ids: tuple[int, ...]
     release: Callable[[], None] = lambda: None
+    grammars: Grammars | None = None
 
+
+MakeGrammars = Callable[[int], "Grammars | None"]
+"""Takes the size of a vocabulary; makes what follows guides in it."""
 
 LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
 """Loads all of a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
@@ -92,6 +103,7 @@ class RunningEngine:
     client: LocalEngineClient
     _manager: GptManager
     _endpoint: EndpointServer
+    _guides: ChildCompiler | None
     _release: Callable[[], None]
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -118,6 +130,8 @@ class RunningEngine:
             finally:
                 self.client.close()
                 self._endpoint.close()  # last: it sends on what has been answered
+                if self._guides is not None:
+                    self._guides.close()
 
     def fail(self, error: InflightError) -> None:
         """Answer everything with `error`, in other processes too, although the loop may hang; any thread but its.
@@ -139,13 +153,19 @@ def check_parameters(parameters: Parameters) -> None:
 # ---------------------------------------------------------------------- models
 
 
-def load_model(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
+def load_model(
+    parameters: Parameters,
+    version_dir: str,
+    rank_context: RankContext | None,
+    vocabulary: GuideVocabulary | None = None,
+) -> LoadedModel:
     """Load the checkpoint, or the part of it that is this rank's.
 
     Args:
         parameters: What config.pbtxt says.
         version_dir: The Triton model's version folder; the demo model lies in it.
         rank_context: Of this rank among several; None for all of the model.
+        vocabulary: What guides are followed in; None: that of the tokenizer.
 
     Raises:
         ConfigError: It cannot be loaded; of several ranks, all raise.
@@ -153,9 +173,31 @@ def load_model(parameters: Parameters, version_dir: str, rank_context: RankConte
     path = parameters.engine.gpt_model_path or str(Path(version_dir) / _DEMO_MODEL)
     config = replace(parameters.engine, gpt_model_path=path)
     _begin_compiling(config, path)
+    make_grammars = functools.cache(functools.partial(_make_grammars, parameters, path, vocabulary))
     if rank_context is None:
-        return _load_whole(config, path, parameters.gpu_device_ids)
-    return _load_part(config, path, parameters.gpu_device_ids, rank_context)
+        return _load_whole(config, path, parameters.gpu_device_ids, make_grammars)
+    return _load_part(config, path, parameters.gpu_device_ids, rank_context, make_grammars)
+
+
+def _make_grammars(
+    parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
+) -> Grammars | None:
+    """What follows guides in a vocabulary of that size; None without a tokenizer."""
+    from inflight.guided.backend import make_backend
+    from inflight.guided.grammars import Grammars
+    from inflight.guided.vocabulary import GuideVocabulary
+
+    if vocabulary is None:
+        from inflight.text.tokenizer import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_dir(parameters.tokenizer_dir or path)
+        except ConfigError as error:  # ids alone can be served without one
+            _log.info("no guided decoding: %s", error)
+            return None
+        vocabulary = GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids)
+    vocabulary = GuideVocabulary.of_size(vocab_size, vocabulary.tokens, vocabulary.special_ids)
+    return Grammars(make_backend(parameters.guided_decoding_backend, vocabulary), vocabulary)
 
 
 def _begin_compiling(config: EngineConfig, path: str) -> None:
@@ -173,7 +215,9 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
 
 
-def _load_whole(config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...]) -> LoadedModel:
+def _load_whole(
+    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], make_grammars: MakeGrammars
+) -> LoadedModel:
     from inflight.engine.torch import TorchEngine
 
     if gpu_device_ids:
@@ -183,12 +227,17 @@ def _load_whole(config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...]
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config)
-    return LoadedModel(engine, path, config.dtype or engine.dtype, engine.eos_token_ids)
+    engine = TorchEngine.load(config, make_grammars)
+    grammars = make_grammars(engine.limits.vocab_size)
+    return LoadedModel(engine, path, config.dtype or engine.dtype, engine.eos_token_ids, grammars=grammars)
 
 
 def _load_part(
-    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], rank_context: RankContext
+    config: EngineConfig,
+    path: str,
+    gpu_device_ids: tuple[int, ...],
+    rank_context: RankContext,
+    make_grammars: MakeGrammars,
 ) -> LoadedModel:
     import torch
 
@@ -212,14 +261,15 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(config, mapping, collectives, agreement.least)
+        stage = load_stage(config, mapping, collectives, agreement.least, make_grammars)
+        grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
     link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
     engine = RankEngine(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
-    return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release)
+    return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release, grammars)
 
 
 def _connect(
@@ -292,6 +342,7 @@ def build_engine(
         (lambda timeout_s: manager.state(timeout_s)) if parameters.enable_state_requests else None,
     )
 
+    guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
         scheduler,
@@ -303,6 +354,7 @@ def build_engine(
         instruments=_make_instruments(parameters, limits, return_metrics),
         ranks=None if rank_context is None else rank_context.ranks,
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
+        guides=guides,
     )
 
     release = _release_once(model, rank_context)
@@ -312,9 +364,25 @@ def build_engine(
     except Exception:
         if manager.shutdown(_LOOP_END_S):
             release()
+        if guides is not None:
+            guides.close()
         raise
-    running = RunningEngine(client, manager, endpoint, release)
+    running = RunningEngine(client, manager, endpoint, guides, release)
     return running
+
+
+def _make_guide_compiler(
+    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
+) -> ChildCompiler | None:
+    """What has guides compiled beside the loop; None without a tokenizer."""
+    if model.grammars is None:
+        return None
+    from inflight.guided.compiler import ChildCompiler, GuideBounds
+
+    bounds = GuideBounds(
+        parameters.guided_decoding_max_guide_bytes, parameters.guided_decoding_compile_timeout_ms / 1000
+    )
+    return ChildCompiler(model.grammars, parameters.guided_decoding_backend, bounds, notify)
 
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:

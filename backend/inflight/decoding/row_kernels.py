@@ -14,6 +14,7 @@ from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks, find_peaks
 from inflight.decoding.rows import Rows
 from inflight.decoding.top_k_top_p import Drawn, draw
+from inflight.decoding.transfer import as_tensor
 
 LARGEST_LOGIT = 1e30
 
@@ -52,6 +53,28 @@ class RowKernels:
             values -= per_token("frequency") * logits.take(where)
         # A token that was seen twice is written twice, the same value.
         logits[where] = bounded(values, impossible)
+
+    def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+        """Ban what masks do not have, in the logits of the rows `indices`, in place.
+
+        Args:
+            rows: Their logits.
+            indices: [n].
+            masks: [n, words] contiguous; bit i of word w is 1 if token 32 * w + i may come. Bits behind the
+                vocabulary mean nothing.
+        """
+        if rows.logits.device.type == "cpu":
+            bits = np.unpackbits(masks.view(np.uint8), axis=1, count=rows.vocab_size, bitorder="little")
+            is_banned = as_tensor(bits == 0)
+        else:
+            shifts = torch.arange(32, dtype=torch.int32, device=rows.logits.device)
+            spread = rows.upload(masks)[:, :, None] >> shifts & 1
+            is_banned = spread.view(len(masks), -1)[:, : rows.vocab_size] == 0
+        if len(indices) == len(rows.slots):
+            rows.logits.masked_fill_(is_banned, -torch.inf)
+            return
+        where = rows.upload(indices)
+        rows.logits[where] = rows.logits[where].masked_fill_(is_banned, -torch.inf)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
         """Draw tokens as `top_k_top_p.draw` does."""

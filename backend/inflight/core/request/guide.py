@@ -8,11 +8,11 @@ from enum import Enum
 from inflight.errors import InvalidArgument
 
 GUIDE_END = -2
-"""What a row gets in place of a token where its guide can only end and its request has no end id: it ends there."""
+"""What a row gets in place of a token where its guide can only end and its request has no end id. It ends then."""
 
 
 class GuideType(Enum):
-    """TensorRT-LLM's `GuidedDecodingParams.GuideType`; the values are those of tensor `guided_decoding_guide_type`."""
+    """TensorRT-LLM's `GuidedDecodingParams.GuideType`; the values are as in `guided_decoding_guide_type`."""
 
     JSON = "json"
     JSON_SCHEMA = "json_schema"

@@ -35,6 +35,7 @@ from inflight.engine.torch.load_decoder import load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
+from inflight.guided.grammars import Grammars
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import DynamicScaling
 from inflight.models.sharding import Part
@@ -42,6 +43,12 @@ from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
+
+MakeGrammars = Callable[[int], Grammars | None]
+
+
+def no_grammars(vocab_size: int) -> None:
+    """For an engine that follows no guides."""
 
 
 class TorchRunner(Runner):
@@ -151,7 +158,9 @@ class TorchEngine(ModelEngine):
     runner: TorchRunner
 
     @torch.inference_mode()
-    def __init__(self, runner: TorchRunner, normalize_log_probs: bool = False) -> None:
+    def __init__(
+        self, runner: TorchRunner, normalize_log_probs: bool = False, grammars: Grammars | None = None
+    ) -> None:
         sampler = Decoding(
             runner.limits.max_num_sequences,
             runner.limits.max_sequence_length,
@@ -159,6 +168,7 @@ class TorchEngine(ModelEngine):
             runner.cache.device,
             runner.decoder.row_kernels,
             normalize_log_probs,
+            grammars,
         )
         super().__init__(runner, sampler)
         self.decoder_config = runner.decoder_config
@@ -168,13 +178,18 @@ class TorchEngine(ModelEngine):
         self.recorded_sizes = runner.recorded_sizes
 
     @classmethod
-    def load(cls, config: EngineConfig) -> TorchEngine:
+    def load(cls, config: EngineConfig, make_grammars: MakeGrammars = no_grammars) -> TorchEngine:
         """Read a whole model and allocate its KV cache.
+
+        Args:
+            config: What to load, and how.
+            make_grammars: Called with the size of the vocabulary: makes what follows guides.
 
         Raises:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
         """
-        return cls(_load_runner(config, _ALONE, ALONE, int), config.normalize_log_probs)
+        runner = _load_runner(config, _ALONE, ALONE, int)
+        return cls(runner, config.normalize_log_probs, make_grammars(runner.limits.vocab_size))
 
 
 def load_stage(
@@ -182,6 +197,7 @@ def load_stage(
     mapping: Mapping,
     collectives: Collectives = ALONE,
     agree: Callable[[int], int] = int,
+    make_grammars: MakeGrammars = no_grammars,
 ) -> TorchRunner | TorchEngine:
     """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
 
@@ -191,12 +207,15 @@ def load_stage(
         collectives: Connects the ranks of this one's pipeline stage.
         agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
             ranks'. With its ConfigError, this one's load fails too.
+        make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
 
     Raises:
         ConfigError: As `TorchEngine.load`.
     """
     runner = _load_runner(config, mapping, collectives, agree)
-    return TorchEngine(runner, config.normalize_log_probs) if mapping.is_sampler else runner
+    if not mapping.is_sampler:
+        return runner
+    return TorchEngine(runner, config.normalize_log_probs, make_grammars(runner.limits.vocab_size))
 
 
 @torch.inference_mode()
