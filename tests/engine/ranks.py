@@ -12,6 +12,7 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.response import Result
+from inflight.engine.torch.engine import MakeGrammars, no_grammars
 from tests.engine.serving import Served, to_torch
 from tests.engine.thread_ranks import ThreadRanks
 
@@ -21,14 +22,19 @@ TOPOLOGIES = {"tp2": (2, 1), "pp2": (1, 2), "pp3": (1, 3), "tp2-pp2": (2, 2)}
 
 @contextmanager
 def ranks(
-    folder: Path, topology: tuple[int, int], num_blocks: int = 64, max_num_sequences: int = 4, **changes: Any
+    folder: Path,
+    topology: tuple[int, int],
+    num_blocks: int = 64,
+    max_num_sequences: int = 4,
+    make_grammars: MakeGrammars = no_grammars,
+    **changes: Any,
 ) -> Iterator[ThreadRanks]:
     """As `tests.engine.serving.load` makes one."""
     values = {
         "dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8,
         "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,
     }  # fmt: skip
-    engine = ThreadRanks(EngineConfig(str(folder), **values), *topology)
+    engine = ThreadRanks(EngineConfig(str(folder), **values), *topology, make_grammars=make_grammars)
     try:
         yield engine
     finally:

@@ -2,8 +2,8 @@
 
 A step of `pipeline.py` fills the masks of all rows with guides at once and bans what they do not have. A request's
 end ids are allowed where its guide may end, and nowhere else. Where a guide can only end and the request has no
-end id, the row gets GUIDE_END. Matchers go on with the tokens that were chosen; those of a beam search with its moves.
-On the host, by the loop thread; beside a GPU, while that computes the forward pass.
+end id, the row gets GUIDE_END. Matchers go on with the tokens that were chosen; those of a beam search with its
+moves. On the host, by the loop thread; beside a GPU, while that computes the forward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Guided:
     """A slot whose sequence has a guide.
 
     Attributes:
-        matcher: Behind the last token that is certain; None if that failed.
+        matcher: Behind the last token that is certain; None if that failed: without an error, nothing may come.
         end_ids: The request's, which are not told to the matcher.
         drafts: The draft tokens that the batch verifies.
         error: Why the guide cannot be followed, if it cannot.
@@ -133,6 +133,9 @@ class Guides:
         moved = [(move, self._slots[move.parent_slot].fork()) for move in moves]
         for move, guided in moved:
             guided.consume((move.token_id,))
+            guided.error = (
+                None  # beams that are in their rows because each needs one go on with banned tokens
+            )
             self._slots[move.slot] = guided
 
     def _fill(
@@ -145,6 +148,9 @@ class Guides:
             for place, (each, first, last) in enumerate(zip(guided, firsts, [*firsts[1:], len(masks)]))
             if each.matcher is not None
         }
+        for each, first, last in zip(guided, firsts, [*firsts[1:], len(masks)]):
+            if each.matcher is None:
+                masks[first:last] = 0
         if jobs and self._grammars is not None:
             places = list(jobs)
             errors = self._grammars.fill(list(jobs.values()), masks)

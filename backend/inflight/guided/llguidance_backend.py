@@ -94,9 +94,18 @@ class LLGuidanceBackend:
         place = (masks.ctypes.data, masks.strides[0], len(masks))
         if single := [(matcher, job.row) for matcher, job in zip(own, jobs) if not job.draft]:
             self._executor.unsafe_compute_mask_ptr(single, *place)
-        if drafts := [(matcher, job.row, list(job.draft)) for matcher, job in zip(own, jobs) if job.draft]:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafts, *place)
+        for matcher, job in zip(own, jobs):
+            if job.draft:
+                self._fill_behind(matcher, job, place)
         return {index: refusal(each.get_error()) for index, each in enumerate(own) if each.is_error()}
+
+    def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
+        """Fill the masks of a job with a draft, as far as that is allowed: beyond, a matcher would fail for good."""
+        allowed = list(job.draft[: matcher.validate_tokens(list(job.draft))])
+        if allowed:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token([(matcher, job.row, allowed)], *place)
+        else:
+            self._executor.unsafe_compute_mask_ptr([(matcher, job.row)], *place)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
