@@ -335,7 +335,7 @@ class Parameters:
         "library that follows guides; xgrammar has to be installed: pip install 'inflight[guided-xgrammar]'",
     )
     guided_decoding_compile_timeout_ms: int = parameter(
-        10000, integer(1), "a guide that takes longer to compile is refused"
+        5000, integer(1), "a guide that takes longer to compile is refused"
     )
     guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "longest guide, in bytes")
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -116,3 +116,9 @@ def make_tags(rng: random.Random) -> Case:
     space = r"[\x20\x0A\x0D\x09]*"
     whole = rf"<{name}>{space}{inner}{space}</{name}>"
     return Case(Guide(GuideType.STRUCTURAL_TAG, json.dumps(tags)), pattern=rf"(?s)({whole}|(?!<{name}).)*")
+
+
+def make_bomb() -> Guide:
+    """A small grammar that takes minutes to compile: what it stands for doubles with every rule."""
+    rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
+    return Guide(GuideType.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a"')

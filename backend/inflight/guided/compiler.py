@@ -41,7 +41,7 @@ class GuideBounds:
     """
 
     max_bytes: int = 65536
-    timeout_s: float = 10.0
+    timeout_s: float = 5.0
 
 
 class ChildCompiler:

@@ -100,7 +100,7 @@ class LLGuidanceBackend:
         return {index: refusal(each.get_error()) for index, each in enumerate(own) if each.is_error()}
 
     def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
-        """Fill the masks of a job with a draft, as far as that is allowed: beyond, a matcher would fail for good."""
+        """Fill the masks of a job with a draft, as far as that is allowed; beyond, a matcher would fail."""
         allowed = list(job.draft[: matcher.validate_tokens(list(job.draft))])
         if allowed:
             self._executor.unsafe_compute_mask_ptr_with_draft_token([(matcher, job.row, allowed)], *place)
