@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.errors import InvalidArgument
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import Grammars
 from tests.guided.at_random import make_bomb
@@ -94,6 +95,18 @@ def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> 
         it.submit(2, guide)
         (again,) = it.compiler.events()
         assert (again.request_id, again.error) == (2, event.error)
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"not": {}}', '{"items": {"uniqueItems": true}}', '{"properties": {"a": {"if": {}}}}']
+)
+def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
+    pytest.importorskip("xgrammar", reason="the other library is not installed")
+    with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword (not|uniqueItems|if)"):
+        tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, schema))
+    tiny_backend("xgrammar").compile(
+        Guide(GuideType.JSON_SCHEMA, '{"properties": {"not": {"enum": [{"if": 1}]}}}')
+    )
 
 
 def test_a_guide_that_is_too_long_reaches_no_process() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,6 +78,7 @@ class XGrammarBackend:
         if guide.type is GuideType.JSON:
             return self._compiler.compile_builtin_json_grammar()
         if guide.type is GuideType.JSON_SCHEMA:
+            _refuse_ignored(json.loads(guide.text))
             return self._compiler.compile_json_schema(guide.text, strict_mode=False)
         if guide.type is GuideType.REGEX:
             return self._compiler.compile_regex(guide.text)
@@ -96,10 +99,44 @@ def _fill_behind(matcher: xgrammar.GrammarMatcher, job: MaskJob, masks: torch.Te
         matcher.rollback(accepted)
 
 
+def _refuse_ignored(schema: Any) -> None:
+    """Raise InvalidArgument for keywords of a JSON schema that xgrammar takes and does not enforce."""
+    if isinstance(schema, list):
+        for each in cast(list[Any], schema):
+            _refuse_ignored(each)
+        return
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in cast(dict[str, Any], schema).items():
+        if keyword in _IGNORED:
+            raise refusal(f"xgrammar does not enforce the keyword {keyword} of JSON schemas")
+        if keyword in _NAMED:
+            _refuse_ignored(list(value.values()) if isinstance(value, dict) else value)
+        elif keyword not in _VALUES:
+            _refuse_ignored(value)
+
+
+_IGNORED = frozenset(
+    ("not", "oneOf", "allOf", "if", "then", "else", "uniqueItems", "multipleOf", "contains", "minContains")
+    + (
+        "maxContains",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "format",
+    )
+)
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("enum", "const", "default", "examples", "title", "description", "required"))
+
+
 def _structural_tag(text: str) -> xgrammar.StructuralTag:
     from inflight.guided.structural_tags import read_tags
 
     structures, triggers = read_tags(text)
+    for one in structures:
+        _refuse_ignored(json.loads(one.schema))
     items = [
         xgrammar.StructuralTagItem(begin=one.begin, schema=one.schema, end=one.end) for one in structures
     ]
