@@ -102,7 +102,7 @@ def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> 
 )
 def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
-    with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword (not|uniqueItems|if)"):
+    with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword"):
         tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, schema))
     tiny_backend("xgrammar").compile(
         Guide(GuideType.JSON_SCHEMA, '{"properties": {"not": {"enum": [{"if": 1}]}}}')

@@ -117,15 +117,11 @@ def _refuse_ignored(schema: Any) -> None:
 
 
 _IGNORED = frozenset(
-    ("not", "oneOf", "allOf", "if", "then", "else", "uniqueItems", "multipleOf", "contains", "minContains")
-    + (
-        "maxContains",
-        "dependentRequired",
-        "dependentSchemas",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "format",
-    )
+    [
+        *("not", "oneOf", "allOf", "if", "then", "else", "uniqueItems", "multipleOf", "format"),
+        *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    ]
 )
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("enum", "const", "default", "examples", "title", "description", "required"))
