@@ -1,9 +1,10 @@
 """What following guides costs: masks for many rows beside a forward pass, and what others notice of a slow guide.
 
 The first part follows a JSON schema in every row, with a made-up vocabulary, and times what an iteration does for
-it: filling the masks, banning what they do not have, and going on with the tokens that were chosen. Beside it stands
-the time of an iteration of a model of random weights. In the second part a request streams while others' guides,
-which take longer to compile than they may, are compiled in vain: the gaps between its tokens with them and without.
+it: filling the masks, banning what they do not have, and going on with the tokens that were chosen. Beside it
+stands the time of an iteration of a model of random weights. In the second part a request streams while others'
+guides, which take longer to compile than they may, are compiled in vain: the gaps between its tokens with them and
+without.
 """
 
 from __future__ import annotations

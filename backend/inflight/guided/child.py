@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import sys
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 
@@ -67,7 +67,7 @@ def main(backend_name: str) -> None:
         write_frame(answers, answer)
 
 
-def read_frame(file: BinaryIO) -> bytes | None:
+def read_frame(file: IO[bytes]) -> bytes | None:
     """The next message; None at the end."""
     header = file.read(_LENGTH_BYTES)
     if len(header) < _LENGTH_BYTES:
@@ -77,7 +77,7 @@ def read_frame(file: BinaryIO) -> bytes | None:
     return body if len(body) == length else None
 
 
-def write_frame(file: BinaryIO, message: GuideVocabulary | Job | Answer) -> None:
+def write_frame(file: IO[bytes], message: GuideVocabulary | Job | Answer) -> None:
     """Send a message."""
     body = msgspec.msgpack.encode(message)
     file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)

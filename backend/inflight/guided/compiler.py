@@ -22,6 +22,7 @@ from inflight.core.request.guide import Guide, GuideEvent
 from inflight.errors import InflightError, InvalidArgument, StepFailed, error_from_code
 from inflight.guided.child import Answer, Job, read_frame, write_frame
 from inflight.guided.grammars import Grammars
+from inflight.guided.vocabulary import GuideVocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class _Child:
         """How it ended, as `Popen.returncode`."""
         return self._process.wait()
 
-    def ask(self, message: msgspec.Struct | object, timeout_s: float) -> Answer:
+    def ask(self, message: GuideVocabulary | Job, timeout_s: float) -> Answer:
         """Send a message and wait for the answer.
 
         Raises:

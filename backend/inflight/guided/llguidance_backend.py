@@ -24,9 +24,8 @@ _ANY_JSON = json.dumps({"type": ["object", "array"]})
 
 
 class _Tokenizer:
-    """A vocabulary as `llguidance.LLTokenizer` asks for it."""
+    """A vocabulary as `llguidance.TokenizerWrapper` asks for it."""
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
@@ -70,7 +69,7 @@ class LLGuidanceBackend:
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = llguidance.LLTokenizer(_Tokenizer(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokenizer(vocabulary)))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
