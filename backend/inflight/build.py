@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +52,7 @@ __all__ = [
     "RunningEngine",
     "build_engine",
     "check_parameters",
+    "guide_vocabulary",
     "follow",
     "load_model",
 ]
@@ -213,6 +214,35 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
             dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
     if isinstance(dtype, str):
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
+
+
+def guide_vocabulary(
+    encoded_vocab: Sequence[str], tokenizer_str: str | None = None, stop_token_ids: Collection[int] = ()
+) -> GuideVocabulary:
+    """The vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
+
+    Args:
+        encoded_vocab: Tokens by id, as the tokenizer writes them.
+        tokenizer_str: The content of a tokenizer.json, which says what bytes tokens stand for; without it they
+            stand for their own UTF-8.
+        stop_token_ids: Tokens that are no text.
+
+    Raises:
+        ConfigError: `tokenizer_str` is no tokenizer.
+    """
+    from inflight.guided.vocabulary import GuideVocabulary
+
+    if tokenizer_str is None:
+        return GuideVocabulary(tuple(token.encode() for token in encoded_vocab), frozenset(stop_token_ids))
+    import tokenizers
+
+    from inflight.text.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer_str))
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"tokenizer_str is not a tokenizer: {error}") from error
+    return GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids.union(stop_token_ids))
 
 
 def _load_whole(

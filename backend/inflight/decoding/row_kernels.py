@@ -67,11 +67,9 @@ class RowKernels:
             bits = np.unpackbits(~masks.view(np.uint8), axis=1, count=rows.vocab_size, bitorder="little")
             is_banned = as_tensor(bits.view(np.bool_))
         else:
-            shifts = torch.arange(32, dtype=torch.int32, device=rows.logits.device)
-            spread = rows.upload(masks)[:, :, None] >> shifts & 1
-            is_banned = spread.view(len(masks), -1)[:, : rows.vocab_size] == 0
+            is_banned = banned_by(rows.upload(masks), rows.vocab_size)
         logits = select_rows(rows.logits, indices)
-        banned = torch.tensor(-torch.inf, device=logits.device)
+        banned = torch.full((), -torch.inf, device=logits.device)
         torch.where(is_banned, banned, logits, out=logits)  # on a CPU three times as fast as masked_fill_
         if (
             logits.data_ptr() != rows.logits[int(indices[0])].data_ptr()
@@ -81,6 +79,13 @@ class RowKernels:
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
         """Draw tokens as `top_k_top_p.draw` does."""
         return draw(rows, sampled, may_guess)
+
+
+def banned_by(masks: Tensor, vocab_size: int) -> Tensor:
+    """[n, vocab_size] bool: what masks, [n, words] int32 on a device, do not have."""
+    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
+    bits = (masks[:, :, None] >> shifts) & 1
+    return bits.view(len(masks), -1)[:, :vocab_size] == 0
 
 
 def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
