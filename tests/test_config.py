@@ -121,6 +121,9 @@ GOOD = [
     ("tensorrt_llm_model_name", "other", "other"),
     ("add_special_tokens", "false", False),
     ("skip_special_tokens", "1", True),
+    ("guided_decoding_backend", "XGRAMMAR", "xgrammar"),
+    ("guided_decoding_compile_timeout_ms", "100", 100),
+    ("guided_decoding_max_guide_bytes", "1000", 1000),
 ]
 
 

@@ -7,11 +7,12 @@ builds an engine never imports torch, and one rank alone no MPI. Called once, on
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from inflight.engine.debug_tensors import DebugTensors, DebugTensorsPerIteration
     from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
+    from inflight.guided.compiler import ChildCompiler
+    from inflight.guided.grammars import Grammars
+    from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import Agreement, RankContext
 
@@ -52,6 +56,7 @@ __all__ = [
     "RunningEngine",
     "build_engine",
     "check_parameters",
+    "guide_vocabulary",
     "follow",
     "load_model",
 ]
@@ -74,6 +79,7 @@ class LoadedModel:
         eos_token_ids: Ids that end a sequence, by the checkpoint.
         release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
         debug_tensors: The engine's, if it writes any down; of several ranks this one's.
+        grammars: What follows guides, at rank 0 and at the rank that chooses tokens; None without a tokenizer.
     """
 
     engine: Engine
@@ -82,7 +88,11 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     release: Callable[[], None] = lambda: None
     debug_tensors: DebugTensors | None = None
+    grammars: Grammars | None = None
 
+
+MakeGrammars = Callable[[int], "Grammars | None"]
+"""Takes the size of a vocabulary; makes what follows guides in it."""
 
 LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
 """Loads all of a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
@@ -100,6 +110,7 @@ class RunningEngine:
     client: LocalEngineClient
     _manager: GptManager
     _endpoint: EndpointServer
+    _guides: ChildCompiler | None
     _release: Callable[[], None]
     _debug_tensors: DebugTensors | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
@@ -134,6 +145,8 @@ class RunningEngine:
             finally:
                 self.client.close()
                 self._endpoint.close()  # last: it sends on what has been answered
+                if self._guides is not None:
+                    self._guides.close()
 
     def fail(self, error: InflightError) -> None:
         """Answer everything with `error`, in other processes too, although the loop may hang; any thread but its.
@@ -160,6 +173,7 @@ def load_model(
     version_dir: str,
     rank_context: RankContext | None,
     processors: LogitsPostProcessors | None = None,
+    vocabulary: GuideVocabulary | None = None,
 ) -> LoadedModel:
     """Load the checkpoint, or the part of it that is this rank's.
 
@@ -169,6 +183,7 @@ def load_model(
         rank_context: Of this rank among several; None for all of the model.
         processors: Logits post-processors that requests may name; None for those of the parameter
             `logits_post_processor_module`.
+        vocabulary: What guides are followed in; None: that of the tokenizer.
 
     Raises:
         ConfigError: It cannot be loaded; of several ranks, all raise.
@@ -180,9 +195,10 @@ def load_model(
     def find_processors() -> LogitsPostProcessors:
         return _find_processors(processors, parameters.logits_post_processor_module)
 
+    make_grammars = functools.cache(functools.partial(_make_grammars, parameters, path, vocabulary))
     if rank_context is None:
-        return _load_whole(config, path, parameters.gpu_device_ids, find_processors())
-    return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors)
+        return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
+    return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
 
 
 def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
@@ -200,6 +216,27 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
     return found
 
 
+def _make_grammars(
+    parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
+) -> Grammars | None:
+    """What follows guides in a vocabulary of that size; None without a tokenizer."""
+    from inflight.guided.backend import make_backend
+    from inflight.guided.grammars import Grammars
+    from inflight.guided.vocabulary import GuideVocabulary
+
+    if vocabulary is None:
+        from inflight.text.tokenizer import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_dir(parameters.tokenizer_dir or path)
+        except ConfigError as error:  # ids alone can be served without one
+            _log.info("no guided decoding: %s", error)
+            return None
+        vocabulary = GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids)
+    vocabulary = GuideVocabulary.of_size(vocab_size, vocabulary.tokens, vocabulary.special_ids)
+    return Grammars(make_backend(parameters.guided_decoding_backend, vocabulary), vocabulary)
+
+
 def _begin_compiling(config: EngineConfig, path: str) -> None:
     """Compile while torch is imported, which takes seconds too. What is wrong, the load itself will say."""
     if config.kernels == "torch" or Path("/dev/nvidiactl").exists():
@@ -215,8 +252,41 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
 
 
+def guide_vocabulary(
+    encoded_vocab: Sequence[str], tokenizer_str: str | None = None, stop_token_ids: Collection[int] = ()
+) -> GuideVocabulary:
+    """The vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
+
+    Args:
+        encoded_vocab: Tokens by id, as the tokenizer writes them.
+        tokenizer_str: The content of a tokenizer.json, which says what bytes tokens stand for; without it they
+            stand for their own UTF-8.
+        stop_token_ids: Tokens that are no text.
+
+    Raises:
+        ConfigError: `tokenizer_str` is no tokenizer.
+    """
+    from inflight.guided.vocabulary import GuideVocabulary
+
+    if tokenizer_str is None:
+        return GuideVocabulary(tuple(token.encode() for token in encoded_vocab), frozenset(stop_token_ids))
+    import tokenizers
+
+    from inflight.text.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer_str))
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"tokenizer_str is not a tokenizer: {error}") from error
+    return GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids.union(stop_token_ids))
+
+
 def _load_whole(
-    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], processors: LogitsPostProcessors
+    config: EngineConfig,
+    path: str,
+    gpu_device_ids: tuple[int, ...],
+    processors: LogitsPostProcessors,
+    make_grammars: MakeGrammars,
 ) -> LoadedModel:
     from inflight.engine.torch import TorchEngine
 
@@ -227,13 +297,14 @@ def _load_whole(
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config, processors)
+    engine = TorchEngine.load(config, processors, make_grammars)
     return LoadedModel(
         engine,
         path,
         config.dtype or engine.dtype,
         engine.eos_token_ids,
         debug_tensors=engine.runner.debug_tensors,
+        grammars=make_grammars(engine.limits.vocab_size),
     )
 
 
@@ -243,6 +314,7 @@ def _load_part(
     gpu_device_ids: tuple[int, ...],
     rank_context: RankContext,
     find_processors: Callable[[], LogitsPostProcessors],
+    make_grammars: MakeGrammars,
 ) -> LoadedModel:
     import torch
 
@@ -269,7 +341,8 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(config, mapping, collectives, agreement.least, processors)
+        stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
+        grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
     link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
@@ -278,7 +351,13 @@ def _load_part(
     )
     runner = stage.runner if isinstance(stage, TorchEngine) else stage
     return LoadedModel(
-        engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release, runner.debug_tensors
+        engine,
+        path,
+        config.dtype or stage.dtype,
+        stage.eos_token_ids,
+        release,
+        runner.debug_tensors,
+        grammars,
     )
 
 
@@ -365,6 +444,7 @@ def build_engine(
         (lambda timeout_s: manager.state(timeout_s)) if parameters.enable_state_requests else None,
     )
 
+    guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
         scheduler,
@@ -376,6 +456,7 @@ def build_engine(
         instruments=_make_instruments(parameters, limits, return_metrics),
         ranks=None if rank_context is None else rank_context.ranks,
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
+        guides=guides,
     )
 
     release = _release_once(model, rank_context)
@@ -385,9 +466,25 @@ def build_engine(
     except Exception:
         if manager.shutdown(_LOOP_END_S):
             release()
+        if guides is not None:
+            guides.close()
         raise
-    running = RunningEngine(client, manager, endpoint, release, model.debug_tensors)
+    running = RunningEngine(client, manager, endpoint, guides, release, model.debug_tensors)
     return running
+
+
+def _make_guide_compiler(
+    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
+) -> ChildCompiler | None:
+    """What has guides compiled beside the loop; None without a tokenizer."""
+    if model.grammars is None:
+        return None
+    from inflight.guided.compiler import ChildCompiler, GuideBounds
+
+    bounds = GuideBounds(
+        parameters.guided_decoding_max_guide_bytes, parameters.guided_decoding_compile_timeout_ms / 1000
+    )
+    return ChildCompiler(model.grammars, parameters.guided_decoding_backend, bounds, notify)
 
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:

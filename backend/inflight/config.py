@@ -385,6 +385,15 @@ class Parameters:
     skip_special_tokens: bool = parameter(
         True, BOOLEAN, "leave special tokens out of text", _MODELS | {Role.POSTPROCESSING}
     )
+    guided_decoding_backend: str = parameter(
+        "llguidance",
+        choice("llguidance", "xgrammar", any_case=True),
+        "library that follows guides; xgrammar has to be installed: pip install 'inflight[guided-xgrammar]'",
+    )
+    guided_decoding_compile_timeout_ms: int = parameter(
+        5000, integer(1), "a guide that takes longer to compile is refused"
+    )
+    guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "longest guide, in bytes")
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -485,7 +494,6 @@ _UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
     _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
     _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
-    _unbuilt("guided_decoding_backend", TEXT, "grammars"),
     _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
 )
 

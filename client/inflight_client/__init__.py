@@ -12,6 +12,7 @@ Needs tritonclient and numpy, and nothing of the server's code.
 from inflight_client.aio import AsyncClient
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
+from inflight_client.guide import Guide
 from inflight_client.results import Completion, Delta, PerfMetrics, Sequence, TopLogProb
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Client",
     "Completion",
     "Delta",
+    "Guide",
     "PerfMetrics",
     "Sequence",
     "ServerError",

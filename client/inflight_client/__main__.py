@@ -13,6 +13,7 @@ import numpy as np
 
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
+from inflight_client.guide import GUIDE_TYPES, Guide
 from inflight_client.options import CHOOSING, ENDING, QUEUEING, Option
 from inflight_client.results import Completion, Delta, Sequence, completion
 
@@ -50,6 +51,8 @@ def main(arguments: Seq[str] | None = None) -> int:
 def _generate(client: Client, options: argparse.Namespace) -> None:
     prompt = options.prompt if options.ids is None else options.ids
     keywords = {name: getattr(options, name) for name in (*_UNDER_ITS_NAME, *_UNDER_ANOTHER_NAME)}
+    if options.guide_type is not None:
+        keywords["guide"] = Guide(options.guide_type, options.guide or "")
     as_ids = options.ids is not None
     if options.stream:
         _print_stream(client.stream(prompt, options.max_tokens, **keywords), as_ids)
@@ -105,6 +108,8 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     state.set_defaults(run=_state)
     _add_server(state, "whom to ask, tensorrt_llm by default")
     options = parser.parse_args(arguments)
+    if options.run is _generate and options.guide is not None and options.guide_type is None:
+        generate.error("--guide needs --guide-type")
     if (
         options.run is _generate
         and options.stream
@@ -147,6 +152,10 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
         help="guess up to N tokens at a time from what came before: faster where text repeats, and the same text "
         "in float32",
     )
+    group.add_argument(
+        "--guide-type", choices=GUIDE_TYPES, help="what the answer has to be; all but json need --guide"
+    )
+    group.add_argument("--guide", metavar="TEXT", help="the schema, expression, grammar or tags")
     group.add_argument("--log-probs", action="store_true", default=None, dest="return_log_probs",
         help="print the tokens' log probabilities to stderr")  # fmt: skip
 

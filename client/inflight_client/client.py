@@ -71,6 +71,8 @@ class Client:
                 stop word that is a text, and with one that is ids. A bad word that is a text is banned in its
                 usual tokens.
 
+                What the text has to look like: guide, a `Guide`.
+
                 Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
                 beam_search_diversity_rate.
 

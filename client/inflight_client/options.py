@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from inflight_client.guide import Guide
+
 Tensors = dict[str, np.ndarray]
 
 
@@ -136,8 +138,10 @@ _ADDITIONAL = "additional_outputs"
 CONTEXT_OUTPUT, GENERATION_OUTPUT = "context_", "generation_"
 """What the names of additional outputs begin with."""
 _RETENTION = "retention_token_ranges"
+_GUIDE = "guide"
+_GUIDED = "guided_decoding_guide"
 _LOGIT_BIAS = "logit_bias"
-NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL)
+NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL, _GUIDE)
 
 
 @dataclass(frozen=True)
@@ -232,6 +236,8 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
     """Tell (name in a text model, name in an id model, tensor) of each tensor of a keyword."""
     if name in _WORDS:
         yield from _word_tensors(name, value)
+    elif name == _GUIDE:
+        yield from _guide_tensors(value)
     elif name == _RETENTION:
         yield from _retention_tensors(value)
     elif name == _LOGIT_BIAS:
@@ -261,6 +267,15 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         given = value if option.ndim else [value]
         array = as_tensor(name, given, option.dtype, max(option.ndim, 1))
         yield option.text_name, option.ids_name, array
+
+
+def _guide_tensors(guide: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Tell the tensors of a Guide."""
+    if not isinstance(guide, Guide):
+        raise ValueError(f"{_GUIDE} must be a Guide such as Guide('regex', '[0-9]+'), got {guide!r}")
+    yield f"{_GUIDED}_type", f"{_GUIDED}_type", _text_array([guide.type])
+    if guide.text:
+        yield _GUIDED, _GUIDED, _text_array([guide.text])
 
 
 def _retention_tensors(ranges: Any) -> Iterator[tuple[str, str, np.ndarray]]:

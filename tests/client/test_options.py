@@ -9,7 +9,7 @@ import pytest
 
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
-from inflight_client import Client, Completion, PerfMetrics, Sequence, TopLogProb
+from inflight_client import Client, Completion, Guide, PerfMetrics, Sequence, TopLogProb
 from inflight_client.options import NAMES, read_options
 from tests.client.fake_server import Asked, FakeServer, Response, as_texts, response_of
 
@@ -55,6 +55,7 @@ ARRAYS = {
     "stop_words": [[5, 7], "end"],
     "bad_words": np.array([[5], [1]]),
     "retention_token_ranges": [(0, 2, 90)],
+    "guide": Guide("regex", "[ab]+"),
 }
 RANGE_PARTS = ("starts", "ends", "priorities", "durations_ms")
 FLAGS = {
@@ -122,6 +123,18 @@ def test_the_server_has_every_tensor_in_that_type() -> None:
 @pytest.mark.parametrize(("other", "name"), [("len_penalty", "length_penalty"), ("min_tokens", "min_length")])
 def test_the_servers_other_names_are_known(other: str, name: str) -> None:
     assert read_options({other: 2}).text.keys() == read_options({name: 2}).text.keys()
+
+
+@pytest.mark.parametrize("prompt", ["x", [5]])
+def test_a_guide_has_a_type_and_maybe_a_text(server, client, prompt) -> None:
+    client.generate(prompt, guide=Guide.json_schema({"type": "null"}))
+    client.generate(prompt, guide=Guide("json"))
+    schema, json = (asked.inputs for asked in server.asked)
+    assert schema["guided_decoding_guide_type"] == ["json_schema"]
+    assert schema["guided_decoding_guide"] == ['{"type": "null"}']
+    assert json["guided_decoding_guide_type"] == ["json"] and "guided_decoding_guide" not in json
+    with pytest.raises(ValueError, match=r"one of json, json_schema, .*, got 'xml'"):
+        Guide("xml")
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
@@ -199,6 +212,7 @@ def test_words_that_make_no_sense_are_not_sent(server, client, words, message: s
         ({"retention_token_ranges": [0, 2, 90]}, "retention_token_ranges must be ranges"),
         ({"retention_token_ranges": [(0, 2, 0.5)]}, "retention_token_range_priorities must be an integer"),
         ({"client_id": -1}, "client_id must be in"),
+        ({"guide": "[ab]+"}, "guide must be a Guide such as"),
         (
             {"draft_logits": [[0.0], [0.0, 1.0]]},
             "draft_logits must be made of numbers, in rows of one length",

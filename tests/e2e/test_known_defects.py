@@ -219,19 +219,23 @@ def test_requests_leave_nothing_in_the_log(narrow_server):
     assert [line for line in lines if not re.search(r"Timestamp", line)] == []
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "regex", "no such kind"])
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("json_schema", "UNIMPLEMENTED"), ("regex", "UNIMPLEMENTED"), ("no such kind", "INVALID_ARGUMENT")],
+)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind):
-    """Elsewhere an unknown kind gives an answer that was not guided, and nobody is told."""
+def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
+    """Elsewhere an unknown kind gives an answer that was not guided, and nobody is told. Here is no tokenizer."""
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
         request = {"text_input": "def f", "max_tokens": 4}
     guide = {"guided_decoding_guide_type": kind, "guided_decoding_guide": "[ab]+"}
     (answer,) = ask(fake_server.grpc, model, **request, **guide)
-    assert "guided_decoding_guide_type" in str(answer.error) and kind in str(answer.error)
+    assert "guided_decoding_guide_type" in str(answer.error)
+    assert ("tokenizer" if status == "UNIMPLEMENTED" else kind) in str(answer.error)
     with pytest.raises(InferenceServerException) as caught:
         unary(fake_server.grpc, input_ids=PROMPT, request_output_len=4, **guide)
-    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+    assert caught.value.status() == f"StatusCode.{status}"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind):
     [
         ("lora_prefetch_dir", "/some/adapters"),
         ("encoder_model_path", "/some/encoder"),
-        ("guided_decoding_backend", "xgrammar"),
+        ("xgrammar_tokenizer_info_path", "/some/file"),
     ],
 )
 def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):

@@ -188,9 +188,9 @@ def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
             ["lora_task_id", "3"],
         ),
         (
-            {"input_ids": PROMPT, "request_output_len": 4, "guided_decoding_guide_type": "json"},
-            "UNIMPLEMENTED",
-            ["guided_decoding_guide_type", "json"],
+            {"input_ids": PROMPT, "request_output_len": 4, "guided_decoding_guide_type": "xml"},
+            "INVALID_ARGUMENT",
+            ["guided_decoding_guide_type", "xml", "json_schema"],
         ),
         (
             {"input_ids": PROMPT, "request_output_len": 4, "stop": True},

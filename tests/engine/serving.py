@@ -14,6 +14,7 @@ import torch
 
 from inflight.config import CapacitySchedulerPolicy, EngineConfig, SchedulerConfig
 from inflight.core.ports import Engine
+from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import FloatTensor, IterationInput, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
@@ -117,7 +118,8 @@ def serve(
         stopped = tuple(
             StopSignal(key, StopReason.CANCELLED) for key, when in (stops or {}).items() if when == iteration
         )
-        responses = scheduler.accept(IterationInput(iteration, 0, arriving, stopped))
+        guides = tuple(GuideEvent(each.request_id) for each in arriving if each.guide is not None)
+        responses = scheduler.accept(IterationInput(iteration, 0, arriving, stopped, guides))
         batch = scheduler.schedule()
         if batch is not None:
             served.num_iterations += 1

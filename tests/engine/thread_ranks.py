@@ -21,6 +21,7 @@ from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.engine.torch import load_stage
+from inflight.engine.torch.engine import MakeGrammars, no_grammars
 from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.topology import Mapping
 
@@ -157,12 +158,13 @@ class ThreadRanks:
         tp_size: int,
         pp_size: int = 1,
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+        make_grammars: MakeGrammars = no_grammars,
     ) -> None:
         mappings = [Mapping(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
         self.collectives = [ThreadCollectives(meetings[m.pp_rank], m.tp_rank, tp_size) for m in mappings]
         self.stages = [
-            load_stage(config, mapping, collectives, processors=processors)
+            load_stage(config, mapping, collectives, processors=processors, make_grammars=make_grammars)
             for mapping, collectives in zip(mappings, self.collectives)
         ]
         self.limits: EngineLimits = self.stages[0].limits

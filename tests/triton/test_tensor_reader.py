@@ -129,8 +129,8 @@ def test_a_refusal_says_what_came_and_what_would_do() -> None:
         Unsupported, match=r"lora_config .*\[1, 2, 3\] \[5, 7, 3, 9, …\], .* an empty tensor$"
     ):
         make_reader({"lora_config": rows}).refuse_unbuilt()
-    with pytest.raises(Unsupported, match=r"guided_decoding_guide .*got 'end'"):
-        make_reader({"guided_decoding_guide": np.array([[b"end"]], np.object_)}).refuse_unbuilt()
+    with pytest.raises(Unsupported, match=r"image_url_input .*got 'end'"):
+        make_reader({"image_url_input": np.array([[b"end"]], np.object_)}, Vocabulary.TEXT).refuse_unbuilt()
 
 
 def test_text_must_be_utf8() -> None:

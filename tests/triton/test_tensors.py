@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inflight.core.kv.retention import Retention, TokenRangeRetention
+from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, Request
 from inflight.errors import Unsupported
 from inflight.serving.reply import ReplyOptions
@@ -187,7 +188,7 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
 def test_neutral_values_are_said_as_a_client_has_to_send_them() -> None:
     assert str(INPUTS["lookahead_window_size"].neutral) == "0"
     assert str(INPUTS["lora_config"].neutral) == "an empty tensor"
-    assert str(INPUTS["guided_decoding_guide"].neutral) == '""'
+    assert str(INPUTS["image_url_input"].neutral) == '""'
 
 
 @pytest.mark.parametrize("name", ["embedding_bias_words", "embedding_bias_weights", "prompt_table_extra_id"])
@@ -273,6 +274,8 @@ READ_RANGES = (
 
 LOGIT_BIAS = {"logit_bias_ids": [[4, 9]], "logit_bias_values": [[1.5, -np.inf]]}
 
+GUIDE = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"}
+
 # Those that mean something in company alone: (name, tensors, where they land, what is there then).
 COMPANIONS = [
     (
@@ -306,6 +309,8 @@ COMPANIONS = [
         0.5,
     ),
     *[(f"retention_token_range_{part}", RANGES, "retention.ranges", READ_RANGES) for part in PARTS],
+    ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideType.REGEX, "a+")),
+    ("guided_decoding_guide", GUIDE, "guide.text", "a+"),
 ]
 # What asks for an output and nothing else.
 ASKING = {

@@ -20,6 +20,7 @@ from inflight.batch_manager.send_window import SendWindow
 from inflight.core.ports import (
     Engine,
     GetInferenceRequestsCallback,
+    GuideCompiler,
     PollStopSignalCallback,
     Ranks,
     ReturnBatchManagerStatsCallback,
@@ -61,6 +62,7 @@ class GptManager:
         ranks: The ranks that run the model in step, this one among them; None if it is alone.
         wait_until_sent: For an engine that computes on all processors: what was handed to `send_response` is sent
             between two iterations (`SendWindow`). None: while the engine computes.
+        guides: Compiles the guides of requests; without it requests with guides are refused.
         start: Whether to start the worker thread; without it, call `step`.
     """
 
@@ -78,6 +80,7 @@ class GptManager:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         ranks: Ranks | None = None,
         wait_until_sent: WaitUntilSent | None = None,
+        guides: GuideCompiler | None = None,
         start: bool = True,
     ) -> None:
         self._engine = engine
@@ -85,7 +88,7 @@ class GptManager:
         if ranks is None or ranks.is_leader:
             self._send_response = send_response
             self._inputs: Inputs = OwnInputs(
-                scheduler, get_inference_requests, poll_stop_signal, clock_ns, ranks
+                scheduler, get_inference_requests, poll_stop_signal, clock_ns, ranks, guides
             )
         else:
             self._send_response = _drop
@@ -158,9 +161,10 @@ class GptManager:
                 self._work.clear()
                 if self.step() or self._work.is_set():
                     continue
-                if self._shutting_down or self._inputs.are_over:
+                is_done = self._inputs.are_over or not self._scheduler.num_active
+                if is_done and (self._shutting_down or self._inputs.are_over):
                     break
-                self._work.wait()
+                self._work.wait(self._seconds_to_deadline())
             self._inputs.end()
         except Unavailable as error:
             _log.error("the generation loop ends: %s", error)
@@ -168,6 +172,13 @@ class GptManager:
         except Exception:  # a bug, and those who wait have to be answered
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
             self._die(Unavailable("the generation loop died; see the server's log"))
+
+    def _seconds_to_deadline(self) -> float | None:
+        """How long a loop without work may rest: requests that wait for their guides may time out."""
+        deadline_ns = self._scheduler.next_deadline_ns
+        if deadline_ns is None or not self._scheduler.num_active:
+            return None
+        return max(0.0, (deadline_ns - self._inputs.now_ns()) / 1e9)
 
     def _die(self, error: InflightError) -> None:
         try:
@@ -186,8 +197,9 @@ class GptManager:
         """One iteration: get, schedule, run, decode, update, send, stop, report.
 
         Returns whether there was anything to do. Only when there was not can the loop rest: requests that had to
-        wait for room are fetched by the iteration after the one that made it. A follower rests in its leader's
-        call instead, and is done when there was nothing.
+        wait for room are fetched by the iteration after the one that made it. Where all requests wait for their
+        guides, there is nothing to do until one is ready, which `notify` tells, or a request times out. A follower
+        rests in its leader's call instead, and is done when there was nothing.
         """
         was_active = self._scheduler.num_active > 0
         inputs = self._inputs.next()
@@ -211,7 +223,8 @@ class GptManager:
         self._report(inputs, batch, had_work)
         self._instruments.end()
         self._inspections.answer()
-        return had_work or bool(inputs.new_requests) or has_more
+        can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.only_holds)
+        return not can_rest or bool(inputs.new_requests) or has_more
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
         """The next batch. If making it fails, there is none, and the responses that follow are added."""

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from inflight.core.ports import GetInferenceRequestsCallback, PollStopSignalCallback, Ranks
+from inflight.core.ports import GetInferenceRequestsCallback, GuideCompiler, PollStopSignalCallback, Ranks
+from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
+from inflight.errors import Unsupported
+
+_NO_GUIDES = (
+    "guided_decoding_guide_type: there is no tokenizer to follow guides with: the parameter tokenizer_dir names "
+    "the folder of a tokenizer.json, which else is looked for beside the weights"
+)
 
 
 class OwnInputs:
@@ -23,6 +30,7 @@ class OwnInputs:
         scheduler: Knows which requests are active.
         get_inference_requests, poll_stop_signal, clock_ns: As GptManager has them.
         ranks: The ranks, if there are others.
+        guides: Compiles the guides of requests; without it requests with guides are refused.
 
     Attributes:
         are_over: Whether `next` has returned None, which it never does.
@@ -39,6 +47,7 @@ class OwnInputs:
         poll_stop_signal: PollStopSignalCallback | None,
         clock_ns: Callable[[], int],
         ranks: Ranks | None,
+        guides: GuideCompiler | None = None,
     ) -> None:
         self.fetched: tuple[Request, ...] = ()
         self.now_ns = clock_ns
@@ -46,13 +55,15 @@ class OwnInputs:
         self._get_inference_requests = get_inference_requests
         self._poll_stop_signal = poll_stop_signal
         self._ranks = ranks
+        self._guides = guides
         self._iteration = 0
         self._stops: tuple[StopSignal, ...] = ()
 
     def next(self) -> IterationInput:
         """The inputs of the next iteration. Other ranks get those of iterations with active or new requests."""
         requests = tuple(self._get_inference_requests(self._scheduler.room))
-        inputs = IterationInput(self._iteration, self.now_ns(), requests, self._stops)
+        guides = self._guide_events(requests)
+        inputs = IterationInput(self._iteration, self.now_ns(), requests, self._stops, guides)
         self._iteration += 1
         is_active = self._scheduler.num_active > 0
         if self._ranks is not None and (is_active or requests):
@@ -60,6 +71,18 @@ class OwnInputs:
             self._ranks.share(inputs, are_asleep=not is_active)
             self.fetched = ()
         return inputs
+
+    def _guide_events(self, requests: tuple[Request, ...]) -> tuple[GuideEvent, ...]:
+        guided = [
+            (request.request_id, request.guide)
+            for request in requests
+            if request.guide is not None and not self._scheduler.is_active(request.request_id)
+        ]
+        if self._guides is None:
+            return tuple(GuideEvent(request_id, Unsupported.code, _NO_GUIDES) for request_id, _ in guided)
+        for request_id, guide in guided:
+            self._guides.submit(request_id, guide)
+        return self._guides.events()
 
     def look_ahead(self) -> bool:
         """Poll stop signals at the end of an iteration; returns whether there is work for the next one.

@@ -41,12 +41,8 @@ class Endings:
         """End a sequence that has not ended. If its request's others wait for its prompt, another computes it."""
         self.admission.waiting.remove(llm_request)
         llm_request.finish(reason)
-        if llm_request.leads:
-            successor = llm_request.group.pass_context_on()
-            if successor is not None:
-                self.admission.waiting.add_in_front(successor)
-            else:
-                self.admission.queue_siblings(llm_request.group)
+        if llm_request.leads and not llm_request.group.awaits_guide:
+            self.admission.pass_prompt_on(llm_request.group)
         return self.drain(llm_request, now_ns)
 
     def finish_each(
@@ -85,6 +81,7 @@ class Endings:
             self.observed.sequence_ended(llm_request)
         if is_final:
             del self.groups[llm_request.request_id]
+            self.admission.held.pop(llm_request.request_id, None)
             self.observed.request_ended(group, now_ns)
         return responses
 
@@ -121,6 +118,11 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].num_unfinished]
             heapify(self._heap)
             self._drop_at = 2 * len(self._heap) + 64
+
+    @property
+    def next_ns(self) -> int | None:
+        """The first deadline, maybe of a request that has ended; None if there is none."""
+        return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now_ns: int) -> list[RequestGroup]:
         """The requests whose deadline has come and that have not ended; each is returned once."""

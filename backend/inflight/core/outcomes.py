@@ -14,6 +14,7 @@ from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.recover.recovery import Recovery
 from inflight.core.report.metrics import Observations
 from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.guide import GUIDE_END
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.response import Response
 from inflight.core.request.results import make_response
@@ -244,7 +245,7 @@ def append_tokens(
     tokens, before = llm_request.tokens, len(llm_request.tokens)
     reason = FinishReason.NOT_FINISHED
     for token in new_tokens:
-        if token in end_ids:
+        if token in end_ids or token == GUIDE_END:
             reason = FinishReason.END_ID
             break
         tokens.append(token)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats
+from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason, StopSignal
@@ -64,6 +65,21 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
+        ...
+
+
+class GuideCompiler(Protocol):
+    """Finds out whether guides can be followed, while the loop goes on. Only the loop thread calls this.
+
+    Whoever implements it wakes an idle loop when there are events.
+    """
+
+    def submit(self, request_id: int, guide: Guide) -> None:
+        """Ask for an event about this request's guide. Never blocks."""
+        ...
+
+    def events(self) -> tuple[GuideEvent, ...]:
+        """What has become of guides since the last call. One whose guide is known has its event at once."""
         ...
 
 

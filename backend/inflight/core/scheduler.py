@@ -21,6 +21,7 @@ from inflight.core.recover.recovery import Recovery, rebuild
 from inflight.core.report.metrics import MetricsSnapshot, Observations
 from inflight.core.report.state import Introspection, SchedulerState
 from inflight.core.report.stats import IterationStats, RequestStats
+from inflight.core.request.guide import GuideEvent
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
@@ -31,7 +32,7 @@ from inflight.core.schedule.batch_builder import BatchBuilder
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.schedule.running import Running
-from inflight.errors import AlreadyExists, InflightError
+from inflight.errors import AlreadyExists, InflightError, error_from_code
 
 
 class Scheduler:
@@ -75,6 +76,16 @@ class Scheduler:
         return request_id in self._groups
 
     @property
+    def only_holds(self) -> bool:
+        """Whether there are requests, and all of them wait for their guides: nothing can run before an event."""
+        return 0 < len(self._groups) == len(self._admission.held)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When the next request may time out, by the clock of `IterationInput.now_ns`; None: never."""
+        return self._deadlines.next_ns
+
+    @property
     def running_sequences(self) -> tuple[LlmRequest, ...]:
         """Sequences that have slots, oldest first; not to be changed."""
         return tuple(self._running.sequences)
@@ -88,7 +99,10 @@ class Scheduler:
     # ---------------------------------------------------------------- what is new
 
     def accept(self, inputs: IterationInput) -> list[Response]:
-        """Queue new requests, and end those that are stopped or out of time. Invalid ones are answered at once."""
+        """Queue new requests, and end those that are stopped or out of time. Invalid ones are answered at once.
+
+        A request with a guide is queued when an event says that its guide is ready.
+        """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()
         responses: list[Response] = []
@@ -99,6 +113,8 @@ class Scheduler:
                 refusal = as_request_error(error)
                 self._observed.refused(refusal)
                 responses.append(Response(request.request_id, error=refusal, is_final=True))
+        for event in inputs.guides:
+            responses += self._hear_of_guide(event)
         for stop in inputs.stops:
             responses += self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):
@@ -114,8 +130,22 @@ class Scheduler:
         group = RequestGroup(request, self._next_key, self._rules(request), self._now_ns)
         self._next_key += len(group.sequences)
         self._groups[request.request_id] = group
-        self._waiting.add(group.sequences[0])
+        if group.awaits_guide:
+            self._admission.hold(group)
+        else:
+            self._waiting.add(group.sequences[0])
         self._deadlines.add(group)
+
+    def _hear_of_guide(self, event: GuideEvent) -> list[Response]:
+        """Let a request start whose guide is ready, or end it with the error; it may have ended before."""
+        group = self._admission.held.get(event.request_id)
+        if group is None:
+            return []
+        if event.error_code:
+            error = error_from_code(event.error_code, event.error)
+            return self._endings.fail(group, error, self._now_ns)
+        self._admission.release(group)
+        return []
 
     def _rules(self, request: Request) -> CacheRules:
         if self._config.enable_kv_cache_reuse:
@@ -294,7 +324,12 @@ class Scheduler:
     def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationStats:
         """Counters after the iteration that ran `batch` and took `duration_ns`."""
         return self._observed.iteration_stats(
-            batch, self._iteration, duration_ns, len(self._groups), len(self._waiting), self.kv_cache
+            batch,
+            self._iteration,
+            duration_ns,
+            len(self._groups),
+            len(self._waiting) + len(self._admission.held),
+            self.kv_cache,
         )
 
     def metrics(self) -> MetricsSnapshot:

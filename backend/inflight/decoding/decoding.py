@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.guide import GUIDE_END
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.decoding.details import beam_candidates, join_details, token_details, with_drawn_log_probs
 from inflight.decoding.drafts import NO_TOKEN, accept_by_chance, accept_equal, drafts_of, weighed_draft
+from inflight.decoding.guides import Guides
 from inflight.decoding.history import History
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.nan_check import check_peaks
@@ -29,6 +31,7 @@ from inflight.decoding.row_kernels import RowKernels
 from inflight.decoding.rows import Needs, RawLogits, Rows, SlotParameters, select_rows
 from inflight.decoding.top_k_top_p import Drawn, samples_of
 from inflight.decoding.transfer import Arriving, to_host
+from inflight.guided.grammars import Grammars
 
 _WORTH_SHARING = 1 << 22
 """From so many logits on, choosing tokens is worth more than one thread."""
@@ -87,19 +90,21 @@ class Decoding:
         kernels: RowKernels | None = None,
         normalize_log_probs: bool = False,
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+        grammars: Grammars | None = None,
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
         Without `kernels`, those of torch. With `normalize_log_probs`, rows that want log probabilities get those
-        of the distribution that their token was drawn from too. `processors` are what requests may name.
+        of the distribution that their token was drawn from too. `processors` are what requests may name. Without
+        `grammars`, rows with guides fail.
         """
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
         self._kernels = kernels or RowKernels()
         self._history = History(num_slots, max_sequence_length, device)
-        self._slots = SlotParameters(
-            num_slots, device, pipeline_steps(self._history, self._kernels, processors)
-        )
+        self._guides = Guides(grammars, vocab_size)
+        steps = pipeline_steps(self._history, self._kernels, processors, self._guides)
+        self._slots = SlotParameters(num_slots, device, steps)
 
     @torch.inference_mode()
     def apply(self, batch: ScheduledBatch) -> None:
@@ -115,6 +120,7 @@ class Decoding:
                 self._history.start(start.slot, start.token_ids)
         if batch.moves:
             self._move(batch)
+        self._guides.apply(batch)
         for chunk in batch.context:
             if chunk.num_draft_tokens and self._looks_back(chunk.slot):
                 drafts = np.array(drafts_of(chunk), dtype=np.int64)
@@ -221,6 +227,7 @@ class Decoding:
     def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
         raw = RawLogits(rows)
         failed = process(rows, self._slots)
+        ends = self._guides.take_ends(len(rows.slots))
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
         emitted = ~ranked
         chosen, highest = self._choose_on_host(rows, np.flatnonzero(emitted), peaks)
@@ -230,13 +237,15 @@ class Decoding:
         check_peaks(highest[used], rows.slots[used], rows.positions[used])
         was_used = (row for row in sorted(failed, reverse=True) if emitted[row] or ranked[row])
         failures = {int(rows.slots[row]): failed[row] for row in was_used}  # of several rows the first
-        emitted &= chosen != NO_TOKEN
         if failures:
             emitted &= ~np.isin(rows.slots, list(failures))
+        ended = emitted & ends & (chosen == NO_TOKEN)
+        told = np.where(ended, GUIDE_END, chosen)
+        emitted &= chosen != NO_TOKEN
         output = ModelOutput(
             batch.iteration,
-            _tokens(layout, chosen, emitted),
-            self._beams(batch, rows, raw),
+            _tokens(layout, told, emitted | ended),
+            self._beams(batch, rows, raw, ends),
             self._details(rows, raw, chosen, emitted),
             failures=failures,
         )
@@ -314,21 +323,28 @@ class Decoding:
         chosen[first : first + len(tokens)] = tokens
         emitted[first + len(tokens) : end] = False
 
-    def _beams(self, batch: ScheduledBatch, rows: Rows, raw: RawLogits) -> list[BeamCandidates]:
+    def _beams(
+        self, batch: ScheduledBatch, rows: Rows, raw: RawLogits, ends: NDArray[np.bool_]
+    ) -> list[BeamCandidates]:
         if not batch.beam_groups:
             return []
         row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}  # a beam has one row
         return [
-            self._candidates(group, np.array([row_of[slot] for slot in group.slots]), rows, raw)
+            self._candidates(group, np.array([row_of[slot] for slot in group.slots]), rows, raw, ends)
             for group in batch.beam_groups
         ]
 
     def _candidates(
-        self, group: BeamGroup, indices: NDArray[np.int64], rows: Rows, raw: RawLogits
+        self,
+        group: BeamGroup,
+        indices: NDArray[np.int64],
+        rows: Rows,
+        raw: RawLogits,
+        ends: NDArray[np.bool_],
     ) -> BeamCandidates:
         request = self._slots[group.slots[0]].request
         raw_logits = raw.select(indices) if request.output.wants_details else None
-        return beam_candidates(group, request, select_rows(rows.logits, indices), raw_logits)
+        return beam_candidates(group, request, select_rows(rows.logits, indices), raw_logits, ends[indices])
 
     def _details(
         self, rows: Rows, raw: RawLogits, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]
@@ -348,7 +364,10 @@ class Decoding:
         return found
 
     def _remember(self, rows: Rows, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> None:
-        """Append new tokens to what is looked back at, and note those that set a top_p back."""
+        """Append new tokens to what is looked back at, follow guides, and note tokens that set a top_p back."""
+        indices = rows.needing(Needs.GUIDE)
+        indices = indices[emitted[indices]]
+        self._guides.accept(rows.slots[indices], chosen[indices])
         indices = rows.needing(Needs.HISTORY)
         indices = indices[emitted[indices]]
         if len(indices):

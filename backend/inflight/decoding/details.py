@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.guide import GUIDE_END
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.schedule.batch import BeamGroup, TokenDetails
 from inflight.decoding.argmax import top_indices
 from inflight.decoding.rows import Rows, select_rows
 from inflight.decoding.top_k_top_p import distribution
-from inflight.decoding.transfer import as_array, to_list
+from inflight.decoding.transfer import as_array, to_list, upload
 
 
 def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputConfig]) -> list[TokenDetails]:
@@ -112,7 +113,11 @@ def copy_logits(logits: Tensor, wanted: Sequence[bool]) -> list[tuple[bytes, ...
 
 
 def beam_candidates(
-    group: BeamGroup, request: Request, logits: Tensor, raw_logits: Tensor | None
+    group: BeamGroup,
+    request: Request,
+    logits: Tensor,
+    raw_logits: Tensor | None,
+    ends: NDArray[np.bool_],
 ) -> BeamCandidates:
     """The candidates of a beam search, with what its request wants to know of them.
 
@@ -121,9 +126,17 @@ def beam_candidates(
         request: Whose search it is.
         logits: [rows, vocab_size] float32, processed.
         raw_logits: [rows, vocab_size] float32, as the model made them; None if nothing is wanted of them.
+        ends: [rows] whether a row's guide can only end, and the request has no end id: its only candidate, for
+            certain, is GUIDE_END. Its logits are changed.
     """
+    if ends.any():
+        logits[upload(np.flatnonzero(ends), logits.device), 0] = (
+            0.0  # stands for the end; the others are -inf
+        )
     rows, token_ids, scores = _best_continuations(group, request, logits)
-    found = tuple(to_list(rows)), tuple(to_list(token_ids)), tuple(to_list(scores))
+    of, tokens = to_list(rows), to_list(token_ids)
+    shown = [GUIDE_END if ends[row] else token for row, token in zip(of, tokens)] if ends.any() else tokens
+    found = tuple(of), tuple(shown), tuple(to_list(scores))
     if raw_logits is None:
         return BeamCandidates(*found)
     output, count = request.output, len(group.slots)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks, find_peaks
-from inflight.decoding.rows import Rows
+from inflight.decoding.rows import Rows, select_rows
 from inflight.decoding.top_k_top_p import Drawn, draw
+from inflight.decoding.transfer import as_tensor
 
 LARGEST_LOGIT = 1e30
 
@@ -53,9 +54,38 @@ class RowKernels:
         # A token that was seen twice is written twice, the same value.
         logits[where] = bounded(values, impossible)
 
+    def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+        """Ban what masks do not have, in the logits of the rows `indices`, in place.
+
+        Args:
+            rows: Their logits.
+            indices: [n].
+            masks: [n, words] contiguous; bit i of word w is 1 if token 32 * w + i may come. Bits behind the
+                vocabulary mean nothing.
+        """
+        if rows.logits.device.type == "cpu":
+            bits = np.unpackbits(~masks.view(np.uint8), axis=1, count=rows.vocab_size, bitorder="little")
+            is_banned = as_tensor(bits.view(np.bool_))
+        else:
+            is_banned = banned_by(rows.upload(masks), rows.vocab_size)
+        logits = select_rows(rows.logits, indices)
+        banned = torch.full((), -torch.inf, device=logits.device)
+        torch.where(is_banned, banned, logits, out=logits)  # on a CPU three times as fast as masked_fill_
+        if (
+            logits.data_ptr() != rows.logits[int(indices[0])].data_ptr()
+        ):  # a copy, of rows with others between
+            rows.logits[rows.upload(indices)] = logits
+
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
         """Draw tokens as `top_k_top_p.draw` does."""
         return draw(rows, sampled, may_guess)
+
+
+def banned_by(masks: Tensor, vocab_size: int) -> Tensor:
+    """[n, vocab_size] bool: what masks, [n, words] int32 on a device, do not have."""
+    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
+    bits = (masks[:, :, None] >> shifts) & 1
+    return bits.view(len(masks), -1)[:, :vocab_size] == 0
 
 
 def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:

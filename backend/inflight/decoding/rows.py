@@ -36,7 +36,8 @@ class Needs(IntFlag):
     RAW_LOGITS = 16
     CHANGES = 32  # a step of the pipeline changes its logits
     BANS = 64  # and may ban every token
-    HOST = HISTORY | TOP_P_RESET | DETAILS
+    GUIDE = 128
+    HOST = HISTORY | TOP_P_RESET | DETAILS | GUIDE
 
 
 _NUMBERS = [each.name for each in fields(SamplingConfig) if isinstance(each.default, int | float)]
@@ -230,6 +231,7 @@ def _needs(request: Request) -> Needs:
         Needs.TOP_P_RESET: sampling.top_p_decay < 1.0 and sampling.top_p_reset_id >= 0,
         Needs.DETAILS: output.wants_details,
         Needs.RAW_LOGITS: output.wants_details or output.wants_context,
+        Needs.GUIDE: request.guide is not None,
     }
     needs = Needs(0)
     for need, is_asked in asked.items():

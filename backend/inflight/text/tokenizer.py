@@ -109,6 +109,23 @@ class Tokenizer:
         strings = (self._backend.id_to_token(i) for i in ids if i >= 0 and i not in skipped)
         return [string for string in strings if string is not None]
 
+    def token_bytes(self) -> list[bytes]:
+        """By id, the bytes that each token adds to a text that goes on; of a special token its spelling."""
+        decoder = self.token_decoder
+        table = [b""] * (1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
+        for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            if token_id in self._special_ids or token in self._added_ids:
+                table[token_id] = token.encode()
+                continue
+            raw = decoder.raw_bytes(token)
+            table[token_id] = decoder.continued(token).encode() if raw is None else raw
+        return table
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return self._special_ids
+
     def added_token_id(self, text: str) -> int | None:
         """Id of the added token, special or not, that is written like this; None if there is none."""
         return self._added_ids.get(text)

@@ -25,7 +25,7 @@ from inflight.serving import text_encoder
 from inflight.serving.reply import Prompt, ReplyOptions
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
-from inflight.triton.sampling_tensors import read_bias, read_draft, read_sampling_config
+from inflight.triton.sampling_tensors import read_bias, read_draft, read_guide, read_sampling_config
 from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import OUTPUTS, is_additional
@@ -211,6 +211,7 @@ class _Row:
             bad_words=self._bad_words(),
             embedding_bias=read_bias(reader, context.description.limits.vocab_size, context.encoder),
             draft=read_draft(reader),
+            guide=read_guide(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
             logits_post_processor_name=reader.text("logits_post_processor_name") or "",
             identity=read_identity(reader),

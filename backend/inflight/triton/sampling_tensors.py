@@ -1,4 +1,4 @@
-"""The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias and drafts.
+"""The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias, drafts and a guide.
 
 Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
 ranges: Request.validate does. Runs on the thread that calls execute, or for long texts on one of those beside it.
@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
 
+_GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideType)}"
 _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")
 
 
@@ -28,6 +30,21 @@ def read_sampling_config(reader: TensorReader) -> SamplingConfig:
         if value is not None and not control.is_off(value):
             values[name] = value
     return SamplingConfig(**values)
+
+
+def read_guide(reader: TensorReader) -> Guide | None:
+    """What the text has to look like; None if nothing is asked for."""
+    name, text = reader.text("guided_decoding_guide_type"), reader.text("guided_decoding_guide")
+    if not name:
+        if text:
+            raise InvalidArgument(
+                f"guided_decoding_guide came without guided_decoding_guide_type, expected {_GUIDE_TYPES}"
+            )
+        return None
+    try:
+        return Guide(GuideType(name), text or "")
+    except ValueError:
+        raise InvalidArgument(f"guided_decoding_guide_type is {name!r}, expected {_GUIDE_TYPES}") from None
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:

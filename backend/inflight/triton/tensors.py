@@ -262,11 +262,9 @@ _GUIDES = (
     _both(
         "guided_decoding_guide_type",
         "BYTES",
-        "json, json_schema, regex or ebnf_grammar",
-        (1,),
-        neutral=_NO_TEXT,
+        "what the text has to be: json, json_schema, regex, ebnf_grammar or structural_tag",
     ),
-    _both("guided_decoding_guide", "BYTES", "the schema, expression or grammar", (1,), neutral=_NO_TEXT),
+    _both("guided_decoding_guide", "BYTES", "the schema, expression, grammar or tags; none for json"),
 )
 
 _POST_PROCESSORS = (

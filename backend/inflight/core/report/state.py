@@ -158,7 +158,8 @@ class Introspection:
                 self._waiting(r, self._why(r, place))
                 for place, r in enumerate(self.admission.waiting.in_order())
             )
-            + tuple(self._waiting(r, _BEHIND_SIBLING) for r in self._siblings_to_come()),
+            + tuple(self._waiting(r, _BEHIND_SIBLING) for r in self._siblings_to_come())
+            + tuple(self._waiting(g.sequences[0], _AWAITS_GUIDE) for g in self.admission.held.values()),
             running=tuple(map(self._running, self.running.sequences)),
             blocks=self._blocks(),
         )
@@ -260,6 +261,7 @@ class Introspection:
 
 
 _MOST_LOOKED_UP = 32
+_AWAITS_GUIDE = "its guide (guided_decoding_guide) is being compiled"
 _BEHIND_SIBLING = "is behind its request's first sequence, which computes the prompt for all"
 
 

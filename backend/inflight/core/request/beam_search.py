@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from inflight.core.request.guide import GUIDE_END
 from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.request.stop import FinishReason, StopWords
@@ -35,7 +36,7 @@ class BeamCandidates:
 
     Attributes:
         rows: Per candidate, the index of the row of the group that it continues.
-        token_ids: Per candidate, the token.
+        token_ids: Per candidate, the token; GUIDE_END for a beam whose guide can only end.
         scores: Per candidate, the row's score plus the token's log probability as the search sees it (after
             bias, temperature, penalties and bans). beam_search_diversity_rate counts for the rank alone.
         log_probs: Per candidate, the model's own log probability of the token; empty if not wanted.
@@ -176,7 +177,7 @@ class BeamSearch:
         self.done = self._has_ended()
 
     def _why_finished(self, node: _Node) -> FinishReason:
-        if node.token_id in self._end_ids:
+        if node.token_id in self._end_ids or node.token_id == GUIDE_END:
             return FinishReason.END_ID
         if self._stop_words.may_end_with(node.token_id):
             newest = [each.token_id for each in _path(node, self._stop_words.longest)]

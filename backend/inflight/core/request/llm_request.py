@@ -71,6 +71,7 @@ class RequestGroup:
         num_context_rows: Prompt positions whose outputs are known.
         context_index: Index of the sequence that computes the prompt for all, and gives the context outputs.
         has_context: Whether the prompt is computed, so that the other sequences need not wait any more.
+        awaits_guide: Whether its guide is not known to be usable yet, so that none of its sequences may start.
         arrival_ns: When the request arrived.
         deadline_ns: When it times out; 0: never.
         stop_requested_ns: When a front end asked for its end; 0: nobody did.
@@ -92,6 +93,7 @@ class RequestGroup:
         self.num_context_rows = 0
         self.context_index = 0
         self.has_context = False
+        self.awaits_guide = request.guide is not None
 
     @property
     def lacks_context(self) -> bool:

@@ -8,6 +8,7 @@ from math import prod
 from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
+from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig, check_token_ids
 from inflight.core.request.stop import StopSignal
 from inflight.errors import InvalidArgument
@@ -189,6 +190,7 @@ class Request:
         client_id: Whose request it is; clients of one priority get equal shares. Tensor `client_id`.
         allotted_time_ms: From arrival; then it ends with TIMED_OUT. 0: no deadline. Tensor `allotted_time_ms`.
         arrival_time_ns: When the engine's client took it; the clock of `IterationInput.now_ns`; 0: unknown.
+        guide: What the generated text has to look like; None: anything. Tensors `guided_decoding_*`.
     """
 
     request_id: int
@@ -211,6 +213,7 @@ class Request:
     client_id: int = 0
     allotted_time_ms: int = 0
     arrival_time_ns: int = 0
+    guide: Guide | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -242,11 +245,16 @@ class Request:
         )
 
     @property
+    def starts_with_tokens(self) -> bool:
+        """Whether a slot is told the tokens so far when the sequence starts or resumes there."""
+        return self.looks_back or self.guide is not None
+
+    @property
     def needs_host(self) -> bool:
         """Whether its next token waits for the host to look at the one before; else the device goes on alone.
 
-        The host decides about drafts, describes tokens, calls logits post-processors, and does what sampling
-        controls need it for.
+        The host decides about drafts, describes tokens, calls logits post-processors, follows guides, and does
+        what sampling controls need it for.
         """
         return (
             self.sampling.needs_host
@@ -255,6 +263,7 @@ class Request:
             or self.prompt_lookup_num_tokens > 0
             or self.output.wants_details
             or bool(self.output.additional_outputs)
+            or self.guide is not None
         )
 
     @property
@@ -267,6 +276,7 @@ class Request:
                 self.end_ids
             ),  # and if the control is used: it bans end ids, where there are any
             "bad_words_list": bool(self.bad_words),
+            "guided_decoding_guide": self.guide is not None,
         }
         for name, control in CONTROLS.items():
             if control.bans:
@@ -295,6 +305,8 @@ class Request:
         self._validate_beams(limits)
         self._validate_drafts(limits)
         self._validate_post_processor(limits.logits_post_processors)
+        if self.guide is not None:
+            self.guide.validate()
 
     def _validate_queueing(self) -> None:
         if not 0.0 <= self.priority <= 1.0:
@@ -427,12 +439,14 @@ class IterationInput:
         now_ns: Monotonic time of this iteration, in nanoseconds.
         new_requests: Requests that arrive with this iteration, in order.
         stops: Requests to end early.
+        guides: Requests whose guides are ready or have failed.
     """
 
     iteration: int
     now_ns: int
     new_requests: tuple[Request, ...] = ()
     stops: tuple[StopSignal, ...] = ()
+    guides: tuple[GuideEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class Admission:
 
     Attributes:
         waiting: The waiting queue.
+        held: Requests whose guides are not ready, by id: none of their sequences is in the queue yet.
         considered: The sequences that `admit` looked at, let in or not, since the scheduler cleared this.
     """
 
@@ -32,6 +33,7 @@ class Admission:
         self, capacity: CapacityScheduler, kv_cache: KvCacheManager, running: Running, max_queue_size: int
     ) -> None:
         self.waiting = WaitingQueue()
+        self.held: dict[int, RequestGroup] = {}
         self.considered: list[LlmRequest] = []
         self._capacity = capacity
         self._kv_cache = kv_cache
@@ -47,13 +49,41 @@ class Admission:
         if not bound:
             return
         room = bound + self._running.slots.num_free - request.sampling.num_sequences
-        if self.waiting.num_new_at_all > room and self.waiting.num_new(request.priority) > room:
+        held = [group.request for group in self.held.values()]
+        num_held = sum(each.sampling.num_sequences for each in held)
+        if self.waiting.num_new_at_all + num_held <= room:
+            return
+        before = sum(each.sampling.num_sequences for each in held if each.priority >= request.priority)
+        if self.waiting.num_new(request.priority) + before > room:
             # The first sentence is Triton's own, of its dynamic batcher, the second TensorRT-LLM's: clients look
             # for either.
             raise Unavailable(
                 "Exceeds maximum queue size. "
                 f"Maximum queue size of {bound} has been reached, please try again later"
             )
+
+    def hold(self, group: RequestGroup) -> None:
+        """Keep a new request from starting until `release`."""
+        self.held[group.request.request_id] = group
+        self.waiting.hold(group.sequences[0])
+
+    def release(self, group: RequestGroup) -> None:
+        """Queue a request that was held. If its first sequence has ended since, another computes the prompt."""
+        del self.held[group.request.request_id]
+        group.awaits_guide = False
+        first = group.sequences[0]
+        if first.state is RequestState.WAITING:
+            self.waiting.add(first, was_held=True)
+        else:
+            self.pass_prompt_on(group)
+
+    def pass_prompt_on(self, group: RequestGroup) -> None:
+        """Go on with the request's other sequences, as the one that was to compute the prompt has ended."""
+        successor = group.pass_context_on()
+        if successor is not None:
+            self.waiting.add_in_front(successor)
+        else:
+            self.queue_siblings(group)
 
     def queue_siblings(self, group: RequestGroup) -> None:
         """Queue the request's other sequences, now that its prompt is computed and its full blocks can be found.

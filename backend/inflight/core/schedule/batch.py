@@ -52,7 +52,7 @@ class SlotStart:
         request: What was asked: sampling, end ids, bad words, bias, draft, outputs.
         sequence_index: Which of the request's sequences, part of the key of its random numbers.
         token_ids: Every token known so far, prompt and generated, if choosing the next one looks back at them
-            (`Request.looks_back`); else empty.
+            or what has been generated decides what may come (`Request.starts_with_tokens`); else empty.
     """
 
     slot: int
@@ -224,7 +224,7 @@ class ModelOutput:
         iteration: Number of the batch's iteration.
         token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one; with d drafts 1 to d + 1, all
             but the last of which are accepted drafts; () where what the request asks for bans every token, where
-            the row has failed, and for rows of beam searches.
+            the row has failed, and for rows of beam searches. The last may be GUIDE_END.
         beams: Per group of `ScheduledBatch.beam_groups`, the best continuations; of a group with a failed row,
             anything.
         details: Details of new tokens, by slot, for rows whose request asks for log probs, logits or

@@ -43,7 +43,7 @@ class BatchBuilder:
     def add_start(self, llm_request: LlmRequest) -> None:
         """Start a sequence, which has slots and a block table, on the device."""
         request, slot = llm_request.request, llm_request.slots[0]
-        token_ids = tuple(llm_request.tokens) if request.looks_back else ()
+        token_ids = tuple(llm_request.tokens) if request.starts_with_tokens else ()
         self._starts.append(SlotStart(slot, request, llm_request.sequence_index, token_ids))
         copy = self._kv_cache.block_copy(llm_request.key)
         if copy is not None and copy[0] != copy[1]:

@@ -51,7 +51,7 @@ class _Client:
     Attributes:
         served: Tokens that were charged, for sequences that still run all that they may take.
         promised: The part of `served` that was charged for sequences that still run.
-        num_present: Its sequences that wait or run.
+        num_present: Its sequences that wait, held ones too, or run.
         num_queued: Its sequences that wait and never ran; of a request only the first is counted.
     """
 
@@ -92,9 +92,14 @@ class WaitingQueue:
 
     # ---------------------------------------------------------------- who comes and goes
 
-    def add(self, llm_request: LlmRequest) -> None:
-        """Queue a new request's first sequence behind the others of its client."""
-        account = self._enter(llm_request.request.client_id)
+    def hold(self, llm_request: LlmRequest) -> None:
+        """Count a new request's first sequence for its client, without queueing it yet."""
+        self._enter(llm_request.request.client_id)
+
+    def add(self, llm_request: LlmRequest, was_held: bool = False) -> None:
+        """Queue a new request's first sequence, which may have been held, behind the others of its client."""
+        client = llm_request.request.client_id
+        account = self._clients[client] if was_held else self._enter(client)
         if not account.num_queued:
             account.served += max(0, self._virtual_time - account.settled)
         self._add_new(llm_request, account)
@@ -297,7 +302,9 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run belongs in the queue; one that waits for its prompt does not."""
+    """Whether a sequence that does not run belongs in the queue: not if it waits for its prompt or its guide."""
+    if llm_request.group.awaits_guide:
+        return False
     if llm_request.state is RequestState.WAITING:
         return llm_request.leads or llm_request.group.has_context
     return llm_request.state is RequestState.PAUSED

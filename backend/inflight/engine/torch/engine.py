@@ -45,6 +45,7 @@ from inflight.engine.torch.load_decoder import load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
+from inflight.guided.grammars import Grammars
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import DynamicScaling
 from inflight.models.sharding import Part
@@ -52,6 +53,12 @@ from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
+
+MakeGrammars = Callable[[int], Grammars | None]
+
+
+def no_grammars(vocab_size: int) -> None:
+    """For an engine that follows no guides."""
 
 
 class TorchRunner(Runner):
@@ -204,6 +211,7 @@ class TorchEngine(ModelEngine):
         runner: TorchRunner,
         normalize_log_probs: bool = False,
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+        grammars: Grammars | None = None,
     ) -> None:
         sampler = Decoding(
             runner.limits.max_num_sequences,
@@ -213,6 +221,7 @@ class TorchEngine(ModelEngine):
             runner.decoder.row_kernels,
             normalize_log_probs,
             processors,
+            grammars,
         )
         super().__init__(runner, sampler)
         self.decoder_config = runner.decoder_config
@@ -222,14 +231,24 @@ class TorchEngine(ModelEngine):
         self.recorded_sizes = runner.recorded_sizes
 
     @classmethod
-    def load(cls, config: EngineConfig, processors: LogitsPostProcessors = NO_POST_PROCESSORS) -> TorchEngine:
+    def load(
+        cls,
+        config: EngineConfig,
+        processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+        make_grammars: MakeGrammars = no_grammars,
+    ) -> TorchEngine:
         """Read a whole model and allocate its KV cache; requests may name `processors`.
+
+        Args:
+            config: What to load, and how.
+            make_grammars: Called with the size of the vocabulary: makes what follows guides.
 
         Raises:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
         """
         runner = _load_runner(config, _ALONE, ALONE, int, processors.names)
-        return cls(runner, config.normalize_log_probs, processors)
+        grammars = make_grammars(runner.limits.vocab_size)
+        return cls(runner, config.normalize_log_probs, processors, grammars)
 
 
 class TorchReplica(TorchEngine):
@@ -259,6 +278,7 @@ def load_stage(
     collectives: Collectives = ALONE,
     agree: Callable[[int], int] = int,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+    make_grammars: MakeGrammars = no_grammars,
 ) -> TorchRunner | TorchEngine:
     """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
 
@@ -269,13 +289,15 @@ def load_stage(
         agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
             ranks'. With its ConfigError, this one's load fails too.
         processors: What requests may name; those of all ranks have the same names.
+        make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
 
     Raises:
         ConfigError: As `TorchEngine.load`.
     """
     runner = _load_runner(config, mapping, collectives, agree, processors.names)
     if mapping.is_sampler:
-        return TorchEngine(runner, config.normalize_log_probs, processors)
+        grammars = make_grammars(runner.limits.vocab_size)
+        return TorchEngine(runner, config.normalize_log_probs, processors, grammars)
     if mapping.is_last_stage and processors.names and processors.replicate:
         return TorchReplica(runner, processors=processors)
     return runner

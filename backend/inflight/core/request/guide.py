@@ -1,0 +1,63 @@
+"""A guide: what the generated text has to look like, as a request says it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from inflight.errors import InvalidArgument
+
+GUIDE_END = -2
+"""What a row gets in place of a token where its guide can only end and its request has no end id. It ends then."""
+
+
+class GuideType(Enum):
+    """TensorRT-LLM's `GuidedDecodingParams.GuideType`; the values are as in `guided_decoding_guide_type`."""
+
+    JSON = "json"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF_GRAMMAR = "ebnf_grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """TensorRT-LLM's `GuidedDecodingParams`.
+
+    Attributes:
+        type: What kind of guide it is. Tensor `guided_decoding_guide_type`.
+        text: The schema, expression, grammar or tags; "" for JSON, which needs none. Tensor
+            `guided_decoding_guide`.
+    """
+
+    type: GuideType
+    text: str = ""
+
+    def validate(self) -> None:
+        """Raise InvalidArgument where there is a text and should be none, or the other way round."""
+        if self.type is GuideType.JSON and self.text:
+            raise InvalidArgument(
+                "guided_decoding_guide must be left out where guided_decoding_guide_type is json, got "
+                f"{len(self.text)} characters; a schema is of type json_schema"
+            )
+        if self.type is not GuideType.JSON and not self.text:
+            raise InvalidArgument(
+                f"guided_decoding_guide is required where guided_decoding_guide_type is {self.type.value}: it is "
+                "missing or empty"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GuideEvent:
+    """A request's guide is ready, or will never be.
+
+    Attributes:
+        request_id: The request that waits for it.
+        error_code: Why it failed, as the code of an error of `inflight.errors`; "": it is ready.
+        error: The message of that error.
+    """
+
+    request_id: int
+    error_code: str = ""
+    error: str = ""

@@ -1,0 +1,108 @@
+"""What is asked of a library that knows grammars, and which libraries there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.core.request.guide import Guide
+from inflight.errors import ConfigError, InvalidArgument
+from inflight.guided.vocabulary import GuideVocabulary
+
+BACKENDS = ("llguidance", "xgrammar")
+
+
+class Matcher(Protocol):
+    """How far one sequence has come in its guide. One thread at a time."""
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Go on with tokens; raises InvalidArgument if the guide does not allow them, or cannot be followed on."""
+        ...
+
+    def fork(self) -> Matcher:
+        """A matcher of its own that has come as far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskJob:
+    """Masks that are wanted: of the next token, and of those behind each draft token.
+
+    Attributes:
+        matcher: Of the backend that is asked; as it was, afterwards.
+        row: Where the first mask goes; the others go below it.
+        draft: Tokens that may come; the masks behind one that may not are left as they are.
+    """
+
+    matcher: Matcher
+    row: int
+    draft: tuple[int, ...] = ()
+
+
+class GuideBackend(Protocol):
+    """A library with a vocabulary. `fill` is for one thread at a time; the rest may be called by any."""
+
+    def compile(self, guide: Guide) -> bytes:
+        """Prove that a guide can be followed, and return what `load` needs to do so with little work.
+
+        Takes as long as the guide wants, and as much memory: to be called in a process that can be killed.
+
+        Raises:
+            InvalidArgument: It cannot; the message names `guided_decoding_guide` and says why.
+        """
+        ...
+
+    def load(self, guide: Guide, compiled: bytes) -> Matcher:
+        """A matcher at the beginning of a guide that `compile` has returned `compiled` for.
+
+        Raises:
+            InvalidArgument: As `compile`.
+        """
+        ...
+
+    def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
+        """Fill masks, in parallel where there are processors.
+
+        Args:
+            jobs: Whose masks.
+            masks: [rows, `GuideVocabulary.num_words`], contiguous; bit i of word w is 1 if token 32 * w + i may
+                come next.
+
+        Returns:
+            By the index of a job, why its guide cannot be followed on.
+        """
+        ...
+
+
+def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
+    """One of BACKENDS.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        if name == "xgrammar":
+            from inflight.guided.xgrammar_backend import XGrammarBackend
+
+            return XGrammarBackend(vocabulary)
+        from inflight.guided.llguidance_backend import LLGuidanceBackend
+
+        return LLGuidanceBackend(vocabulary)
+    except ImportError as error:
+        remedy = ": pip install 'inflight[guided-xgrammar]'" if name == "xgrammar" else ""
+        raise ConfigError(
+            f"guided_decoding_backend is {name}, which is not installed{remedy} ({error})"
+        ) from None
+
+
+def refusal(reason: str) -> InvalidArgument:
+    """The error for a guide that cannot be followed; the first lines of a library's reason are enough."""
+    text = " ".join(reason.split())
+    return InvalidArgument(f"guided_decoding_guide cannot be used: {text[:_LONGEST_REASON]}")
+
+
+_LONGEST_REASON = 400

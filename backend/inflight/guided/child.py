@@ -1,0 +1,88 @@
+"""`python -m inflight.guided.child BACKEND`: compiles guides for an engine, in a process that can be killed.
+
+Reads a vocabulary from its standard input, answers when it is ready, then one job after another. Ends with its
+input, or with the thread of the engine that has started it. What compiles may take a bounded amount of memory, and
+processors only where nobody else wants them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import IO
+
+import msgspec
+
+from inflight.core.request.guide import Guide
+from inflight.errors import InflightError
+from inflight.guided.backend import make_backend
+from inflight.guided.vocabulary import GuideVocabulary
+
+MAX_MEMORY_BYTES = 4 << 30
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+_LENGTH_BYTES = 8
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Engine → child: a guide to compile."""
+
+    guide: Guide
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Child → engine: what `GuideBackend.compile` has returned, or the code and the message of its error.
+
+    The first answer is for the vocabulary, and empty.
+    """
+
+    compiled: bytes = b""
+    error_code: str = ""
+    error: str = ""
+
+
+def main(backend_name: str) -> None:
+    """Compile until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the engine, which ends this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints must not do so among the answers
+    first = read_frame(jobs)
+    if first is None:
+        return
+    backend = make_backend(backend_name, msgspec.msgpack.decode(first, type=GuideVocabulary))
+    write_frame(answers, Answer())
+    while (frame := read_frame(jobs)) is not None:
+        guide = msgspec.msgpack.decode(frame, type=Job).guide
+        try:
+            answer = Answer(backend.compile(guide))
+        except InflightError as error:
+            answer = Answer(error_code=error.code, error=str(error))
+        write_frame(answers, answer)
+
+
+def read_frame(file: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    header = file.read(_LENGTH_BYTES)
+    if len(header) < _LENGTH_BYTES:
+        return None
+    length = int.from_bytes(header, "big")
+    body = file.read(length)
+    return body if len(body) == length else None
+
+
+def write_frame(file: IO[bytes], message: GuideVocabulary | Job | Answer) -> None:
+    """Send a message."""
+    body = msgspec.msgpack.encode(message)
+    file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+    file.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

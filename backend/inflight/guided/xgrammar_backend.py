@@ -1,0 +1,139 @@
+"""Guides by xgrammar: pushdown automata whose masks are largely computed ahead, which is what takes time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xgrammar
+from numpy.typing import NDArray
+
+from inflight.core.request.guide import Guide, GuideType
+from inflight.errors import InvalidArgument
+from inflight.guided.backend import MaskJob, Matcher, refusal
+from inflight.guided.vocabulary import GuideVocabulary
+
+
+class XGrammarMatcher:
+    """A matcher of xgrammar."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self.matcher = matcher
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """As `Matcher.consume`."""
+        for token_id in token_ids:
+            if not self.matcher.accept_token(token_id):
+                raise refusal(f"it does not allow token {token_id}")
+
+    def fork(self) -> XGrammarMatcher:
+        """As `Matcher.fork`."""
+        return XGrammarMatcher(self.matcher.fork())
+
+
+class XGrammarBackend:
+    """Implements `GuideBackend`."""
+
+    def __init__(self, vocabulary: GuideVocabulary) -> None:
+        # xgrammar never allows an empty token. Special tokens are empty, so that they stand for no text.
+        hidden = set(vocabulary.without_text())
+        tokens = [b"" if index in hidden else token for index, token in enumerate(vocabulary.spelled())]
+        self._info = xgrammar.TokenizerInfo(
+            tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[vocabulary.end_id]
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(len(os.sched_getaffinity(0)))
+
+    def compile(self, guide: Guide) -> bytes:
+        """As `GuideBackend.compile`: the compiled grammar."""
+        try:
+            compiled = self._compile(guide)
+            matcher = xgrammar.GrammarMatcher(compiled)
+            matcher.fill_next_token_bitmask(xgrammar.allocate_token_bitmask(1, self._info.vocab_size))
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise refusal(str(error)) from None
+        return compiled.serialize_json().encode()
+
+    def load(self, guide: Guide, compiled: bytes) -> Matcher:
+        """As `GuideBackend.load`."""
+        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
+        return XGrammarMatcher(xgrammar.GrammarMatcher(grammar))
+
+    def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
+        """As `GuideBackend.fill`."""
+        matchers = [job.matcher for job in jobs]
+        own = [each.matcher for each in matchers if isinstance(each, XGrammarMatcher)]
+        assert len(own) == len(jobs), "matchers of another backend"
+        target = torch.from_numpy(masks)
+        self._batch.batch_fill_next_token_bitmask(own, target, [job.row for job in jobs])
+        for matcher, job in zip(own, jobs):
+            _fill_behind(matcher, job, target)
+        return {}
+
+    def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
+        if guide.type is GuideType.JSON:
+            return self._compiler.compile_builtin_json_grammar()
+        if guide.type is GuideType.JSON_SCHEMA:
+            _refuse_ignored(json.loads(guide.text))
+            return self._compiler.compile_json_schema(guide.text, strict_mode=False)
+        if guide.type is GuideType.REGEX:
+            return self._compiler.compile_regex(guide.text)
+        if guide.type is GuideType.EBNF_GRAMMAR:
+            return self._compiler.compile_grammar(guide.text)
+        return self._compiler.compile_structural_tag(_structural_tag(guide.text))
+
+
+def _fill_behind(matcher: xgrammar.GrammarMatcher, job: MaskJob, masks: torch.Tensor) -> None:
+    """Fill the masks behind draft tokens, as far as they are allowed."""
+    accepted = 0
+    for token_id in job.draft:
+        if not matcher.accept_token(token_id):
+            break
+        accepted += 1
+        matcher.fill_next_token_bitmask(masks, job.row + accepted)
+    if accepted:
+        matcher.rollback(accepted)
+
+
+def _refuse_ignored(schema: Any) -> None:
+    """Raise InvalidArgument for keywords of a JSON schema that xgrammar takes and does not enforce."""
+    if isinstance(schema, list):
+        for each in cast(list[Any], schema):
+            _refuse_ignored(each)
+        return
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in cast(dict[str, Any], schema).items():
+        if keyword in _IGNORED:
+            raise refusal(f"xgrammar does not enforce the keyword {keyword} of JSON schemas")
+        if keyword in _NAMED:
+            _refuse_ignored(list(value.values()) if isinstance(value, dict) else value)
+        elif keyword not in _VALUES:
+            _refuse_ignored(value)
+
+
+_IGNORED = frozenset(
+    [
+        *("not", "oneOf", "allOf", "if", "then", "else", "uniqueItems", "multipleOf", "format"),
+        *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    ]
+)
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("enum", "const", "default", "examples", "title", "description", "required"))
+
+
+def _structural_tag(text: str) -> xgrammar.StructuralTag:
+    from inflight.guided.structural_tags import read_tags
+
+    structures, triggers = read_tags(text)
+    for one in structures:
+        _refuse_ignored(json.loads(one.schema))
+    items = [
+        xgrammar.StructuralTagItem(begin=one.begin, schema=one.schema, end=one.end) for one in structures
+    ]
+    return xgrammar.StructuralTag.from_legacy_structural_tag(items, list(triggers))

@@ -1,0 +1,35 @@
+"""What generated text has to look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A guide for `generate` and `stream`; docs/guided-decoding.md says what each type is.
+
+    Attributes:
+        type: One of GUIDE_TYPES.
+        text: The schema, expression, grammar or tags; "" for json.
+
+    Raises:
+        ValueError: The type is unknown.
+    """
+
+    type: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.type not in GUIDE_TYPES:
+            raise ValueError(f"a guide's type must be one of {', '.join(GUIDE_TYPES)}, got {self.type!r}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Guide:
+        """Text that is JSON and valid by a JSON schema."""
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

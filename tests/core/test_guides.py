@@ -1,0 +1,147 @@
+"""Requests whose guides are not ready: they wait without holding anything, and no one waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from inflight.batch_manager.inputs import OwnInputs
+from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.request import IterationInput
+from inflight.core.request.stop import FinishReason, StopReason, StopSignal
+from inflight.core.scheduler import Scheduler
+from inflight.errors import InvalidArgument, Unavailable, Unsupported
+from tests.core.factories import make_request, make_scheduler
+
+GUIDE = Guide(GuideType.REGEX, "a+")
+
+
+def guided(request_id: int, **changes):
+    return replace(make_request(request_id), guide=GUIDE, **changes)
+
+
+def accept(scheduler: Scheduler, *requests, guides=(), stops=(), now_ns=0):
+    return scheduler.accept(IterationInput(0, now_ns, tuple(requests), tuple(stops), tuple(guides)))
+
+
+def test_others_run_while_a_guide_is_compiled():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1), make_request(2))
+    assert not scheduler.only_holds
+    batch = scheduler.schedule()
+    assert [start.request.request_id for start in batch.starts] == [2]
+    state = scheduler.state()
+    assert [(each.request_id, "guide" in each.why) for each in state.waiting] == [(1, True)]
+    assert scheduler.stats(batch).num_waiting_requests == 1
+
+
+def test_it_starts_when_its_guide_is_ready():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1))
+    assert scheduler.only_holds
+    assert scheduler.schedule() is None
+    assert accept(scheduler, guides=[GuideEvent(1)]) == []
+    (start,) = scheduler.schedule().starts
+    assert start.token_ids == start.request.input_token_ids, "a guide is told what was generated before"
+
+
+def test_a_guide_that_is_known_is_ready_at_once():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1), guides=[GuideEvent(1)])
+    assert len(scheduler.schedule().starts) == 1
+
+
+def test_a_guide_that_fails_ends_its_request_alone():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1), guided(2))
+    (response,) = accept(scheduler, guides=[GuideEvent(1, "INVALID_ARG", "guided_decoding_guide is wrong")])
+    assert (response.request_id, response.is_final) == (1, True)
+    assert (
+        isinstance(response.error, InvalidArgument)
+        and str(response.error) == "guided_decoding_guide is wrong"
+    )
+    assert scheduler.num_active == 1
+    assert accept(scheduler, guides=[GuideEvent(1), GuideEvent(7)]) == [], "of requests that are not there"
+
+
+def test_it_can_be_cancelled_and_can_time_out_meanwhile():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1), guided(2, allotted_time_ms=5), now_ns=1)
+    (cancelled,) = accept(scheduler, stops=[StopSignal(1, StopReason.CANCELLED)])
+    assert cancelled.result.finish_reasons == (FinishReason.CANCELLED,)
+    assert scheduler.next_deadline_ns == 5_000_001
+    (late,) = accept(scheduler, now_ns=6_000_000)
+    assert late.result.finish_reasons == (FinishReason.TIMED_OUT,)
+    assert scheduler.num_active == 0 and not scheduler.only_holds
+    assert accept(scheduler, guides=[GuideEvent(1), GuideEvent(2)]) == []
+
+
+def test_one_of_several_sequences_can_be_cancelled_meanwhile():
+    scheduler = make_scheduler()
+    sampling = replace(make_request(1).sampling, num_return_sequences=2, top_p=1.0)
+    accept(scheduler, guided(1, sampling=sampling))
+    accept(scheduler, stops=[StopSignal(1, StopReason.CANCELLED, 0)])
+    assert scheduler.schedule() is None
+    accept(scheduler, guides=[GuideEvent(1)])
+    (start,) = scheduler.schedule().starts
+    assert start.sequence_index == 1
+
+
+def test_those_that_wait_for_guides_fill_the_queue():
+    scheduler = make_scheduler(max_queue_size=1, max_num_sequences=1)
+    accept(scheduler, guided(1), guided(2))
+    (refused,) = accept(scheduler, guided(3))
+    assert isinstance(refused.error, Unavailable)
+
+
+def test_a_scheduler_that_begins_anew_keeps_them_waiting():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1), make_request(2), make_request(3))
+    scheduler.schedule()
+    scheduler.recover(Unavailable("a defect"), 1)
+    assert [each.request_id for each in scheduler.state().waiting if "guide" in each.why] == [1]
+    accept(scheduler, guides=[GuideEvent(1)])
+    assert 1 in [each.request_id for each in scheduler.state().waiting]
+    scheduler.fail_all(Unavailable("the end"))
+    assert scheduler.num_active == 0
+
+
+class Compiler:
+    """Says what it was told to say."""
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, request_id, guide):
+        self.asked.append((request_id, guide))
+
+    def events(self):
+        return tuple(GuideEvent(request_id) for request_id, _ in self.asked)
+
+
+def test_the_input_of_an_iteration_carries_what_became_of_guides():
+    scheduler, compiler = make_scheduler(), Compiler()
+    inputs = OwnInputs(scheduler, lambda room: (guided(1), make_request(2)), None, lambda: 0, None, compiler)
+    assert inputs.next().guides == (GuideEvent(1),)
+    assert compiler.asked == [(1, GUIDE)]
+
+
+def test_without_a_tokenizer_a_guide_is_refused_by_name():
+    inputs = OwnInputs(make_scheduler(), lambda room: (guided(1),), None, lambda: 0, None)
+    (event,) = inputs.next().guides
+    assert event.error_code == Unsupported.code
+    assert "guided_decoding_guide_type" in event.error and "tokenizer_dir" in event.error
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [(Guide(GuideType.JSON, "{}"), "left out"), (Guide(GuideType.REGEX), "is required"), (GUIDE, None)],
+)
+def test_a_guide_comes_with_a_text_or_without(guide, message):
+    request = replace(make_request(1), guide=guide)
+    if message is None:
+        request.validate(make_scheduler().limits)
+        return
+    with pytest.raises(InvalidArgument, match=message):
+        request.validate(make_scheduler().limits)

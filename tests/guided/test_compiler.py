@@ -1,0 +1,167 @@
+"""What becomes of guides beside the loop: known, wrong, too long, too slow; and the process that is killed."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.errors import InvalidArgument
+from inflight.guided.compiler import ChildCompiler, GuideBounds
+from inflight.guided.grammars import Grammars
+from tests.guided.at_random import make_bomb
+from tests.guided.factories import tiny_backend, tiny_grammars, tiny_vocabulary
+
+GOOD = Guide(GuideType.REGEX, "[a-d]{3}")
+
+
+class Compiling:
+    """A compiler, and what it has said."""
+
+    def __init__(self, compiler: ChildCompiler, notified: queue.SimpleQueue[None]) -> None:
+        self.compiler = compiler
+        self.notified = notified
+
+    def submit(self, number: int, guide: Guide) -> None:
+        self.compiler.submit(number, guide)
+
+    def next(self) -> tuple[GuideEvent, ...]:
+        """The next events; those of the same moment together."""
+        if not (events := self.compiler.events()):
+            self.notified.get(timeout=60)
+            events = self.compiler.events()
+        return events
+
+
+@contextmanager
+def compiling(
+    grammars: Grammars | None = None,
+    bounds: GuideBounds | None = None,
+    name: str = "llguidance",
+    **changes: Any,
+) -> Iterator[Compiling]:
+    notified: queue.SimpleQueue[None] = queue.SimpleQueue()
+    compiler = ChildCompiler(
+        grammars or tiny_grammars(), name, bounds or GuideBounds(), lambda: notified.put(None), **changes
+    )
+    try:
+        yield Compiling(compiler, notified)
+    finally:
+        compiler.close()
+    assert not children()
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "guided" in " ".join(each.cmdline())]
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+def test_a_guide_is_compiled_once_for_all_who_ask(name: str) -> None:
+    if name == "xgrammar":
+        pytest.importorskip("xgrammar", reason="the other library is not installed")
+    grammars = tiny_grammars(name=name)
+    with compiling(grammars, name=name) as it:
+        it.submit(1, GOOD)
+        it.submit(2, GOOD)
+        assert it.next() == (GuideEvent(1), GuideEvent(2))
+        assert GOOD in grammars
+        it.submit(3, GOOD)
+        assert it.compiler.events() == (GuideEvent(3),), "at once"
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (Guide(GuideType.REGEX, "(a"), "unclosed group"),
+        (Guide(GuideType.JSON_SCHEMA, "{"), "line 1"),
+        (Guide(GuideType.JSON_SCHEMA, '{"type": "foo"}'), "Invalid type: foo"),
+        (Guide(GuideType.JSON_SCHEMA, '{"not": {}}'), "Unimplemented keys"),
+        (Guide(GuideType.EBNF_GRAMMAR, "root = x"), "Expected ::="),
+        (Guide(GuideType.STRUCTURAL_TAG, "{}"), "structures"),
+    ],
+)
+def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> None:
+    with compiling() as it:
+        it.submit(1, guide)
+        (event,) = it.next()
+        assert (event.request_id, event.error_code) == (1, "INVALID_ARG")
+        assert "guided_decoding_guide" in event.error and message in event.error
+        it.submit(2, guide)
+        (again,) = it.compiler.events()
+        assert (again.request_id, again.error) == (2, event.error)
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"not": {}}', '{"items": {"uniqueItems": true}}', '{"properties": {"a": {"if": {}}}}']
+)
+def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
+    pytest.importorskip("xgrammar", reason="the other library is not installed")
+    with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword"):
+        tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, schema))
+    tiny_backend("xgrammar").compile(
+        Guide(GuideType.JSON_SCHEMA, '{"properties": {"not": {"enum": [{"if": 1}]}}}')
+    )
+
+
+def test_a_guide_that_is_too_long_reaches_no_process() -> None:
+    with compiling(bounds=GuideBounds(max_bytes=10)) as it:
+        it.submit(1, Guide(GuideType.REGEX, "ü" * 6))
+        (event,) = it.compiler.events()
+        assert event.error_code == "INVALID_ARG"
+        assert "12 bytes, expected at most 10" in event.error
+        assert not children()
+
+
+def test_a_guide_that_takes_too_long_is_killed_and_the_next_one_compiled() -> None:
+    with compiling(bounds=GuideBounds(timeout_s=2.0)) as it:
+        it.submit(1, make_bomb())
+        (event,) = it.next()
+        assert event.error_code == "INVALID_ARG"
+        assert "longer to compile than 2000 ms (guided_decoding_compile_timeout_ms)" in event.error
+        assert not children(), "the process was killed"
+        it.submit(2, GOOD)
+        assert it.next() == (GuideEvent(2),)
+        assert len(children()) == 1
+
+
+def test_a_process_that_ends_fails_its_guide_alone() -> None:
+    with compiling() as it:
+        it.submit(1, GOOD)
+        assert it.next() == (GuideEvent(1),)
+        (child,) = children()
+        child.kill()
+        child.wait()
+        it.submit(2, Guide(GuideType.REGEX, "x"))
+        (event,) = it.next()
+        assert event.request_id == 2 and "more memory" in event.error
+        it.submit(3, Guide(GuideType.REGEX, "x"))
+        assert it.next() == (GuideEvent(3),), "it is tried again in a new process"
+
+
+def test_a_process_that_cannot_start_is_said_so() -> None:
+    with compiling(command=(sys.executable, "-c", "raise SystemExit(3)")) as it:
+        it.submit(1, GOOD)
+        (event,) = it.next()
+        assert event.error_code == "INTERNAL"
+        assert "did not start" in event.error
+
+
+def test_closing_while_a_guide_compiles() -> None:
+    with compiling(bounds=GuideBounds(timeout_s=600)) as it:
+        it.submit(1, make_bomb())
+
+
+def test_kept_guides_are_bounded_and_made_again() -> None:
+    grammars = Grammars(tiny_backend(), tiny_vocabulary(), most_kept=2)
+    guides = [Guide(GuideType.REGEX, letter) for letter in "abc"]
+    for guide in guides:
+        grammars.matcher(guide)
+    assert [guide in grammars for guide in guides] == [False, True, True]
+    grammars.matcher(guides[0])
+    assert [guide in grammars for guide in guides] == [True, False, True]
