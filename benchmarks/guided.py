@@ -126,7 +126,9 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
         found.append(Grammars(make_backend("llguidance", vocabulary), vocabulary))
         return found[0]
 
-    engine = TorchEngine.load(EngineConfig(str(folder), max_tokens_in_paged_kv_cache=4096), make_grammars)
+    engine = TorchEngine.load(
+        EngineConfig(str(folder), max_tokens_in_paged_kv_cache=4096), make_grammars=make_grammars
+    )
     times: queue.SimpleQueue[tuple[float, Response]] = queue.SimpleQueue()
     new: queue.SimpleQueue[Request] = queue.SimpleQueue()
     compiler = ChildCompiler(found[0], "llguidance", GuideBounds(timeout_s=1.0), lambda: manager.notify())

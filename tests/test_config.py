@@ -100,6 +100,7 @@ GOOD = [
     ("iter_stats_max_iterations", "0", 0),
     ("request_stats_max_iterations", "10", 10),
     ("enable_state_requests", "true", True),
+    ("logits_post_processor_module", "rules.py", "rules.py"),
     ("record_path", "/tmp/a file", "/tmp/a file"),
     ("watchdog_timeout_ms", "0", 0),
     ("engine_endpoint", "a.sock", "a.sock"),

@@ -11,8 +11,10 @@ import functools
 import json
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     )
     from inflight.core.request.request import EngineDescription, Request
     from inflight.core.schedule.batch import EngineLimits
+    from inflight.decoding import LogitsPostProcessors
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
-    from inflight.ranks.rank_context import RankContext
+    from inflight.ranks.rank_context import Agreement, RankContext
 
 __all__ = [
     "UNLOAD_TIMEOUT_S",
@@ -158,6 +161,7 @@ def load_model(
     parameters: Parameters,
     version_dir: str,
     rank_context: RankContext | None,
+    processors: LogitsPostProcessors | None = None,
     vocabulary: GuideVocabulary | None = None,
 ) -> LoadedModel:
     """Load the checkpoint, or the part of it that is this rank's.
@@ -166,6 +170,8 @@ def load_model(
         parameters: What config.pbtxt says.
         version_dir: The Triton model's version folder; the demo model lies in it.
         rank_context: Of this rank among several; None for all of the model.
+        processors: Logits post-processors that requests may name; None for those of the parameter
+            `logits_post_processor_module`.
         vocabulary: What guides are followed in; None: that of the tokenizer.
 
     Raises:
@@ -175,9 +181,28 @@ def load_model(
     config = replace(parameters.engine, gpt_model_path=path)
     _begin_compiling(config, path)
     make_grammars = functools.cache(functools.partial(_make_grammars, parameters, path, vocabulary))
+
+    def find_processors() -> LogitsPostProcessors:
+        return _find_processors(processors, parameters.logits_post_processor_module)
+
     if rank_context is None:
-        return _load_whole(config, path, parameters.gpu_device_ids, make_grammars)
-    return _load_part(config, path, parameters.gpu_device_ids, rank_context, make_grammars)
+        return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
+    return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
+
+
+def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
+    from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
+
+    if module is None:
+        return given or NO_POST_PROCESSORS
+    if given is not None:
+        raise ConfigError(
+            f"logits_post_processor_module is {module!r}, but logits post-processors came as values too: expected "
+            "one of the two"
+        )
+    found = load_post_processors(module)
+    _log.info("logits post-processors of %s: %s", module, ", ".join(found.names))
+    return found
 
 
 def _make_grammars(
@@ -246,7 +271,11 @@ def guide_vocabulary(
 
 
 def _load_whole(
-    config: EngineConfig, path: str, gpu_device_ids: tuple[int, ...], make_grammars: MakeGrammars
+    config: EngineConfig,
+    path: str,
+    gpu_device_ids: tuple[int, ...],
+    processors: LogitsPostProcessors,
+    make_grammars: MakeGrammars,
 ) -> LoadedModel:
     from inflight.engine.torch import TorchEngine
 
@@ -257,7 +286,7 @@ def _load_whole(
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config, make_grammars)
+    engine = TorchEngine.load(config, processors, make_grammars)
     grammars = make_grammars(engine.limits.vocab_size)
     return LoadedModel(engine, path, config.dtype or engine.dtype, engine.eos_token_ids, grammars=grammars)
 
@@ -267,6 +296,7 @@ def _load_part(
     path: str,
     gpu_device_ids: tuple[int, ...],
     rank_context: RankContext,
+    find_processors: Callable[[], LogitsPostProcessors],
     make_grammars: MakeGrammars,
 ) -> LoadedModel:
     import torch
@@ -282,6 +312,9 @@ def _load_part(
         placement = Placement.of(mapping.rank, rank_context.hosts, config.engine_threads)
         device = placement.device(torch.cuda.device_count(), gpu_device_ids)
     with agreement.step():
+        processors = find_processors()
+        _check_same_names(processors.names, agreement)
+    with agreement.step():
         stage_ranks = MpiStage(mapping)
         collectives, release = _connect(rank_context, stage_ranks, torch.device(device))
     with agreement.step():
@@ -291,7 +324,7 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(config, mapping, collectives, agreement.least, make_grammars)
+        stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
         grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
@@ -300,6 +333,15 @@ def _load_part(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
     return LoadedModel(engine, path, config.dtype or stage.dtype, stage.eos_token_ids, release, grammars)
+
+
+def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
+    """Raise ConfigError where another rank has other logits post-processors: it would refuse other requests."""
+    digest = zlib.crc32("\0".join(names).encode())
+    if agreement.least(digest) != digest:
+        raise ConfigError(
+            f"logits_post_processor_module: this rank has {list(names)}, and another rank has other names"
+        )
 
 
 def _connect(
@@ -342,6 +384,7 @@ def build_engine(
     rank_context: RankContext | None = None,
     supervision: Supervision | None = None,
     load: LoadModel = load_model,
+    processors: LogitsPostProcessors | None = None,
 ) -> RunningEngine:
     """Load the model and start serving it; with several ranks, on rank 0.
 
@@ -354,6 +397,8 @@ def build_engine(
             closed in order; where this raises, the caller leaves it.
         supervision: For an engine whose life another process decides about.
         load: What makes the engine.
+        processors: Logits post-processors, with which `load_model` makes the engine, whatever `load` is; the other
+            ranks' are given to `follow`.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
@@ -363,6 +408,7 @@ def build_engine(
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
 
+    load = load if processors is None else partial(load_model, processors=processors)
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
     scheduler = Scheduler(parameters.scheduler, limits)
@@ -504,9 +550,13 @@ def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Calla
 
 
 def follow(
-    parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
+    parameters: Parameters,
+    version_dir: str,
+    rank_context: RankContext,
+    load: LoadModel = load_model,
+    processors: LogitsPostProcessors | None = None,
 ) -> bool:
-    """Run a rank other than 0, from its load to rank 0's end.
+    """Run a rank other than 0, from its load to rank 0's end. `load` and `processors` are as for `build_engine`.
 
     Returns whether that was in order; all ranks have left then.
 
@@ -516,6 +566,7 @@ def follow(
     from inflight.batch_manager.instruments import Instruments, Watchdog
     from inflight.core.scheduler import Scheduler
 
+    load = load if processors is None else partial(load_model, processors=processors)
     model = _load_checked(load, parameters, version_dir, rank_context)
     deaths: list[InflightError] = []
     timeout_ms = parameters.watchdog_timeout_ms

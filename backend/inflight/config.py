@@ -302,6 +302,11 @@ class Parameters:
     enable_state_requests: bool = parameter(
         False, BOOLEAN, "let clients ask what is queued, running and cached"
     )
+    logits_post_processor_module: str | None = parameter(
+        None,
+        TEXT,
+        "Python module, or path of a .py file, whose functions requests may name to change their logits",
+    )
     record_path: str | None = parameter(None, TEXT, "file to record requests and decisions to, for a replay")
     watchdog_timeout_ms: int = parameter(
         60000, integer(0), "an iteration that takes longer is reported as hung; 0: off"

@@ -173,7 +173,8 @@ def _add_group(
     group = generate.add_argument_group(title)
     for name, option in options.items():
         if option.help:
-            kind, metavar = (float, "X") if option.dtype is np.float32 else (int, "N")
+            kinds = {np.float32: (float, "X"), np.object_: (str, "NAME")}
+            kind, metavar = kinds.get(option.dtype, (int, "N"))
             group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=option.help)
     return group
 

@@ -63,7 +63,8 @@ class Client:
 
                 Choosing tokens: temperature, top_k, top_p, seed and all others of
                 `inflight_client.options.CHOOSING`; allowed_token_ids, a list; logit_bias, {token id: 2.5};
-                embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0}.
+                embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0};
+                logits_post_processor_name, one of the server's functions.
 
                 Ending: end_id, pad_id, min_length; stop_words, and bad_words that never come: texts, lists of
                 token ids, or the array that the server takes, [2, n] or [1, 2, n]. What is generated ends before a

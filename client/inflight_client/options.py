@@ -24,7 +24,7 @@ class Option:
     Attributes:
         text_name: The tensor's name in a text model; "" if it has none.
         ids_name: Its name in an id model.
-        dtype: Its type.
+        dtype: Its type; object for a text.
         ndim: Dimensions of its value; 0 for a number.
         outputs: What comes back for it, if it is set and not 0 or False.
         help: What the command line says of it; "" if it is not an option there, or not under its name.
@@ -95,6 +95,11 @@ CHOOSING = {
     "draft_logits": Option("", "draft_logits", _FLOAT, ndim=2),
     "draft_acceptance_threshold": Option("", "draft_acceptance_threshold", _FLOAT),
     "embedding_bias": Option("", "embedding_bias", _FLOAT, ndim=1),
+    "logits_post_processor_name": _number(
+        "logits_post_processor_name",
+        np.object_,
+        help="change logits by this function of the server's operator",
+    ),
 }
 """How tokens are chosen."""
 ENDING = {
@@ -230,6 +235,11 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         names = ("embedding_bias_words", "embedding_bias_weights")
         yield names[0], names[0], _text_array(words)
         yield names[1], names[1], as_tensor(names[1], weights, np.float32, 1)
+    elif _OPTIONS[name].dtype is np.object_:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, got {value!r}")
+        option = _OPTIONS[name]
+        yield option.text_name, option.ids_name, _text_array([value])
     else:
         option = _OPTIONS[name]
         if option.ndim == 0:

@@ -48,7 +48,12 @@ from inflight.core.schedule.batch import (
 from inflight.errors import ConfigError, InvalidArgument, StepFailed, Unavailable
 
 LIMITS = EngineLimits(
-    vocab_size=3, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4
+    vocab_size=3,
+    max_sequence_length=100,
+    max_num_sequences=4,
+    num_blocks=64,
+    tokens_per_block=4,
+    logits_post_processors=("upper", "batched"),
 )
 CONFIG = SchedulerConfig(
     CapacitySchedulerPolicy.MAX_UTILIZATION,
@@ -71,6 +76,7 @@ FULL_REQUEST = Request(
     embedding_bias=TENSOR,
     draft=ExternalDraft((1,), FloatTensor((1, 3), TENSOR.data), 0.5),
     prompt_lookup_num_tokens=4,
+    logits_post_processor_name="upper",
     identity=PrefixIdentity(2**63, 7, b"\x00\xff", (0, 5, 2**63)),
     retention=RetentionConfig((TokenRangeRetention(0, None, Retention(80, 1000)),), Retention(10)),
     priority=1.0,

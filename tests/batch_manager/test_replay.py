@@ -18,12 +18,13 @@ from inflight.batch_manager.replay import (
     describe_batch,
 )
 from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
+from inflight.errors import StepFailed
 from inflight.testing.fake_engine import FakeEngine
 from tests.batch_manager.recorded import (
     ERRORS,
@@ -249,3 +250,29 @@ def test_a_batch_in_words():
     assert describe_batch(batch, owners.get) == (
         "5 rows (2 context chunks of 5 tokens, 3 in generation), requests 7, ?, 9, 12"
     )
+
+
+def test_a_row_that_failed_alone_fails_again(tmp_path):
+    """Its request ends in the same iteration, with the same error; the other runs on as it did."""
+    config, path = SchedulerConfig(max_num_tokens=18), tmp_path / "trace"
+    scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
+    recorder = JsonRecorder(str(path), config, LIMITS)
+    recorded = []
+    for iteration in range(5):
+        requests = tuple(Request(number, (number,) * 6, 5) for number in (1, 2)) if iteration == 0 else ()
+        recorded += scheduler.accept(IterationInput(iteration, iteration + 1, requests))
+        batch = scheduler.schedule()
+        recorder.begin(IterationInput(iteration, iteration + 1, requests), batch)
+        output = engine.decode(batch, engine.forward(batch))
+        if iteration == 2:
+            output = replace(output, token_ids=[(), output.token_ids[1]], failures={0: StepFailed("the row")})
+        recorder.end(output, iteration + 2)
+        recorded += scheduler.update(batch, output, iteration + 2)
+    recorder.close()
+    _, replayed = replay_all(path)
+    assert outcome(path)[0] == IDENTICAL
+    for responses in (recorded, replayed):
+        failed, final = responses
+        assert (failed.request_id, type(failed.error), str(failed.error)) == (1, StepFailed, "the row")
+        assert final.result.num_output_tokens == (5,)
+    assert replayed[1] == recorded[1]

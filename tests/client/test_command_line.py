@@ -59,6 +59,7 @@ def test_every_option_reaches_the_server(server: FakeServer) -> None:
         "client_id": 8,
         "allotted_time_ms": 900,
         "cache_salt_id": 7,
+        "logits_post_processor_name": "upper",
     }
     options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     words = ["--stop", "end", "--stop=\n", "--bad-word", "no"]

@@ -66,7 +66,15 @@ FLAGS = {
     "return_generation_logits": True,
     "return_perf_metrics": True,
 }
-OTHERS = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 0.5, "seed": 1, "end_id": 1}
+OTHERS = {
+    "max_tokens": 1,
+    "temperature": 1.0,
+    "top_k": 1,
+    "top_p": 0.5,
+    "seed": 1,
+    "end_id": 1,
+    "logits_post_processor_name": "upper",
+}
 
 
 @pytest.fixture
@@ -186,6 +194,7 @@ def test_words_that_make_no_sense_are_not_sent(server, client, words, message: s
         ({"temperature": "hot"}, "temperature must be made of numbers, .*'hot'"),
         ({"temperature": [0.5, 1.0]}, r"temperature must be a number, got \[0.5, 1.0\]"),
         ({"end_id": [1, 2]}, "end_id must be a number"),
+        ({"logits_post_processor_name": 5}, "logits_post_processor_name must be a text, got 5"),
         ({"return_log_probs": "no"}, "return_log_probs must be True or False, got 'no'"),
         ({"return_log_probs": 2}, "return_log_probs must be True or False, got 2"),
         ({"logit_bias": [5, 1.0]}, "logit_bias must be token ids with what is added to their logits"),

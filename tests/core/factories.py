@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
@@ -26,6 +28,7 @@ def make_limits(
     max_sequence_length: int = 256,
     num_micro_batches: int = 1,
     overlaps_iterations: bool = False,
+    logits_post_processors: tuple[str, ...] = (),
 ) -> EngineLimits:
     return EngineLimits(
         1000,
@@ -35,6 +38,7 @@ def make_limits(
         tokens_per_block,
         num_micro_batches,
         overlaps_iterations,
+        logits_post_processors=logits_post_processors,
     )
 
 
@@ -46,7 +50,7 @@ def make_scheduler(
     max_num_requests: int = -1,
     max_queue_size: int = 0,
     chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-    **limits: int,
+    **limits: Any,
 ) -> Scheduler:
     config = SchedulerConfig(
         policy,

@@ -21,6 +21,7 @@ WAITING: dict[str, dict[str, Any]] = {
     "beams": {"sampling": SamplingConfig(beam_width=2)},
     "draft": {"draft": ExternalDraft((7,))},
     "lookup": {"prompt_lookup_num_tokens": 2},
+    "post-processor": {"logits_post_processor_name": "upper"},
     "penalty": {"sampling": SamplingConfig(presence_penalty=0.5)},
     "ngrams": {"sampling": SamplingConfig(no_repeat_ngram_size=3)},
     "bad words": {"bad_words": ((5, 6),)},
@@ -42,7 +43,9 @@ GOING_ON: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_a_batch_with_one_that_needs_the_host_does_not_sample_on_the_device(name):
-    scheduler = make_scheduler(max_num_sequences=8, overlaps_iterations=True)
+    scheduler = make_scheduler(
+        max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
+    )
     Driver(scheduler).accept(make_request(1), make_request(2, **WAITING[name]))
     batch = scheduler.schedule()
     assert not batch.samples_on_device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, prod
 
 import pytest
@@ -22,6 +23,7 @@ LIMITS = ModelLimits(
     tokens_per_block=4,
     max_beam_width=4,
     max_draft_length=5,
+    logits_post_processors=("upper", "batched"),
 )
 
 
@@ -120,6 +122,44 @@ def test_a_refusal_says_what_is_wrong(request_, words):
         request_.validate(LIMITS)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "message"),
+    [
+        (
+            "lower",
+            ("upper", "batched"),
+            "LogitsPostProcessor lower not found: logits_post_processor_name is 'lower', expected one of 'upper', "
+            "'batched'",
+        ),
+        (
+            "lower",
+            (),
+            "LogitsPostProcessor lower not found: logits_post_processor_name is 'lower', this server has none",
+        ),
+        (
+            "batched",
+            ("upper",),
+            "Batched logits post processor is not defined: logits_post_processor_name is 'batched', expected one "
+            "of 'upper'",
+        ),
+    ],
+)
+def test_a_post_processor_that_the_server_does_not_have(name, known, message):
+    limits = replace(LIMITS, logits_post_processors=known)
+    with pytest.raises(InvalidArgument) as error:
+        make_request(logits_post_processor_name=name).validate(limits)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["upper", "batched", ""])
+def test_a_post_processor_that_the_server_has(name):
+    request = make_request(logits_post_processor_name=name)
+    request.validate(LIMITS)
+    assert request.needs_host is request.looks_back is bool(name)
+    engine = EngineLimits(100, 32, 4, 64, 4, logits_post_processors=("upper", "batched"))
+    assert engine.model_limits(SchedulerConfig()).logits_post_processors == ("upper", "batched")
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 7, 8, 11])

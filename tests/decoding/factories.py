@@ -15,6 +15,7 @@ from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConf
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, SlotStart
 from inflight.decoding import Decoding
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.row_kernels import RowKernels
 
 CPU = torch.device("cpu")
@@ -71,9 +72,15 @@ class Row:
 
 
 def make_decoding(
-    num_slots: int, vocab_size: int, device: torch.device = CPU, normalize_log_probs: bool = False
+    num_slots: int,
+    vocab_size: int,
+    device: torch.device = CPU,
+    normalize_log_probs: bool = False,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
 ) -> Decoding:
-    return Decoding(num_slots, MAX_LENGTH, vocab_size, device, ROW_KERNELS[-1], normalize_log_probs)
+    return Decoding(
+        num_slots, MAX_LENGTH, vocab_size, device, ROW_KERNELS[-1], normalize_log_probs, processors
+    )
 
 
 def start_batch(rows: Sequence[Row], slots: Sequence[int] | None = None) -> tuple[ScheduledBatch, np.ndarray]:

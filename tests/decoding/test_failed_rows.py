@@ -29,9 +29,9 @@ def refusing_step(monkeypatch: pytest.MonkeyPatch) -> None:
         refused = [int(index) for index in indices if liked[index] == REFUSED]
         return {index: StepFailed(f"row {index}") for index in refused}
 
-    def with_refusal(history, kernels):
+    def with_refusal(*arguments):
         refusing = Step(lambda request, _: request.sampling.presence_penalty == 1.0 or None, refuse)
-        return (refusing, *make_steps(history, kernels))
+        return (refusing, *make_steps(*arguments))
 
     monkeypatch.setattr(decoding, "pipeline_steps", with_refusal)
 

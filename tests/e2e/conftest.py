@@ -19,6 +19,7 @@ from .clients import TRAFFIC
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 DEMO_MODEL = REPOSITORY / "tensorrt_llm" / "1" / "demo_model"
+POST_PROCESSORS = Path(__file__).with_name("post_processors.py")
 FAKE_VOCABULARY = 1000
 NARROW_STEP_MS, NARROW_QUEUE = 5, 4
 
@@ -61,8 +62,15 @@ def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def exact_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """The demo model in float32, in which its tokens can be compared with those of transformers."""
-    settings = {"max_tokens_in_paged_kv_cache": "16384", "stats_check_period_ms": "1000"}
+    """The demo model in float32, in which its tokens can be compared with those of transformers.
+
+    Requests may name the logits post-processors of `post_processors.py`.
+    """
+    settings = {
+        "max_tokens_in_paged_kv_cache": "16384",
+        "stats_check_period_ms": "1000",
+        "logits_post_processor_module": str(POST_PROCESSORS),
+    }
     with serve(dtype="float32", settings=settings) as server:
         yield server
 

@@ -21,11 +21,16 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.repository import Wanted
 
-from .clients import Answer, Stream, completion, infer, wait_until
+from .clients import Answer, Stream, ask, completion, infer, wait_until
+from .conftest import POST_PROCESSORS
 from .rank_processes import Processes, shared_memory
 
 ENGINE = "tensorrt_llm"
-SETTINGS = {"max_tokens_in_paged_kv_cache": "8192", "rank_timeout_ms": "4000"}
+SETTINGS = {
+    "max_tokens_in_paged_kv_cache": "8192",
+    "rank_timeout_ms": "4000",
+    "logits_post_processor_module": str(POST_PROCESSORS),
+}
 PROMPT = [3, 1, 4, 1, 5]
 NOTICE_S = 10.0
 RESTART_S = 40.0
@@ -138,6 +143,19 @@ def test_two_ranks_answer_like_one(server, exact_server):
         for one in (server, exact_server)
     ]
     assert by_http[0] == by_http[1]
+
+
+def test_two_ranks_have_the_post_processors_of_one(server, exact_server):
+    """Both ranks call them; and what raises on both ends its request alone."""
+    request = {"input_ids": PROMPT, "request_output_len": 12}
+    for name in ("no_echo", "even_ids", "batched"):
+        by_ranks, by_one = (
+            completion(one.grpc, logits_post_processor_name=name, **request) for one in (server, exact_server)
+        )
+        assert by_ranks.ids == by_one.ids
+    (failed,) = ask(server.grpc, logits_post_processor_name="raise_later", **request)
+    assert "raised ValueError: client None has 10 tokens" in str(failed.error)
+    assert tokens(server) == tokens(exact_server)
 
 
 def test_statistics_of_the_ranks_are_on_the_metrics_page(server):

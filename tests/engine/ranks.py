@@ -12,6 +12,7 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.response import Result
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.engine.torch.engine import MakeGrammars, no_grammars
 from tests.engine.serving import Served, to_torch
 from tests.engine.thread_ranks import ThreadRanks
@@ -26,6 +27,7 @@ def ranks(
     topology: tuple[int, int],
     num_blocks: int = 64,
     max_num_sequences: int = 4,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
     **changes: Any,
 ) -> Iterator[ThreadRanks]:
@@ -34,7 +36,7 @@ def ranks(
         "dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8,
         "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,
     }  # fmt: skip
-    engine = ThreadRanks(EngineConfig(str(folder), **values), *topology, make_grammars=make_grammars)
+    engine = ThreadRanks(EngineConfig(str(folder), **values), *topology, processors, make_grammars)
     try:
         yield engine
     finally:

@@ -20,6 +20,7 @@ from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.engine.torch import TorchEngine
 from tests.core.integrity import check_integrity
 
@@ -44,7 +45,13 @@ def config_of(way: str, **changes: Any) -> SchedulerConfig:
     return SchedulerConfig(**{"max_num_tokens": 512, **WAYS[way], **changes})
 
 
-def load(folder: Path, num_blocks: int, max_num_sequences: int = 4, **changes: Any) -> TorchEngine:
+def load(
+    folder: Path,
+    num_blocks: int,
+    max_num_sequences: int = 4,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+    **changes: Any,
+) -> TorchEngine:
     """A float32 engine on the CPU with blocks of 8 tokens."""
     values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
     config = EngineConfig(
@@ -53,7 +60,7 @@ def load(folder: Path, num_blocks: int, max_num_sequences: int = 4, **changes: A
         max_tokens_in_paged_kv_cache=values["tokens_per_block"] * num_blocks,
         **values,
     )
-    return TorchEngine.load(config)
+    return TorchEngine.load(config, processors)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.decoding import LogitsPostProcessors
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import check_attention
@@ -20,6 +21,7 @@ from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.engine.test_overlapped_iterations import assert_same, undemanding
+from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
 from tests.models.zoo import CASES, Zoo, ZooModel
 
 pytestmark = [
@@ -320,3 +322,22 @@ def test_beams_and_drafts_in_half_precision_run(zoo: Zoo, dtype: str) -> None:
     for request in requests:
         for tokens in served.beams(request):
             assert len(tokens) <= 20
+
+
+def test_post_processors_do_what_the_control_does_and_get_the_stream(zoo: Zoo) -> None:
+    """As upstream's example does it, on the stream that it is given; beside samples, drafts and beams."""
+    model, streams = zoo["llama-gqa"], set()
+
+    def process(req_id, logits, ids, stream_ptr, client_id):
+        streams.add(stream_ptr)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr)):
+            no_repeats(req_id, logits, ids, stream_ptr, client_id)
+
+    engine = load(model.folder, 28, 8, LogitsPostProcessors({"no-repeats": process}), device="cuda")
+    requests = some_of_everything(model)
+    expected = serve(engine, config_of("no-evict"), requests)
+    served = serve(engine, config_of("no-evict"), by_post_processor(requests, "no-repeats"))
+    assert served.responses.keys() == expected.responses.keys()
+    for key in served.responses:
+        assert served.result(*key).output_token_ids == expected.result(*key).output_token_ids
+    assert streams == {torch.cuda.current_stream().cuda_stream}

@@ -1,13 +1,14 @@
 """Whose fault a failed iteration is: decides what fails in a scenario, and watches who is made to answer for it.
 
 A request may end with a failed iteration's error only if it was alone in one, with nothing in flight before it
-that had failed; and then it has to. A device that says itself that it is no use ends everybody in the batch.
+that had failed; and then it has to. A device that says itself that it is no use ends everybody in the batch. A row
+that fails alone ends its request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 
 from inflight.core.request.llm_request import LlmRequest, RequestState
@@ -19,6 +20,7 @@ from .scenario import Scenario
 
 PLANNED_FAILURE = StepFailed("planned")
 NO_USE = Unavailable("the device is no use")
+FAILED_ROW = StepFailed("the row")
 
 
 @dataclass
@@ -114,6 +116,30 @@ class Blame:
             return set()
         self.convicted |= requests
         return requests
+
+    def fail_rows(self, flight: Flight) -> list[LlmRequest]:
+        """Make rows fail alone that the scenario says fail, of a batch that is about to come back.
+
+        Returns the sequences that get what the device says; of a request with a failed row, those before it.
+        """
+        batch, output = flight.batch, flight.outcome
+        assert isinstance(output, ModelOutput)
+        sampled, failing = batch.sampled_slots(), self._scenario.breakdowns.failing_rows
+        failures: dict[int, InflightError] = {}
+        ended: set[int] = set()
+        served: list[LlmRequest] = []
+        for row in flight.live():
+            slots = [slot for slot in row.slots if slot in sampled]
+            if slots and row.num_generated >= failing.get(row.request_id, 1 << 62):
+                failures[slots[batch.iteration % len(slots)]] = FAILED_ROW
+                ended.add(row.request_id)
+            elif row.request_id not in ended:
+                served.append(row)
+        if failures:
+            self.convicted |= ended
+            tokens = [() if slot in failures else new for slot, new in zip(sampled, output.token_ids)]
+            flight.outcome = replace(output, token_ids=tokens, failures=failures)
+        return served
 
     def check(self) -> None:
         """At the end: the faulty ones did not take more than their share of iterations with them."""

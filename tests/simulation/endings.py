@@ -39,6 +39,7 @@ def _check_error(scenario: Scenario, outcome: Outcome, last: Response) -> None:
         assert isinstance(last.error, Unavailable)
     else:
         assert (last.error is not None) == (last.request_id in outcome.convicted), last.error
+        assert not isinstance(last.error, InvalidArgument)
 
 
 def _check_results(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.outcomes import Outcomes
 from inflight.core.recover.recovery import Isolation, Recovery
+from inflight.core.request.llm_request import LlmRequest
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ScheduledBatch
 from tests.simulation.faults_of_batches import (
     copy_of_nothing,
@@ -97,6 +101,19 @@ def faulty_blocks_still_found(patch: Patch) -> None:
     patch.setattr(KvCacheManager, "unpublish", lambda *_: None)
 
 
+def failed_rows_overlooked(patch: Patch) -> None:
+    patch.setattr(Outcomes, "_check_failure", lambda *_: None)
+
+
+def failed_row_ends_its_sequence_alone(patch: Patch) -> None:
+    """Its siblings go on."""
+
+    def fail(outcomes: Outcomes, llm_request: LlmRequest, error: Exception) -> list[Response]:
+        return outcomes.endings.finish(llm_request, FinishReason.CANCELLED, outcomes.now_ns)
+
+    patch.setattr(Outcomes, "_fail", fail)
+
+
 FAULTS = (
     unchained_block_hash,
     colliding_digests,
@@ -137,6 +154,8 @@ FAULTS = (
     sampled_on_device_whoever_it_is,
     sampled_on_device_untold,
     not_waited_for_before_a_pause,
+    failed_rows_overlooked,
+    failed_row_ends_its_sequence_alone,
 )
 
 FAULTS_OF_PIPELINES = (

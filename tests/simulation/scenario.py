@@ -36,14 +36,16 @@ class Breakdowns:
         transient: Iterations whose batch fails, whatever is in it.
         unusable: Iterations in which the device says itself that it is no use.
         faulty: Requests whose rows make a batch fail, from the one that computes this position on.
+        failing_rows: Requests whose rows fail alone, from the one that follows so many generated tokens on.
     """
 
     transient: frozenset[int] = frozenset()
     unusable: frozenset[int] = frozenset()
     faulty: Mapping[int, int] = field(default_factory=dict)
+    failing_rows: Mapping[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.transient or self.unusable or self.faulty)
+        return bool(self.transient or self.unusable or self.faulty or self.failing_rows)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,14 @@ def draw_with_a_bad_device(seed: int) -> Scenario:
     """The same scenario with a device that fails again and again, whatever it is given."""
     transient = random.Random(seed).sample(range(60), 20)
     return replace(draw(seed), breakdowns=Breakdowns(frozenset(transient)))
+
+
+def draw_with_failing_rows(seed: int) -> Scenario:
+    """The same scenario, in which rows of some requests fail alone, too."""
+    rng, scenario = random.Random(seed), draw(seed)
+    requests = [request for request in scenario.requests.values() if rng.random() < 0.4]
+    failing = {request.request_id: rng.randrange(request.max_new_tokens) for request in requests}
+    return replace(scenario, breakdowns=replace(scenario.breakdowns, failing_rows=failing))
 
 
 def _without_host(request: Request) -> Request:

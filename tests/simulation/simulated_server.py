@@ -182,11 +182,12 @@ class SimulatedServer:
             return
         assert flight.outcome is not None
         self.outcome.count_drafts(flight.batch, flight.outcome)
-        live = flight.live()
+        live = self.blame.fail_rows(flight)
         self.accounts.updates(flight, live)
         responses = self.scheduler.update(
             flight.batch, flight.outcome, now_ns=time_of_answer(self._iteration)
         )
+        self.cache.is_complete &= not flight.outcome.failures  # what such a row has computed is not published
         self.cache.updated(live)
         self._answered(responses)
 

@@ -12,7 +12,7 @@ from inflight.core.request.response import Result, merge_responses
 from inflight.core.request.stop import FinishReason
 
 from .outcome import Outcome
-from .scenario import Breakdowns, Scenario, draw, draw_with_a_bad_device
+from .scenario import Breakdowns, Scenario, draw, draw_with_a_bad_device, draw_with_failing_rows
 from .simulated_server import run
 
 SEEDS = range(1000)
@@ -83,6 +83,14 @@ def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
     outcomes = [run(kind(draw_with_a_bad_device(seed))) for seed in range(100)]
     assert sum(outcome.num_failed_iterations for outcome in outcomes) > 300
     assert sum(bool(outcome.convicted) for outcome in outcomes) > 50
+
+
+@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others(kind):
+    """Of searches, drafts, siblings; beside failed iterations too."""
+    outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(200)]
+    assert sum(len(outcome.convicted) for outcome in outcomes) > 200
+    assert sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes) > 20
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])

@@ -89,6 +89,7 @@ def make_limits(**changes: int) -> ModelLimits:
             tokens_per_block=8,
             max_beam_width=4,
             max_draft_length=8,
+            logits_post_processors=("upper",),
         ),
         **changes,
     )

@@ -235,6 +235,12 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     ),
     ({"draft_input_ids": [[1, 1000]]}, InvalidArgument, r"draft_input_ids must be in \[0, 999\]"),
     ({"draft_input_ids": [[1]], "beam_width": 2}, InvalidArgument, "draft_input_ids needs beam_width 1"),
+    (
+        {"logits_post_processor_name": b"lower"},
+        InvalidArgument,
+        "LogitsPostProcessor lower not found: logits_post_processor_name is 'lower', expected one of 'upper'",
+    ),
+    ({"logits_post_processor_name": b"\xff"}, InvalidArgument, "logits_post_processor_name must be UTF-8"),
     ({"prompt_lookup_num_tokens": -1}, InvalidArgument, "prompt_lookup_num_tokens must be >= 0"),
     (
         {"streaming": True, "beam_width": 2, "return_generation_logits": True},

@@ -252,6 +252,7 @@ LANDINGS = [
     ("return_kv_cache_reuse_stats", True, "output.return_perf_metrics", True),
     ("draft_input_ids", [[1, 2]], "draft", ExternalDraft((1, 2))),
     ("prompt_lookup_num_tokens", 3, "prompt_lookup_num_tokens", 3),
+    ("logits_post_processor_name", b"upper", "logits_post_processor_name", "upper"),
     ("retention_decode_priority", 80, "retention.decode", Retention(80, None)),
     ("retention_decode_duration_ms", 500, "retention.decode", Retention(35, 500)),
     ("cache_salt_id", 2**64 - 1, "identity.cache_salt_id", 2**64 - 1),

@@ -41,7 +41,7 @@ from inflight.errors import ConfigError, InflightError, error_from_plain, error_
 from inflight.file_names import native
 
 FORMAT = "inflight-trace"
-VERSION = 2
+VERSION = 3
 """The version of the records and of the dataclasses in them; traces of another version cannot be read."""
 
 _log = logging.getLogger(__name__)

@@ -5,5 +5,6 @@ fast code is tested against. Called by the engine, on the loop thread.
 """
 
 from inflight.decoding.decoding import Choice, Decoding
+from inflight.decoding.logits_post_processors import LogitsPostProcessors
 
-__all__ = ["Choice", "Decoding"]
+__all__ = ["Choice", "Decoding", "LogitsPostProcessors"]

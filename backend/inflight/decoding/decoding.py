@@ -24,6 +24,7 @@ from inflight.decoding.details import beam_candidates, join_details, token_detai
 from inflight.decoding.drafts import NO_TOKEN, accept_by_chance, accept_equal, drafts_of, weighed_draft
 from inflight.decoding.guides import Guides
 from inflight.decoding.history import History
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.nan_check import check_peaks
 from inflight.decoding.pipeline import pipeline_steps, process
 from inflight.decoding.row_kernels import RowKernels
@@ -88,12 +89,14 @@ class Decoding:
         device: torch.device,
         kernels: RowKernels | None = None,
         normalize_log_probs: bool = False,
+        processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         grammars: Grammars | None = None,
     ) -> None:
         """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
 
         Without `kernels`, those of torch. With `normalize_log_probs`, rows that want log probabilities get those
-        of the distribution that their token was drawn from too. Without `grammars`, rows with guides fail.
+        of the distribution that their token was drawn from too. `processors` are what requests may name. Without
+        `grammars`, rows with guides fail.
         """
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
@@ -101,7 +104,7 @@ class Decoding:
         self._history = History(num_slots, max_sequence_length, device)
         self._guides = Guides(grammars, vocab_size)
         self._slots = SlotParameters(
-            num_slots, device, pipeline_steps(self._history, self._kernels, self._guides)
+            num_slots, device, pipeline_steps(self._history, self._kernels, self._guides, processors)
         )
 
     @torch.inference_mode()
@@ -189,6 +192,31 @@ class Decoding:
             FloatingPointError: As `decode`.
         """
         return _plain_output(batch, batch.sampled_slots(), positions, choice.arriving.wait())
+
+    @torch.inference_mode()
+    def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
+        """Call the logits post-processors as `decode` does, at a rank that chooses no tokens; `remember` follows.
+
+        What they make of the logits, and what they raise, counts for nothing: another rank decides.
+        """
+        slots = batch.sampled_slots()
+        if not self._slots.demanding.isdisjoint(slots):
+            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
+            rows.numbers["steps"] &= 1  # the first step is theirs
+            process(rows, self._slots)
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """Take over the tokens that another rank has chosen; those of beams come with their next moves."""
+        first = {slot: self._history.length(slot) for slot in batch.generation_slots}
+        for chunk in batch.context:
+            first[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
+        for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
+            if tokens and self._looks_back(slot):
+                positions = np.arange(len(tokens), dtype=np.int64) + first[slot]
+                self._history.write(
+                    np.full_like(positions, slot), positions, np.array(tokens, dtype=np.int64)
+                )
 
     def _check(self, num_rows: int, logits: Tensor, positions: NDArray[np.int64]) -> None:
         if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):

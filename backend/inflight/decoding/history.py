@@ -65,6 +65,10 @@ class History:
         self._tokens[slot, position] = token.int()
         self._lengths[slots] = positions + 1
 
+    def length(self, slot: int) -> int:
+        """How many tokens of a slot there are, as far as they were written; drafts count until they are."""
+        return int(self._lengths[slot])
+
     def before(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Seen:
         """The tokens before `positions` [rows] of `slots` [rows]."""
         slot, length = self._upload(np.stack([slots, positions]))

@@ -1,7 +1,7 @@
 """The one way from a model's logits to a token, vectorised over the rows of a batch that mixes requests.
 
-First the steps of `pipeline_steps` change a row's logits, in this order: guides, allowed tokens, biases,
-penalties, bans. What one of them bans, no later one allows.
+First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, guides, allowed
+tokens, biases, penalties, bans. What one of them bans, no later one allows again.
 Then a greedy row takes the highest logit. A sampling row divides by the temperature, keeps the top_k highest; of
 those the smallest set of the likeliest whose share reaches top_p (after decay); of those the ones that are not too
 unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the tokens that are left in ascending
@@ -35,6 +35,8 @@ from torch import Tensor
 from inflight.core.request.request import Request
 from inflight.decoding.guides import Guides, guide_of
 from inflight.decoding.history import History, repeated
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
+from inflight.decoding.post_processor_step import PostProcessorStep
 from inflight.decoding.row_kernels import RowKernels, bounded
 from inflight.decoding.rows import Failures, Rows, SlotParameters, Step, host_tensor
 from inflight.decoding.transfer import as_array, upload
@@ -45,9 +47,15 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 Ids = NDArray[np.int64]
 
 
-def pipeline_steps(history: History, kernels: RowKernels, guides: Guides) -> tuple[Step, ...]:
+def pipeline_steps(
+    history: History,
+    kernels: RowKernels,
+    guides: Guides,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+) -> tuple[Step, ...]:
     """The steps in order, reading the tokens so far in `history`."""
     return (
+        PostProcessorStep(processors, history).step,
         Step(guide_of, lambda rows, indices, _: guides.mask(rows, indices, kernels)),
         Step(_allowed_token_ids, _ban_others),
         Step(_embedding_bias, _add_embedding_bias),

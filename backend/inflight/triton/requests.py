@@ -211,6 +211,7 @@ class _Row:
             draft=read_draft(reader),
             guide=read_guide(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
+            logits_post_processor_name=reader.text("logits_post_processor_name") or "",
             identity=read_identity(reader),
             retention=read_retention(reader),
             priority=_first(reader.real("priority"), said.priority, _DEFAULT_PRIORITY),

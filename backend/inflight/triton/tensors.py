@@ -263,6 +263,14 @@ _GUIDES = (
     _both("guided_decoding_guide", "BYTES", "the schema, expression, grammar or tags; none for json"),
 )
 
+_POST_PROCESSORS = (
+    _both(
+        "logits_post_processor_name",
+        "BYTES",
+        "which function of the server's operator changes its logits first",
+    ),
+)
+
 _CACHE = (
     _both(
         "retention_token_range_starts",
@@ -295,7 +303,17 @@ _QUEUE = (
 )
 
 INPUTS = TensorTable(
-    _PROMPT + _SAMPLING + _BEAMS + _WANTED + _ADAPTERS + _DRAFTS + _GUIDES + _CACHE + _QUEUE + _OTHER_MODELS
+    _PROMPT
+    + _SAMPLING
+    + _BEAMS
+    + _WANTED
+    + _ADAPTERS
+    + _DRAFTS
+    + _GUIDES
+    + _POST_PROCESSORS
+    + _CACHE
+    + _QUEUE
+    + _OTHER_MODELS
 )
 
 

@@ -35,6 +35,9 @@ class FloatTensor:
 
 MAX_TOP_LOG_PROBS = 1024
 
+BATCHED_POST_PROCESSOR_NAME = "batched"
+"""TensorRT-LLM's name of the one logits post-processor that gets the rows of all its requests in one call."""
+
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
@@ -94,6 +97,7 @@ class ModelLimits:
         max_beam_width: Most beams of a search.
         max_draft_length: Most draft tokens verified at a time.
         max_context_tokens: Most prompt and draft tokens together, where contexts are not split; else no bound.
+        logits_post_processors: Names that a request may give as its logits post-processor.
     """
 
     vocab_size: int
@@ -104,6 +108,7 @@ class ModelLimits:
     max_beam_width: int = 1
     max_draft_length: int = 0
     max_context_tokens: int = 1 << 62
+    logits_post_processors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,8 @@ class Request:
         draft: Draft tokens for the first generated ones. Tensors `draft_*`.
         prompt_lookup_num_tokens: Most tokens to guess in an iteration from what followed the last few tokens
             earlier in this sequence; 0: none. Tensor `prompt_lookup_num_tokens`.
+        logits_post_processor_name: Which function of the server's operator changes its logits before anything
+            else does; "": none. Tensor of the same name.
         identity: What its KV blocks depend on besides its tokens.
         retention: How long its KV blocks are worth keeping afterwards.
         priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
@@ -168,6 +175,7 @@ class Request:
     embedding_bias: FloatTensor | None = None
     draft: ExternalDraft | None = None
     prompt_lookup_num_tokens: int = 0
+    logits_post_processor_name: str = ""
     identity: PrefixIdentity = field(default_factory=PrefixIdentity)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     priority: float = 0.5
@@ -199,7 +207,11 @@ class Request:
     @property
     def looks_back(self) -> bool:
         """Whether the device needs the tokens so far to choose the next one."""
-        return self.sampling.looks_back or any(len(word) > 1 for word in self.bad_words)
+        return (
+            self.sampling.looks_back
+            or bool(self.logits_post_processor_name)
+            or any(len(word) > 1 for word in self.bad_words)
+        )
 
     @property
     def starts_with_tokens(self) -> bool:
@@ -210,8 +222,8 @@ class Request:
     def needs_host(self) -> bool:
         """Whether its next token waits for the host to look at the one before; else the device goes on alone.
 
-        The host decides about drafts, follows guides, describes tokens, and does what sampling controls need it
-        for.
+        The host decides about drafts, follows guides, describes tokens, calls logits post-processors, and does what
+        sampling controls need it for.
         """
         return (
             self.sampling.needs_host
@@ -226,6 +238,7 @@ class Request:
     def banning_tensors(self) -> list[str]:
         """Names of the tensors that may leave a sequence without a token to go on with."""
         asked = {
+            "logits_post_processor_name": bool(self.logits_post_processor_name),
             "embedding_bias": self.embedding_bias is not None,
             "min_length": bool(
                 self.end_ids
@@ -258,6 +271,7 @@ class Request:
         self._validate_lengths(limits)
         self._validate_beams(limits)
         self._validate_drafts(limits)
+        self._validate_post_processor(limits.logits_post_processors)
         if self.guide is not None:
             self.guide.validate()
 
@@ -342,6 +356,17 @@ class Request:
             raise InvalidArgument(f"{name} needs beam_width 1, got {width}")
         if self.draft:
             self._validate_external_draft(self.draft, limits)
+
+    def _validate_post_processor(self, known: tuple[str, ...]) -> None:
+        name = self.logits_post_processor_name
+        if not name or name in known:
+            return
+        expected = f"expected one of {', '.join(map(repr, known))}" if known else "this server has none"
+        if name == BATCHED_POST_PROCESSOR_NAME:
+            problem = "Batched logits post processor is not defined"
+        else:
+            problem = f"LogitsPostProcessor {name[:100]} not found"
+        raise InvalidArgument(f"{problem}: logits_post_processor_name is {name[:100]!r}, {expected}")
 
     def _validate_external_draft(self, draft: ExternalDraft, limits: ModelLimits) -> None:
         length, threshold = len(draft.token_ids), draft.acceptance_threshold

@@ -249,6 +249,7 @@ class EngineLimits:
         overlaps_iterations: Whether the next batch of the same sequences may be forwarded before one is decoded,
             if that one samples on the device. For a device that computes while the host does other things.
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
+        logits_post_processors: Names of the functions that may change a request's logits; the same on all ranks.
     """
 
     vocab_size: int
@@ -259,6 +260,7 @@ class EngineLimits:
     num_micro_batches: int = 1
     overlaps_iterations: bool = False
     takes_all_processors: bool = False
+    logits_post_processors: tuple[str, ...] = ()
 
     def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
         """How many batches, from the oldest on, have to be decoded before another one is made.
@@ -286,4 +288,5 @@ class EngineLimits:
             # Chunked, a draft and the last chunk fit beside a token for every other running request.
             max_draft_length=config.max_num_tokens - (slots - 1 + self.tokens_per_block if chunked else 1),
             max_context_tokens=1 << 62 if chunked else config.max_num_tokens,
+            logits_post_processors=self.logits_post_processors,
         )

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.core.schedule.batch import ContextDetails, EngineLimits, ScheduledBatch
+from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.transfer import upload
 from inflight.engine.context_outputs import ContextOutputs
-from inflight.engine.engine import ModelEngine, Runner
+from inflight.engine.engine import ModelEngine, Pending, Runner
 from inflight.engine.memory import KvCacheDemand, free_memory, plan_kv_cache
 from inflight.engine.packing import generation_rows, pack
 from inflight.engine.slots import SlotTable
@@ -159,7 +160,11 @@ class TorchEngine(ModelEngine):
 
     @torch.inference_mode()
     def __init__(
-        self, runner: TorchRunner, normalize_log_probs: bool = False, grammars: Grammars | None = None
+        self,
+        runner: TorchRunner,
+        normalize_log_probs: bool = False,
+        processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+        grammars: Grammars | None = None,
     ) -> None:
         sampler = Decoding(
             runner.limits.max_num_sequences,
@@ -168,6 +173,7 @@ class TorchEngine(ModelEngine):
             runner.cache.device,
             runner.decoder.row_kernels,
             normalize_log_probs,
+            processors,
             grammars,
         )
         super().__init__(runner, sampler)
@@ -178,8 +184,13 @@ class TorchEngine(ModelEngine):
         self.recorded_sizes = runner.recorded_sizes
 
     @classmethod
-    def load(cls, config: EngineConfig, make_grammars: MakeGrammars = no_grammars) -> TorchEngine:
-        """Read a whole model and allocate its KV cache.
+    def load(
+        cls,
+        config: EngineConfig,
+        processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+        make_grammars: MakeGrammars = no_grammars,
+    ) -> TorchEngine:
+        """Read a whole model and allocate its KV cache; requests may name `processors`.
 
         Args:
             config: What to load, and how.
@@ -188,8 +199,30 @@ class TorchEngine(ModelEngine):
         Raises:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
         """
-        runner = _load_runner(config, _ALONE, ALONE, int)
-        return cls(runner, config.normalize_log_probs, make_grammars(runner.limits.vocab_size))
+        runner = _load_runner(config, _ALONE, ALONE, int, processors.names)
+        grammars = make_grammars(runner.limits.vocab_size)
+        return cls(runner, config.normalize_log_probs, processors, grammars)
+
+
+class TorchReplica(TorchEngine):
+    """A TorchEngine at a rank whose tokens another chooses, from the same logits.
+
+    It calls the logits post-processors too, so that what they keep is the same at all ranks with these logits.
+    """
+
+    @torch.inference_mode()
+    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Pending:
+        """As `TorchEngine.forward`."""
+        pending = super().forward(batch, hidden)
+        assert isinstance(pending.result, Tensor), "several ranks sample after the forward pass"
+        self.sampler.post_process(batch, pending.result, pending.positions)
+        return pending
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """As `Runner.remember`."""
+        super().remember(batch, output)
+        self.sampler.remember(batch, output)
 
 
 def load_stage(
@@ -197,6 +230,7 @@ def load_stage(
     mapping: Mapping,
     collectives: Collectives = ALONE,
     agree: Callable[[int], int] = int,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
 ) -> TorchRunner | TorchEngine:
     """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
@@ -207,20 +241,28 @@ def load_stage(
         collectives: Connects the ranks of this one's pipeline stage.
         agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
             ranks'. With its ConfigError, this one's load fails too.
+        processors: What requests may name; those of all ranks have the same names.
         make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
 
     Raises:
         ConfigError: As `TorchEngine.load`.
     """
-    runner = _load_runner(config, mapping, collectives, agree)
-    if not mapping.is_sampler:
-        return runner
-    return TorchEngine(runner, config.normalize_log_probs, make_grammars(runner.limits.vocab_size))
+    runner = _load_runner(config, mapping, collectives, agree, processors.names)
+    if mapping.is_sampler:
+        grammars = make_grammars(runner.limits.vocab_size)
+        return TorchEngine(runner, config.normalize_log_probs, processors, grammars)
+    if mapping.is_last_stage and processors.names and processors.replicate:
+        return TorchReplica(runner, processors=processors)
+    return runner
 
 
 @torch.inference_mode()
 def _load_runner(
-    config: EngineConfig, mapping: Mapping, collectives: Collectives, agree: Callable[[int], int]
+    config: EngineConfig,
+    mapping: Mapping,
+    collectives: Collectives,
+    agree: Callable[[int], int],
+    post_processor_names: tuple[str, ...],
 ) -> TorchRunner:
     config.validate()
     device = _device(config.device)
@@ -251,6 +293,7 @@ def _load_runner(
         num_micro_batches=mapping.pp_size,
         overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
         takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
+        logits_post_processors=post_processor_names,
     )
     return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture)
 

@@ -1,0 +1,151 @@
+"""The logits post-processors that a server has: functions of its operator, by the names that requests give.
+
+They come as Python values, or from a module that a parameter names. `post_processor_step.py` calls them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from torch import Tensor
+
+from inflight.core.request.request import BATCHED_POST_PROCESSOR_NAME
+from inflight.errors import ConfigError
+from inflight.file_names import native
+
+LogitsPostProcessor = Callable[..., Tensor | None]
+"""Changes the logits of one request in place, or returns others of the same shape.
+
+It takes (request id, logits [1, beams, vocab_size] float32 on the model's device, for each beam the list of its
+tokens so far with the prompt, the CUDA stream as an integer or 0 on a CPU, client id or None). One that takes four
+arguments gets no client id, as in TensorRT-LLM before 0.13."""
+
+BatchedLogitsPostProcessor = Callable[..., Sequence[Tensor | None] | None]
+"""The same for several requests in one call: takes a list of each, but the stream. May return a list of logits."""
+
+_NUM_ARGUMENTS = (5, 4)  # with and without client ids
+_CLIENT_ID = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsPostProcessors:
+    """TensorRT-LLM's `LogitsPostProcessorConfig`.
+
+    Attributes:
+        processor_map: Functions by name.
+        processor_batched: What requests get that give the name "batched"; None: nothing.
+        replicate: Of several ranks, whether all that have the logits call them, so that each has the same state;
+            else the one rank that chooses tokens. Tokens are the same either way.
+
+    Raises:
+        ConfigError: A name is empty, "batched" or no text, or something is no function of four or five arguments.
+    """
+
+    processor_map: Mapping[str, LogitsPostProcessor] = field(default_factory=dict[str, LogitsPostProcessor])
+    processor_batched: BatchedLogitsPostProcessor | None = None
+    replicate: bool = True
+
+    def __post_init__(self) -> None:
+        for name, processor in self.processor_map.items():
+            if not isinstance(cast(object, name), str) or name in ("", BATCHED_POST_PROCESSOR_NAME):
+                raise ConfigError(
+                    f"a logits post-processor is named {name!r}, expected a text that is neither empty nor "
+                    f"{BATCHED_POST_PROCESSOR_NAME!r}, which is the batched one's"
+                )
+            takes_client_id(name, processor)
+        if self.processor_batched is not None:
+            takes_client_id(BATCHED_POST_PROCESSOR_NAME, self.processor_batched)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may give as the name."""
+        batched = (BATCHED_POST_PROCESSOR_NAME,) if self.processor_batched is not None else ()
+        return (*self.processor_map, *batched)
+
+
+NO_POST_PROCESSORS = LogitsPostProcessors()
+
+
+def takes_client_id(name: str, processor: Callable[..., Any]) -> bool:
+    """Whether a logits post-processor takes five arguments, the last of which is the client id, or four.
+
+    Raises:
+        ConfigError: It takes neither, or is no function.
+    """
+    if not callable(processor):
+        raise ConfigError(f"the logits post-processor {name!r} is {processor!r}, expected a function")
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):  # a compiled function may not say what it takes
+        return True
+    for count in _NUM_ARGUMENTS:
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == _CLIENT_ID
+    raise ConfigError(
+        f"the logits post-processor {name!r} takes {signature}, expected (request id, logits, tokens so far, "
+        "stream, client id), or the same without client id"
+    )
+
+
+# ---------------------------------------------------------------------- from a module
+
+
+def load_post_processors(source: str) -> LogitsPostProcessors:
+    """The functions that a module declares.
+
+    A module says `PROCESSORS = {name: function}`, `BATCHED = function`, or both, and may say `REPLICATE = False`.
+
+    Args:
+        source: The parameter `logits_post_processor_module`: the name of a module that can be imported, or the
+            path of a file that ends with `.py`.
+
+    Raises:
+        ConfigError: There is no such module, it raises, or what it declares cannot be used.
+    """
+    module = _import(source)
+    by_name = getattr(module, "PROCESSORS", {})
+    batched, replicate = getattr(module, "BATCHED", None), getattr(module, "REPLICATE", True)
+    if not isinstance(by_name, Mapping):
+        raise _refused(
+            source, f"its PROCESSORS is a {type(by_name).__name__}, expected a dict of functions by name"
+        )
+    if not isinstance(replicate, bool):
+        raise _refused(source, f"its REPLICATE is {replicate!r}, expected True or False")
+    try:
+        found = LogitsPostProcessors(dict(cast(Mapping[str, Any], by_name)), batched, replicate)
+    except ConfigError as error:
+        raise _refused(source, str(error)) from error
+    if not found.names:
+        raise _refused(source, "it declares neither PROCESSORS = {name: function} nor BATCHED = function")
+    return found
+
+
+def _import(source: str) -> ModuleType:
+    try:
+        if source.endswith(".py"):
+            return _execute(Path(native(source)))
+        return importlib.import_module(source)
+    except (Exception, SystemExit) as error:  # whatever the operator's code does
+        raise _refused(source, f"importing it raised {type(error).__name__}: {error}") from error
+
+
+def _execute(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "the name of a file of source code ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _refused(source: str, problem: str) -> ConfigError:
+    return ConfigError(f"logits_post_processor_module is {source!r}: {problem}")
