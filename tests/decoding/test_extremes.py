@@ -22,9 +22,10 @@ from inflight.decoding.row_kernels import RowKernels
 from tests.decoding import factories
 from tests.decoding.factories import Row, beams_of, decode_rows, make_decoding, make_request, start_batch
 from tests.decoding.margins import is_apart, is_decided
+from tests.engine.kernels import needs_native
 
 INF = math.inf
-NATIVE = pytest.mark.parametrize("row_kernels", ["native"], indirect=True)
+NATIVE = pytest.mark.parametrize("row_kernels", [pytest.param("native", marks=needs_native)], indirect=True)
 ENDS = {
     "temperature": [0.0, SMALLEST, 0.7, LARGEST],
     "top_k": [0, 1, 2, 200, 2**31 - 1],

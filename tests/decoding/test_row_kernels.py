@@ -10,8 +10,9 @@ import torch
 from inflight.decoding.row_kernels import RowKernels
 from tests.decoding import factories
 from tests.decoding.factories import Row, choose_tokens, make_request
+from tests.engine.kernels import needs_native
 
-NATIVE = pytest.mark.parametrize("row_kernels", ["native"], indirect=True)
+NATIVE = pytest.mark.parametrize("row_kernels", [pytest.param("native", marks=needs_native)], indirect=True)
 NUM_ROWS = 96
 
 

@@ -25,8 +25,16 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="session")
 def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """The demo model, every request with exactly one answer; four run at a time, and sixteen may wait."""
-    settings = {"decoupled_mode": "false", "max_batch_size": "4", "max_queue_size": str(QUEUE_SIZE)}
+    """The demo model, every request with exactly one answer; four run at a time, and sixteen may wait.
+
+    In float32: whether tokens are verified as drafts or generated one by one changes no rounding that matters.
+    """
+    settings = {
+        "decoupled_mode": "false",
+        "dtype": "float32",
+        "max_batch_size": "4",
+        "max_queue_size": str(QUEUE_SIZE),
+    }
     with serve(settings=settings) as server:
         yield server
 

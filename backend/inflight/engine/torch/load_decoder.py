@@ -163,19 +163,24 @@ def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dty
 
 
 def _settle_for_torch(config: EngineConfig, device: torch.device, reason: CannotBuild) -> None:
-    """Say why, and what is lost by it if it was not asked for; ConfigError if compiled code was."""
+    """Say why, and what is lost by it if it was not asked for; ConfigError if compiled code was.
+
+    The log gets the reason as text: a record that is kept would keep the exception, and with it the engine.
+    """
     if config.kernels == "native":
         raise ConfigError(f"kernels is native, but there is no compiled code: {reason}") from reason
     if config.dtype == INT8:
         _log.warning(
             "dtype is int8, but only compiled code multiplies int8: weights are rounded to int8 and multiplied as "
             "bfloat16 on torch's operators, which is no faster than bfloat16: %s",
-            reason,
+            str(reason),
         )
     elif config.kernels is None and device.type == "cpu":
-        _log.warning("the layers run on torch's operators, which are slower than compiled code: %s", reason)
+        _log.warning(
+            "the layers run on torch's operators, which are slower than compiled code: %s", str(reason)
+        )
     else:
-        _log.info("the layers run on torch's operators: %s", reason)
+        _log.info("the layers run on torch's operators: %s", str(reason))
 
 
 def round_to_int8(weights: PlainWeights) -> PlainWeights:
