@@ -92,7 +92,7 @@ def test_texts_of_the_demo_model() -> None:
     ]
     served = serve(engine, config_of("no-evict"), requests, per_iteration=8)
     num_ended, num_compared = check(served, cases, vocabulary, make_backend("xgrammar", vocabulary))
-    assert num_ended > 0.6 * len(cases)
+    assert num_ended > 0.5 * len(cases)
     assert num_compared > 0.7 * len(cases)
     assert all(
         tokenizer.decode(served.tokens(n)) == text_of(vocabulary, served.tokens(n))

@@ -222,8 +222,8 @@ class Request:
     def needs_host(self) -> bool:
         """Whether its next token waits for the host to look at the one before; else the device goes on alone.
 
-        The host decides about drafts, follows guides, describes tokens, calls logits post-processors, and does what
-        sampling controls need it for.
+        The host decides about drafts, follows guides, describes tokens, calls logits post-processors, and does
+        what sampling controls need it for.
         """
         return (
             self.sampling.needs_host
