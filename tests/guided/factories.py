@@ -72,7 +72,7 @@ def load(
         max_tokens_in_paged_kv_cache=values["tokens_per_block"] * num_blocks,
         **values,
     )
-    return TorchEngine.load(config, make_grammars)
+    return TorchEngine.load(config, make_grammars=make_grammars)
 
 
 def make_request(
