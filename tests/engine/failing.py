@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
+from inflight.engine.engine import RowOutputs
 from inflight.engine.torch import TorchEngine
 from inflight.errors import StepFailed
 from tests.core.integrity import check_integrity
@@ -86,15 +88,16 @@ def spoil(engine: TorchEngine, faulty_id: int, num_tokens: int) -> None:
     """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
     original, slots = engine.runner.run, engine.sampler._slots
 
-    def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        logits, context = original(batch, hidden)
+    def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> RowOutputs:
+        outputs = original(batch, hidden)
+        logits = outputs.rows
         for row, slot in enumerate(batch.sampled_slots()):
             found = slots.requests[slot]
             is_faulty = found is not None and found.request.request_id == faulty_id
             if is_faulty and engine.runner.slots.num_tokens[slot] > num_tokens:
                 logits = logits.clone()  # those that the engine made are its own
                 logits[row] = torch.nan
-        return logits, context
+        return replace(outputs, rows=logits)
 
     engine.runner.run = forward
 
