@@ -30,6 +30,7 @@ class PerfMetrics:
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
         num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output
             `total_accepted_draft_tokens`.
+        first_iteration, last_iteration: The iterations that gave the first and the last token so far.
     """
 
     arrival_time_ns: int = 0
@@ -41,6 +42,8 @@ class PerfMetrics:
     num_missed_blocks: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    first_iteration: int = 0
+    last_iteration: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Result:
         generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
             streamed beams.
         perf_metrics: Times and counts; None if not wanted.
+        num_iterations: Iterations that have given the sequence tokens so far.
     """
 
     output_token_ids: tuple[tuple[int, ...], ...]
@@ -104,6 +108,7 @@ class Result:
     generation_logits: tuple[FloatTensor, ...] | None = None
     perf_metrics: PerfMetrics | None = None
     model_log_probs: tuple[tuple[float, ...], ...] | None = None
+    num_iterations: int = 0
 
     @property
     def carries_tokens_only(self) -> bool:
@@ -165,6 +170,7 @@ def _merge(results: list[Result]) -> Result:
             last.finish_reasons,
             last.sequence_index,
             last.is_sequence_final,
+            num_iterations=last.num_iterations,
         )
     prompt_log_probs = next((r.prompt_log_probs for r in results if r.prompt_log_probs is not None), None)
     context_logits = next((r.context_logits for r in results if r.context_logits is not None), None)
