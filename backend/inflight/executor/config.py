@@ -1,0 +1,392 @@
+"""How an executor is set up: `ExecutorConfig` and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, ClassVar
+
+from inflight.executor.enums import (
+    BatchingType,
+    CacheTransceiverBackendType,
+    CapacitySchedulerPolicy,
+    CommunicationMode,
+    CommunicationType,
+    ContextChunkingPolicy,
+    DecodingMode,
+    Numbered,
+)
+from inflight.executor.errors import InvalidValue
+from inflight.executor.request import EagleConfig, LookaheadDecodingConfig
+from inflight.executor.sampling import AdditionalModelOutput
+from inflight.executor.typed import FRACTION, NOT_NEGATIVE, POSITIVE, Frozen, Range, Typed, within
+
+_WINDOWS = Range("numbers >= 1", lambda windows: all(window >= 1 for window in windows))
+_NOT_EMPTY = Range("at least one", lambda values: len(values) > 0)
+
+
+@dataclass(frozen=True)
+class DynamicBatchConfig(Frozen):
+    """Whether batch size and tokens of an iteration are tuned as the server runs."""
+
+    enable_batch_size_tuning: bool
+    enable_max_num_tokens_tuning: bool
+    dynamic_batch_moving_average_window: int = 128
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Frozen):
+    """Who runs when.
+
+    Attributes:
+        capacity_scheduler_policy: Who may hold KV blocks.
+        context_chunking_policy: Who gets the tokens of an iteration that are left for contexts.
+        dynamic_batch_config: Tuning.
+    """
+
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: ContextChunkingPolicy | None = None
+    dynamic_batch_config: DynamicBatchConfig | None = None
+
+
+@dataclass(frozen=True)
+class RuntimeDefaults(Frozen):
+    """What a model says about its KV cache; used where a KvCacheConfig says nothing."""
+
+    max_attention_window: list[int] | None = None
+    sink_token_length: int | None = None
+
+
+@dataclass
+class KvCacheConfig(Typed):
+    """The KV cache.
+
+    Attributes:
+        enable_block_reuse: Share blocks of equal prefixes.
+        max_tokens: Its size in tokens; by memory without one.
+        max_attention_window: Tokens that a layer attends to, repeated over the layers.
+        sink_token_length: First tokens that stay in every window.
+        free_gpu_memory_fraction: Share of the free memory that it takes (0.9).
+        host_cache_size: Bytes of host memory for offloaded blocks.
+        onboard_blocks: Copy offloaded blocks back before they are used.
+        cross_kv_cache_fraction: The part of it for cross attention.
+        secondary_offload_min_priority: Blocks of a lower priority are not offloaded.
+        event_buffer_max_size: Most events that are kept; 0: none are.
+        enable_partial_reuse: Reuse a block of which only the beginning is equal.
+        copy_on_partial_reuse: By a copy of it.
+        use_uvm: In memory that host and device share.
+        attention_dp_events_gather_period_ms: How often events of several ranks are collected.
+        max_gpu_total_bytes: Most bytes that it takes; 0: no bound.
+    """
+
+    enable_block_reuse: bool = True
+    max_tokens: int | None = within(None, POSITIVE)
+    max_attention_window: list[int] | None = within(None, _WINDOWS)
+    sink_token_length: int | None = within(None, POSITIVE)
+    free_gpu_memory_fraction: float | None = within(None, FRACTION)
+    host_cache_size: int | None = within(None, NOT_NEGATIVE)
+    onboard_blocks: bool = True
+    cross_kv_cache_fraction: float | None = within(None, FRACTION)
+    secondary_offload_min_priority: int | None = None
+    event_buffer_max_size: int = within(0, NOT_NEGATIVE)
+    _: KW_ONLY
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    use_uvm: bool = False
+    attention_dp_events_gather_period_ms: int = within(5, POSITIVE)
+    runtime_defaults: InitVar[RuntimeDefaults | None] = None
+    max_gpu_total_bytes: int = within(0, NOT_NEGATIVE)
+
+    def __post_init__(self, runtime_defaults: RuntimeDefaults | None) -> None:
+        if runtime_defaults is not None:
+            self.fill_empty_fields_from_runtime_defaults(runtime_defaults)
+
+    def fill_empty_fields_from_runtime_defaults(self, runtime_defaults: RuntimeDefaults) -> None:
+        """Take windows and sink tokens from the model where this says nothing about them."""
+        if self.max_attention_window is None:
+            self.max_attention_window = runtime_defaults.max_attention_window
+        if self.sink_token_length is None:
+            self.sink_token_length = runtime_defaults.sink_token_length
+
+
+@dataclass
+class OrchestratorConfig(Typed):
+    """How the ranks of an orchestrator are started.
+
+    Attributes:
+        is_orchestrator: Whether this process is the one that takes requests.
+        worker_executable_path: TensorRT-LLM's program of a rank; ranks here run this package.
+        orch_leader_comm: An MPI communicator.
+        spawn_processes: Whether this process starts the ranks.
+    """
+
+    is_orchestrator: bool = True
+    worker_executable_path: str = ""
+    orch_leader_comm: Any = None
+    spawn_processes: bool = True
+
+
+@dataclass
+class ParallelConfig(Typed):
+    """How ranks are started and which devices they have.
+
+    Attributes:
+        communication_type: How ranks talk to each other.
+        communication_mode: Who starts them.
+        device_ids: GPUs, one for each rank of a host.
+        participant_ids: MPI ranks that take part.
+        orchestrator_config: In orchestrator mode.
+        num_nodes: Hosts.
+    """
+
+    communication_type: CommunicationType = CommunicationType.MPI
+    communication_mode: CommunicationMode = CommunicationMode.LEADER
+    device_ids: list[int] | None = within(None, _NOT_EMPTY)
+    participant_ids: list[int] | None = None
+    orchestrator_config: OrchestratorConfig | None = None
+    num_nodes: int | None = within(None, POSITIVE)
+
+
+@dataclass(frozen=True)
+class PeftCacheConfig(Frozen):
+    """The cache of adapters.
+
+    Attributes:
+        device_cache_percent: Its share of free device memory (0.05).
+        host_cache_size: Its bytes of host memory (1 GiB).
+        lora_prefetch_dir: Folder of adapters that are loaded at the start.
+    """
+
+    num_host_module_layer: int = 0
+    num_device_module_layer: int = 0
+    optimal_adapter_size: int = 8
+    max_adapter_size: int = 64
+    num_put_workers: int = 1
+    num_ensure_workers: int = 1
+    num_copy_streams: int = 1
+    max_pages_per_block_host: int = 24
+    max_pages_per_block_device: int = 8
+    device_cache_percent: float | None = None
+    host_cache_size: int | None = None
+    lora_prefetch_dir: str | None = None
+
+
+@dataclass
+class DecodingConfig(Typed):
+    """How tokens are chosen where requests do not say it. Setting one of the last three sets the mode too."""
+
+    decoding_mode: DecodingMode | None = None
+    lookahead_decoding_config: LookaheadDecodingConfig | None = None
+    medusa_choices: list[list[int]] | None = None
+    eagle_config: EagleConfig | None = None
+
+    def __post_init__(self) -> None:
+        mode = self.decoding_mode
+        if self.lookahead_decoding_config is not None:
+            if mode is None:
+                raise InvalidValue("LookaheadDecodingConfig is set, but DecodingMode is not set")
+            if not mode.isLookahead():
+                raise InvalidValue("LookaheadDecodingConfig is set, but DecodingMode is not set to Lookahead")
+        if self.medusa_choices is not None and (mode is None or not mode.isMedusa()):
+            raise InvalidValue("MedusaChoices are set, but DecodingMode is not set to Medusa")
+        if self.eagle_config is not None and (mode is None or not mode.isEagle()):
+            raise InvalidValue("EagleConfig is set, but DecodingMode is not set to Eagle")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_made = "eagle_config" in vars(self)  # the constructor assigns it last
+        if is_made and name == "decoding_mode" and value in _SET_BY_CONFIGURATION:
+            raise InvalidValue(
+                f"Decoding mode {value.name} is set by assigning its configuration, or by the constructor"
+            )
+        super().__setattr__(name, value)
+        if is_made and name in _MODE_OF and value is not None:
+            super().__setattr__("decoding_mode", _MODE_OF[name])
+
+
+_MODE_OF = {
+    "lookahead_decoding_config": DecodingMode.Lookahead(),
+    "medusa_choices": DecodingMode.Medusa(),
+    "eagle_config": DecodingMode.Eagle(),
+}
+_SET_BY_CONFIGURATION = (*_MODE_OF.values(), DecodingMode.ExplicitDraftTokens())
+
+
+@dataclass
+class DebugConfig(Typed):
+    """Which tensors of an iteration are kept to be looked at.
+
+    Attributes:
+        debug_input_tensors: All inputs of the model.
+        debug_output_tensors: All outputs of the model.
+        debug_tensor_names: Tensors by name.
+        debug_tensors_max_iterations: How many iterations are kept to be fetched; 0: they are written to files.
+    """
+
+    debug_input_tensors: bool = False
+    debug_output_tensors: bool = False
+    debug_tensor_names: list[str] | None = None
+    debug_tensors_max_iterations: int = within(0, NOT_NEGATIVE)
+
+    def __post_init__(self) -> None:
+        self.debug_tensor_names = self.debug_tensor_names or []
+
+
+@dataclass(eq=False)
+class LogitsPostProcessorConfig(Typed):
+    """Callables that may change logits before a token is chosen.
+
+    Attributes:
+        processor_map: By name; called with (request id, logits, tokens so far, stream, client id) of one request.
+        processor_batched: Called with lists of the same, of all requests that name it.
+        replicate: Whether it is called on every rank of the first tensor-parallel group, or on rank 0 alone.
+    """
+
+    processor_map: dict[str, Callable[..., Any] | None] | None = None
+    processor_batched: Callable[..., Any] | None = None
+    replicate: bool = True
+
+
+@dataclass
+class ExtendedRuntimePerfKnobConfig(Typed):
+    """Switches of TensorRT's kernels, and of CUDA graphs."""
+
+    multi_block_mode: bool = True
+    enable_context_fmha_fp32_acc: bool = False
+    cuda_graph_mode: bool = field(default=False, init=False)
+    cuda_graph_cache_size: int = field(default=0, init=False)
+
+
+@dataclass
+class SpeculativeDecodingConfig(Typed):
+    """Drafts from another engine; `fast_logits`: it sends their logits over MPI."""
+
+    fast_logits: bool = False
+
+
+@dataclass
+class GuidedDecodingConfig(Typed):
+    """What turns guides into masks over the vocabulary.
+
+    Attributes:
+        backend: The library that does it.
+        encoded_vocab: Tokens by their ids; the checkpoint's without.
+        tokenizer_str: JSON of a Hugging Face tokenizer; the checkpoint's without.
+        stop_token_ids: Tokens that end a guided output; the checkpoint's without.
+    """
+
+    class GuidedDecodingBackend(Numbered):
+        """Libraries."""
+
+        XGRAMMAR = 0
+        LLGUIDANCE = 1
+
+    backend: GuidedDecodingBackend
+    encoded_vocab: list[str] | None = None
+    tokenizer_str: str | None = None
+    stop_token_ids: list[int] | None = None
+
+
+@dataclass
+class CacheTransceiverConfig(Typed):
+    """How KV blocks are sent to another server."""
+
+    backend: CacheTransceiverBackendType | None = None
+    max_tokens_in_buffer: int | None = None
+    kv_transfer_timeout_ms: int | None = None
+
+
+@dataclass(eq=False)
+class ExecutorConfig(Typed):
+    """Everything that an executor is set up with. docs/executor-fields.md says what each field does here.
+
+    Attributes:
+        max_beam_width: Most beams of a search.
+        scheduler_config: Who runs when.
+        kv_cache_config: The KV cache.
+        enable_chunked_context: Split long prompts over iterations.
+        normalize_log_probs: Log probabilities of the distribution that a token was drawn from.
+        iter_stats_max_iterations: Iterations whose statistics are kept to be fetched.
+        request_stats_max_iterations: The same with statistics of every request.
+        batching_type: STATIC ends a batch before it starts the next.
+        max_batch_size: Most sequences that run at once.
+        max_num_tokens: Most tokens in one iteration.
+        parallel_config: Several ranks.
+        peft_cache_config: The cache of adapters.
+        logits_post_processor_config: Callables that may change logits.
+        decoding_config: How tokens are chosen where requests do not say it.
+        use_gpu_direct_storage: Read weights past the host.
+        gpu_weights_percent: The part of the weights that is kept on the device.
+        max_queue_size: Most sequences that wait; None or 0: no bound.
+        extended_runtime_perf_knob_config: Switches of kernels.
+        debug_config: Tensors to be looked at.
+        recv_poll_period_ms: How long a leader sleeps between looks for requests.
+        max_seq_idle_microseconds: How long a slot may be idle.
+        spec_dec_config: Drafts from another engine.
+        guided_decoding_config: Formats that outputs have to have.
+        additional_model_outputs: Tensors of the model that requests may ask for.
+        cache_transceiver_config: Disaggregated serving.
+        gather_generation_logits: Whether requests may ask for generation logits.
+        mm_embedding_offloading: Keep image embeddings on the host.
+        enable_trt_overlap: Overlap iterations.
+        fail_fast_on_attention_window_too_large: Refuse a window that is larger than the KV cache.
+    """
+
+    accepts_unknown: ClassVar[bool] = True
+
+    max_beam_width: int = within(1, POSITIVE)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    enable_chunked_context: bool = False
+    normalize_log_probs: bool = True
+    iter_stats_max_iterations: int = within(1000, NOT_NEGATIVE)
+    request_stats_max_iterations: int = within(0, NOT_NEGATIVE)
+    batching_type: BatchingType = BatchingType.INFLIGHT
+    max_batch_size: int | None = within(None, POSITIVE)
+    max_num_tokens: int | None = within(None, POSITIVE)
+    parallel_config: ParallelConfig | None = None
+    peft_cache_config: PeftCacheConfig = field(default_factory=PeftCacheConfig)
+    logits_post_processor_config: LogitsPostProcessorConfig | None = None
+    decoding_config: DecodingConfig | None = None
+    use_gpu_direct_storage: bool = False
+    gpu_weights_percent: float = 1.0
+    max_queue_size: int | None = None
+    extended_runtime_perf_knob_config: ExtendedRuntimePerfKnobConfig = field(
+        default_factory=ExtendedRuntimePerfKnobConfig
+    )
+    debug_config: DebugConfig | None = None
+    recv_poll_period_ms: int = within(0, NOT_NEGATIVE)
+    max_seq_idle_microseconds: int = within(180_000_000, POSITIVE)
+    spec_dec_config: SpeculativeDecodingConfig | None = None
+    guided_decoding_config: GuidedDecodingConfig | None = None
+    additional_model_outputs: list[AdditionalModelOutput] | None = None
+    cache_transceiver_config: CacheTransceiverConfig | None = None
+    gather_generation_logits: bool = False
+    mm_embedding_offloading: bool = False
+    enable_trt_overlap: bool = False
+    fail_fast_on_attention_window_too_large: bool = False
+
+    @property
+    def logits_post_processor_map(self) -> dict[str, Callable[..., Any] | None] | None:
+        """Name of version 0.12 for `logits_post_processor_config.processor_map`."""
+        config = self.logits_post_processor_config
+        return None if config is None else config.processor_map
+
+    @logits_post_processor_map.setter
+    def logits_post_processor_map(self, processors: dict[str, Callable[..., Any] | None] | None) -> None:
+        self._post_processors().processor_map = processors
+
+    @property
+    def logits_post_processor_batched(self) -> Callable[..., Any] | None:
+        """Name of version 0.12 for `logits_post_processor_config.processor_batched`."""
+        config = self.logits_post_processor_config
+        return None if config is None else config.processor_batched
+
+    @logits_post_processor_batched.setter
+    def logits_post_processor_batched(self, processor: Callable[..., Any] | None) -> None:
+        self._post_processors().processor_batched = processor
+
+    def _post_processors(self) -> LogitsPostProcessorConfig:
+        if self.logits_post_processor_config is None:
+            self.logits_post_processor_config = LogitsPostProcessorConfig()
+        assert self.logits_post_processor_config is not None
+        return self.logits_post_processor_config

@@ -1,0 +1,360 @@
+"""What a client asks for: `Request` and the configurations that only some requests have."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from inflight.executor.enums import KvCacheTransferMode, Numbered, RequestType
+from inflight.executor.errors import InvalidValue
+from inflight.executor.sampling import OutputConfig, SamplingConfig
+from inflight.executor.typed import POSITIVE, SHARE, Frozen, Range, Typed, also_called, required, within
+
+if TYPE_CHECKING:
+    import torch
+
+LogitsPostProcessor = Callable[..., Any]
+"""Called with (request id, logits, tokens so far, stream, client id), of which older ones leave out the last."""
+
+_PRIORITY = Range("between 0 and 100", lambda priority: 0 <= priority <= 100)
+_VECTOR = Range("a tensor of one dimension", lambda tensor: len(tensor.shape) == 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ExternalDraftTokensConfig(Frozen):
+    """A guess at the first generated tokens, verified in one pass.
+
+    Attributes:
+        tokens: The guess.
+        logits: [len(tokens), vocab_size] that the guess was drawn from.
+        acceptance_threshold: With logits, accept a token where target / draft reaches it, in [0, 1].
+        fast_logits: Whether a draft engine sends the logits over MPI.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor | None = None
+    acceptance_threshold: float | None = within(None, SHARE)
+    fast_logits: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tokens:
+            raise InvalidValue("ExternalDraftTokensConfig.tokens is empty")
+        if self.logits is not None and (len(self.logits.shape), self.logits.shape[0]) != (
+            2,
+            len(self.tokens),
+        ):
+            raise InvalidValue(
+                f"ExternalDraftTokensConfig.logits must have shape [{len(self.tokens)}, vocab_size], got "
+                f"{list(self.logits.shape)}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTuningConfig(Frozen):
+    """Rows that stand for token ids beyond the vocabulary.
+
+    Attributes:
+        embedding_table: [rows, hidden_size].
+        input_token_extra_ids: One for each prompt token; tells tables apart in the KV cache.
+    """
+
+    embedding_table: torch.Tensor
+    input_token_extra_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class MultimodalInput(Frozen):
+    """Where images and the like stand in a prompt.
+
+    Attributes:
+        multimodal_hashes: Eight integers for each item.
+        multimodal_positions: First token of each item.
+        multimodal_lengths: Tokens of each item.
+    """
+
+    multimodal_hashes: list[list[int]]
+    multimodal_positions: list[int]
+    multimodal_lengths: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class MropeConfig(Frozen):
+    """Rotary embedding in several dimensions: its table, and the offset of generated positions."""
+
+    mrope_rotary_cos_sin: torch.Tensor
+    mrope_position_deltas: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoraConfig(Frozen):
+    """The adapter of a request.
+
+    Attributes:
+        task_id: Names the adapter; weights have to come with its first request only.
+        weights: [rows, width].
+        config: [rows, 3 or 4], int32: module, layer, rank, and whether it is DoRA.
+    """
+
+    task_id: int
+    weights: torch.Tensor | None = None
+    config: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.weights is None) != (self.config is None):
+            raise InvalidValue(
+                "Request for LoRA inference with lora weights must also have lora config, and vice versa"
+            )
+        for name, tensor in (("weights", self.weights), ("config", self.config)):
+            if tensor is not None and len(tensor.shape) != 2:
+                raise InvalidValue(f"Expected {name} tensor to have 2 dimensions, got {list(tensor.shape)}")
+        if self.weights is not None and self.config is not None and len(self.weights) != len(self.config):
+            raise InvalidValue("Expected dim 0 of lora weights and lora config to have the same size")
+
+
+@dataclass(frozen=True)
+class LookaheadDecodingConfig(Frozen):
+    """Sizes of lookahead decoding."""
+
+    max_window_size: int
+    max_ngram_size: int
+    max_verification_set_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        window, ngram, guesses = self.max_window_size, self.max_ngram_size, self.max_verification_set_size
+        if ngram < 1:
+            raise InvalidValue("ngramSize requires >= 1")
+        if window < 1:
+            raise InvalidValue("windowSize requires >= 1")
+        if guesses < 0:
+            raise InvalidValue("verificationSetSize requires >=0")
+        if ngram == 1 and guesses != 0:
+            raise InvalidValue("ngramSize=1 requires verificationSetSize=0")
+        if ngram == 1 and window != 1:
+            raise InvalidValue("ngramSize=1 requires windowSize=1")
+
+    def calculate_speculative_resource(self) -> tuple[int, int, int, int]:
+        """Most tokens of a pass, longest path, most draft tokens, longest path of draft tokens."""
+        return self.calculate_speculative_resource_tuple(
+            self.max_window_size, self.max_ngram_size, self.max_verification_set_size
+        )
+
+    @staticmethod
+    def calculate_speculative_resource_tuple(
+        window_size: int, ngram_size: int, verification_set_size: int
+    ) -> tuple[int, int, int, int]:
+        """The same for three sizes."""
+        first = 0 if ngram_size == 1 else ngram_size - 2
+        num_drafts = first + (window_size - 1 + verification_set_size) * (ngram_size - 1)
+        return num_drafts + 1, ngram_size, num_drafts, ngram_size - 1
+
+    @staticmethod
+    def get_default_lookahead_decoding_window() -> int:
+        """Default of max_window_size."""
+        return 4
+
+    @staticmethod
+    def get_default_lookahead_decoding_ngram() -> int:
+        """Default of max_ngram_size."""
+        return 3
+
+    @staticmethod
+    def get_default_lookahead_decoding_verification_set() -> int:
+        """Default of max_verification_set_size."""
+        return 4
+
+
+@dataclass(frozen=True)
+class EagleConfig(Frozen):
+    """Drafts from EAGLE heads."""
+
+    eagle_choices: list[list[int]] | None = None
+    greedy_sampling: bool = True
+    posterior_threshold: float | None = None
+    use_dynamic_tree: bool = False
+    dynamic_tree_max_topK: int | None = None
+
+
+@dataclass(frozen=True)
+class ContextPhaseParams(Frozen):
+    """What a server that computed a context hands to the one that generates."""
+
+    first_gen_tokens: list[int]
+    req_id: int
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class GuidedDecodingParams(Frozen):
+    """The format that the output has to have.
+
+    Attributes:
+        guide_type: Kind of `guide`.
+        guide: JSON schema, regular expression, grammar or structural tag; not needed for JSON alone.
+    """
+
+    class GuideType(Numbered):
+        """Kinds of guides."""
+
+        JSON = 0
+        JSON_SCHEMA = 1
+        REGEX = 2
+        EBNF_GRAMMAR = 3
+        STRUCTURAL_TAG = 4
+
+    guide_type: GuideType
+    guide: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.guide is None and self.guide_type is not self.GuideType.JSON:
+            raise InvalidValue("The guide string must be provided unless using GuideType::kJSON.")
+
+
+@dataclass(frozen=True)
+class KvCacheRetentionConfig(Frozen):
+    """How long the KV blocks of a request are worth keeping.
+
+    Attributes:
+        token_range_retention_configs: Ranges of the prompt, sorted by their starts when this is made.
+        decode_retention_priority: Of blocks of generated tokens.
+        decode_duration_ms: How long that priority holds; None: for good.
+        transfer_mode: How blocks are written to `directory`.
+        directory: Where blocks are written to; "": nowhere.
+    """
+
+    @dataclass
+    class TokenRangeRetentionConfig(Typed):
+        """Priority of the tokens [token_start, token_end), to the end without one, and how long it holds."""
+
+        token_start: int
+        token_end: int | None
+        priority: int = required(_PRIORITY)
+        duration_ms: timedelta | None = None
+
+    token_range_retention_configs: list[TokenRangeRetentionConfig]
+    decode_retention_priority: int = within(35, _PRIORITY)
+    decode_duration_ms: timedelta | None = None
+    transfer_mode: KvCacheTransferMode = KvCacheTransferMode.DRAM
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranges = self.token_range_retention_configs
+        ranges.sort(key=lambda each: each.token_start)
+        if any(each.token_end is None for each in ranges[:-1]):
+            raise InvalidValue("Invalid use of end indicator.")
+        if any(each.token_start < 0 for each in ranges):
+            raise InvalidValue("Token indices must be non-negative.")
+        if any(each.token_end is not None and each.token_start >= each.token_end for each in ranges):
+            raise InvalidValue("Range must have a positive, non-zero length.")
+        for before, after in pairwise(ranges):
+            if before.token_end is not None and before.token_end > after.token_start:
+                raise InvalidValue("Token ranges must be non-overlapping.")
+
+
+@also_called(max_new_tokens="max_tokens", type="request_type")
+@dataclass(eq=False)
+class Request(Typed):
+    """One request. `input_token_ids` and `max_tokens` cannot be changed, everything else can.
+
+    Attributes:
+        input_token_ids: The prompt.
+        max_tokens: Most tokens to generate; `max_new_tokens` before version 0.13.
+        streaming: Respond as tokens come instead of once.
+        sampling_config: How tokens are chosen.
+        output_config: What comes back.
+        end_id: Token that ends the output; None or -1: none.
+        pad_id: Fills ragged outputs of several beams.
+        position_ids: Positions of the prompt's tokens.
+        bad_words: Token sequences that must not come.
+        stop_words: Token sequences that end the output.
+        embedding_bias: [vocab_size], added to the logits.
+        external_draft_tokens_config: Draft tokens for the first generated ones.
+        prompt_tuning_config: Rows of a prompt table.
+        multimodal_input, multimodal_embedding, mrope_config: Images and the like.
+        lora_config: An adapter.
+        lookahead_config, eagle_config: Sizes of ways to draft.
+        kv_cache_retention_config: How long its KV blocks are worth keeping.
+        logits_post_processor_name: Which of the executor's callables changes its logits.
+        logits_post_processor: A callable that changes its logits.
+        encoder_input_token_ids, encoder_input_features, encoder_output_length: Input of an encoder.
+        cross_attention_mask, skip_cross_attn_blocks: Of cross attention.
+        client_id: Whose request it is.
+        return_all_generated_tokens: Streaming: every response has everything generated so far.
+        priority: 0 .. 1; waiting requests of a higher one go first.
+        request_type: Which phases are computed here; the constructor's keyword is `type`.
+        context_phase_params: What the server that computed the context has handed over.
+        num_return_sequences: Deprecated: the field of `sampling_config` is the same.
+        guided_decoding_params: The format that the output has to have.
+        language_adapter_uid: A language adapter.
+        allotted_time_ms: From arrival; then it ends with TIMED_OUT.
+        cache_salt_id: KV blocks are shared among requests of one salt only.
+    """
+
+    BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"
+    accepts_unknown: ClassVar[bool] = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"input_token_ids", "max_tokens"})
+
+    input_token_ids: list[int]
+    max_tokens: int = required(POSITIVE)
+    _: KW_ONLY
+    streaming: bool = False
+    sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    end_id: int | None = None
+    pad_id: int | None = None
+    position_ids: list[int] | None = None
+    bad_words: list[list[int]] | None = None
+    stop_words: list[list[int]] | None = None
+    embedding_bias: torch.Tensor | None = within(None, _VECTOR)
+    external_draft_tokens_config: ExternalDraftTokensConfig | None = None
+    prompt_tuning_config: PromptTuningConfig | None = None
+    multimodal_input: MultimodalInput | None = None
+    multimodal_embedding: torch.Tensor | None = None
+    mrope_config: MropeConfig | None = None
+    lora_config: LoraConfig | None = None
+    lookahead_config: LookaheadDecodingConfig | None = None
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    logits_post_processor_name: str | None = None
+    logits_post_processor: Callable[..., Any] | None = None
+    encoder_input_token_ids: list[int] | None = None
+    client_id: int | None = None
+    return_all_generated_tokens: bool = False
+    priority: float = within(0.5, SHARE)
+    request_type: RequestType = RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION
+    context_phase_params: ContextPhaseParams | None = None
+    encoder_input_features: torch.Tensor | None = None
+    encoder_output_length: int | None = None
+    cross_attention_mask: torch.Tensor | None = None
+    num_return_sequences: int = within(1, POSITIVE)
+    eagle_config: EagleConfig | None = None
+    skip_cross_attn_blocks: torch.Tensor | None = None
+    guided_decoding_params: GuidedDecodingParams | None = None
+    language_adapter_uid: int | None = None
+    allotted_time_ms: timedelta | None = None
+    cache_salt_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.input_token_ids:
+            raise InvalidValue("Request.input_token_ids is empty: a request needs at least one prompt token")
+        if self.num_return_sequences > 1:
+            warnings.warn(
+                "num_return_sequences of a Request is deprecated: set it in SamplingConfig",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+            self.sampling_config.num_return_sequences = self.num_return_sequences
+        if self.logits_post_processor_name is not None and self.logits_post_processor is not None:
+            raise InvalidValue(
+                "Only one of 'logitsPostProcessorName' and 'logitsPostProcessor' can be specified."
+            )
+        if self.guided_decoding_params is not None and self.sampling_config.beam_width > 1:
+            raise InvalidValue("Guided decoding does not support with beam search.")

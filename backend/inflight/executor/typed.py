@@ -1,0 +1,218 @@
+"""What all data classes of the Executor API have in common: what is assigned to a field is checked and copied.
+
+TensorRT-LLM's classes were C++ behind bindings: a value of a wrong type was a TypeError where it was assigned, a
+number outside its range a RuntimeError there, an unknown attribute an AttributeError, and an object kept a copy of
+what it was given. `Typed` does the same from the annotations of a dataclass. `Frozen` is for classes whose
+attributes were read-only.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import copy
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, wraps
+from numbers import Real
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from inflight.executor.errors import InvalidValue
+
+_T = TypeVar("_T")
+_C = TypeVar("_C", bound=type)
+
+# Tensors are named in annotations only, so that torch is not imported for them; any object passes as one.
+_NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values of a field that are not None.
+
+    Attributes:
+        text: For errors: "in (0, 1]".
+        contains: Whether a value is one of them.
+    """
+
+    text: str
+    contains: Callable[[Any], bool]
+
+
+POSITIVE = Range(">= 1", lambda value: value >= 1)
+NOT_NEGATIVE = Range(">= 0", lambda value: value >= 0)
+SHARE = Range("in [0, 1]", lambda value: 0.0 <= value <= 1.0)
+POSITIVE_SHARE = Range("in (0, 1]", lambda value: 0.0 < value <= 1.0)
+FRACTION = Range("in (0, 1)", lambda value: 0.0 < value < 1.0)
+
+
+def within(default: _T, values: Range) -> _T:
+    """A field whose values are checked."""
+    return field(default=default, metadata={"range": values})
+
+
+def required(values: Range) -> Any:
+    """A field without a default whose values are checked."""
+    return field(metadata={"range": values})
+
+
+class Typed:
+    """Base of mutable data classes. A subclass is a dataclass whose annotations say what its fields take.
+
+    Lists and objects of the API are copied as they are assigned, so that later changes to what was given change
+    nothing here, and `config.kv_cache_config.max_tokens = 42` changes this object.
+
+    Attributes:
+        accepts_unknown: Whether any other attribute may be set, as the original's `dynamic_attr` allows.
+        read_only: Fields that cannot be assigned again.
+    """
+
+    accepts_unknown: ClassVar[bool] = False
+    read_only: ClassVar[frozenset[str]] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        rule = _rules_of(type(self)).get(name)
+        if rule is not None:
+            if name in self.read_only and name in vars(self):
+                raise AttributeError(f"{type(self).__name__}.{name} is read-only")
+            value = rule(value)
+        elif not self.accepts_unknown and not hasattr(type(self), name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __copy__(self: _T) -> _T:
+        twin = cast("_T", object.__new__(type(self)))
+        for name, value in vars(self).items():
+            setattr(twin, name, value)
+        return twin
+
+
+class Frozen:
+    """Base of data classes that cannot be changed. A subclass is a frozen dataclass."""
+
+    def __post_init__(self) -> None:
+        for name, rule in _rules_of(type(self)).items():
+            object.__setattr__(self, name, rule(getattr(self, name)))
+
+
+def also_called(**names: str) -> Callable[[_C], _C]:
+    """Other names of fields, both as keywords of the constructor and as attributes: `also_called(other="field")`.
+
+    If both names are given, the field's own counts.
+    """
+
+    def add_names(cls: _C) -> _C:
+        construct = cls.__init__
+
+        @wraps(construct)
+        def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+            for other, name in names.items():
+                if other in keywords:
+                    value = keywords.pop(other)
+                    if keywords.get(name) is None:
+                        keywords[name] = value
+            construct(self, *args, **keywords)
+
+        cls.__init__ = __init__
+        for other, name in names.items():
+            setattr(cls, other, _same_as(name))
+        return cls
+
+    return add_names
+
+
+def _same_as(name: str) -> property:
+    return property(
+        lambda self: getattr(self, name),
+        lambda self, value: setattr(self, name, value),
+        doc=f"The same as `{name}`.",
+    )
+
+
+# ---------------------------------------------------------------------- rules
+
+
+class _Mismatch(Exception):
+    """A value is not of the annotated type."""
+
+
+@cache
+def _rules_of(cls: Any) -> dict[str, Callable[[Any], Any]]:
+    """By field: what makes of a value the one that is kept, or raises TypeError or InvalidValue."""
+    hints = get_type_hints(cls, localns={**vars(cls), **_NAMES_IN_ANNOTATIONS})
+    return {
+        each.name: _rule(
+            f"{cls.__name__}.{each.name}", hints[each.name], each.type, each.metadata.get("range")
+        )
+        for each in fields(cls)
+    }
+
+
+def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> Callable[[Any], Any]:
+    def apply(value: Any) -> Any:
+        try:
+            kept = _convert(hint, value)
+        except _Mismatch:
+            raise TypeError(f"{name} must be {annotation}, got {value!r} ({type(value).__name__})") from None
+        if values is not None and kept is not None and not values.contains(kept):
+            raise InvalidValue(f"{name} must be {values.text}, got {value!r}")
+        return kept
+
+    return apply
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """`value` as the type that `hint` stands for, copied if it can be changed; raises _Mismatch."""
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin is Union or origin is UnionType:
+        return _convert_one_of(get_args(hint), value)
+    if origin is list:
+        return _convert_list(get_args(hint)[0], value)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _Mismatch
+        return dict(cast("Mapping[Any, Any]", value))
+    if origin is collections.abc.Callable:
+        return _if(callable(value), value)
+    if hint is int:
+        return _convert_int(value)
+    if hint is float:
+        return float(_if(isinstance(value, Real), value))
+    if not isinstance(value, hint):
+        raise _Mismatch
+    return copy.copy(value) if isinstance(value, Typed) else value
+
+
+def _convert_one_of(hints: Iterable[Any], value: Any) -> Any:
+    for hint in hints:
+        if hint is NoneType and value is None:
+            return None
+        if hint is not NoneType:
+            try:
+                return _convert(hint, value)
+            except _Mismatch:
+                continue
+    raise _Mismatch
+
+
+def _convert_list(hint: Any, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _Mismatch
+    each = _convert_int if hint is int else lambda one: _convert(hint, one)
+    return [each(one) for one in cast("Iterable[Any]", value)]
+
+
+def _convert_int(value: Any) -> int:
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise _Mismatch from None
+
+
+def _if(holds: bool, value: Any) -> Any:
+    if not holds:
+        raise _Mismatch
+    return value
