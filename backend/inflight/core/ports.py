@@ -114,6 +114,10 @@ class EngineClient(Protocol):
         """Queue `request` and return the id it runs under (the given `request_id` is replaced)."""
         ...
 
+    def reserve_id(self) -> int:
+        """An id that no request will run under, for one that is answered without the engine."""
+        ...
+
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request that `submit` returned this id of, or one of its sequences, early; others are ignored."""
         ...

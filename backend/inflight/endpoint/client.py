@@ -83,6 +83,10 @@ class SocketEngineClient:
                 return request_id
         raise Unavailable(f"the engine at {self._path} ends every connection; a later try may work")
 
+    def reserve_id(self) -> int:
+        """An id that no request will run under."""
+        return next(self._ids)
+
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request early, or one of its sequences; unknown ids are ignored."""
         connection = self._connection

@@ -87,6 +87,10 @@ class LocalEngineClient:
         self._notify()
         return request_id
 
+    def reserve_id(self) -> int:
+        """An id that no request will run under."""
+        return next(self._ids)
+
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request early, or one of its sequences.
 
