@@ -131,6 +131,9 @@ class DecodingMode:
 
     name: str
 
+    def __str__(self) -> str:
+        return f"DecodingMode.{self.name}"
+
     @classmethod
     def Auto(cls) -> DecodingMode:
         """By each request's sampling configuration."""

@@ -1,0 +1,325 @@
+"""From the Executor API's classes to what the engine takes: a request, and the parameters that it is loaded with.
+
+Owns what each field means here. Fields that mean nothing are `fields.py`'s, which refuses them or says so; call
+its checker first. Plain functions, any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from inflight.config import CapacitySchedulerPolicy as Policy
+from inflight.config import ContextChunkingPolicy as ChunkingPolicy
+from inflight.config import Parameters
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
+from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.request import Request as CoreRequest
+from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
+from inflight.errors import InvalidArgument
+from inflight.executor.config import ExecutorConfig, KvCacheConfig
+from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
+from inflight.executor.errors import NotSupported
+from inflight.executor.request import ExternalDraftTokensConfig, KvCacheRetentionConfig, Request
+from inflight.executor.sampling import OutputConfig
+
+DEFAULT_MAX_BATCH_SIZE = 64
+"""Sequences that run at once where the configuration does not say it, and has room for them."""
+
+_MS = timedelta(milliseconds=1)
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) -> CoreRequest:
+    """The request as the engine takes it.
+
+    `logits_post_processor*`, `guided_decoding_params` and the outputs of the model that it names are converted by
+    functions of their own below. `return_all_generated_tokens` is for whoever makes the results.
+
+    Raises:
+        InvalidArgument: The engine cannot serve it; the message says why. A client gets it as a Response.
+        NotSupported: It asks for something that is not built.
+    """
+    refuse_unconnected(request)
+    sampling = to_core_sampling(request)
+    if request.streaming and sampling.uses_beams and request.output_config.return_generation_logits:
+        raise InvalidArgument(
+            "generation logits cannot be streamed with beam_width > 1, because beams change"
+        )
+    converted = CoreRequest(
+        request_id=request_id,
+        input_token_ids=tuple(request.input_token_ids),
+        max_new_tokens=request.max_tokens,
+        streaming=request.streaming,
+        end_ids=_end_ids(request),
+        pad_id=None if request.pad_id is None or request.pad_id < 0 else request.pad_id,
+        sampling=sampling,
+        output=to_core_output(request.output_config),
+        stop_words=_words(request.stop_words),
+        bad_words=_words(request.bad_words),
+        embedding_bias=_embedding_bias(request.embedding_bias, limits.vocab_size),
+        draft=_draft(request.external_draft_tokens_config),
+        identity=PrefixIdentity(cache_salt_id=request.cache_salt_id or 0),
+        retention=_retention(request.kv_cache_retention_config),
+        priority=request.priority,
+        client_id=request.client_id or 0,
+        allotted_time_ms=_allotted_time_ms(request.allotted_time_ms),
+    )
+    converted.validate(limits)
+    return converted
+
+
+def to_core_sampling(request: Request) -> CoreSamplingConfig:
+    """How its tokens are chosen; what it leaves open has TensorRT-LLM's defaults."""
+    config = request.sampling_config
+    returned = config.num_return_sequences
+    if returned is None and request.num_return_sequences > 1:
+        returned = request.num_return_sequences
+    # Without an end id there is nothing that a least length could hold back.
+    default_min_tokens = 1 if _end_ids(request) else 0
+    return CoreSamplingConfig(
+        beam_width=config.beam_width,
+        num_return_sequences=returned,
+        temperature=_or(config.temperature, 1.0),
+        top_k=_or(config.top_k, 0),
+        top_p=_or(config.top_p, 0.0),
+        top_p_min=_or(config.top_p_min, 1e-6),
+        top_p_decay=_or(config.top_p_decay, 1.0),
+        top_p_reset_id=_or(config.top_p_reset_ids, -1),
+        min_p=_or(config.min_p, 0.0),
+        random_seed=_or(config.seed, 0),
+        repetition_penalty=_or(config.repetition_penalty, 1.0),
+        presence_penalty=_or(config.presence_penalty, 0.0),
+        frequency_penalty=_or(config.frequency_penalty, 0.0),
+        min_length=_or(config.min_tokens, default_min_tokens),
+        no_repeat_ngram_size=_or(config.no_repeat_ngram_size, 0),
+        length_penalty=_or(config.length_penalty, 0.0),
+        early_stopping=_or(config.early_stopping, 1),
+        beam_search_diversity_rate=_or(config.beam_search_diversity_rate, 0.0),
+    )
+
+
+def to_core_output(config: OutputConfig) -> CoreOutputConfig:
+    """What comes back; the model's own tensors are `refuse_unconnected`'s."""
+    return CoreOutputConfig(
+        exclude_input_from_output=config.exclude_input_from_output,
+        return_log_probs=config.return_log_probs,
+        return_context_logits=config.return_context_logits,
+        return_generation_logits=config.return_generation_logits,
+        return_perf_metrics=config.return_perf_metrics,
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _end_ids(request: Request) -> tuple[int, ...]:
+    return () if request.end_id is None or request.end_id == -1 else (request.end_id,)
+
+
+def _words(words: list[list[int]] | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(word) for word in words or ())
+
+
+def _embedding_bias(bias: Any, vocab_size: int) -> FloatTensor | None:
+    if bias is None:
+        return None
+    tensor = to_float_tensor(bias)
+    if tensor.shape != (vocab_size,):
+        raise InvalidArgument(
+            f"embedding bias shape is not as expected: {[vocab_size]}, the vocabulary; got {list(tensor.shape)}"
+        )
+    return tensor
+
+
+def to_float_tensor(tensor: Any) -> FloatTensor:
+    """A tensor of torch's or numpy's, on whatever device, as float32."""
+    on_host = tensor.detach().cpu().float().numpy() if hasattr(tensor, "detach") else tensor
+    array = np.ascontiguousarray(on_host, np.float32)
+    return FloatTensor(array.shape, array.tobytes())
+
+
+def _draft(config: ExternalDraftTokensConfig | None) -> ExternalDraft | None:
+    if config is None:
+        return None
+    logits = None if config.logits is None else to_float_tensor(config.logits)
+    return ExternalDraft(tuple(config.tokens), logits, config.acceptance_threshold)
+
+
+def _retention(config: KvCacheRetentionConfig | None) -> RetentionConfig:
+    if config is None:
+        return RetentionConfig()
+    ranges = tuple(
+        TokenRangeRetention(
+            each.token_start, each.token_end, Retention(each.priority, _milliseconds(each.duration_ms))
+        )
+        for each in config.token_range_retention_configs
+    )
+    decode = Retention(config.decode_retention_priority, _milliseconds(config.decode_duration_ms))
+    return RetentionConfig(ranges, decode)
+
+
+def _milliseconds(duration: timedelta | None) -> int | None:
+    return None if duration is None else duration // _MS
+
+
+def _allotted_time_ms(time: timedelta | None) -> int:
+    """Whole milliseconds; 0 stands for no deadline, so that no time at all is one millisecond."""
+    if time is None:
+        return 0
+    if time < timedelta(0):
+        raise InvalidArgument(f"allotted_time_ms must not be negative, got {time}")
+    return max(1, time // _MS)
+
+
+# ---------------------------------------------------------------------- what is connected elsewhere
+
+
+def refuse_unconnected(request: Request) -> None:
+    """Raise NotSupported for what the engine has, or will have, and `to_core_request` does not convert yet."""
+    _guide(request)
+    _logits_post_processor(request)
+    _additional_outputs(request)
+
+
+def _guide(request: Request) -> None:
+    # MERGE: return the core request's guide, made of `request.guided_decoding_params`.
+    if request.guided_decoding_params is not None:
+        raise NotSupported("Request.guided_decoding_params: guided decoding is not built in this version")
+
+
+def _logits_post_processor(request: Request) -> None:
+    # MERGE: return the core request's name of a post-processor; a callable of the request's own gets a name.
+    if request.logits_post_processor_name is not None or request.logits_post_processor is not None:
+        raise NotSupported("Request.logits_post_processor*: post-processors are not built in this version")
+
+
+def _additional_outputs(request: Request) -> None:
+    # MERGE: return the core output's names, made of `request.output_config.additional_model_outputs`.
+    if request.output_config.additional_model_outputs:
+        raise NotSupported(
+            "OutputConfig.additional_model_outputs: the model's own tensors are not built in this version"
+        )
+
+
+_UNCONNECTED = (
+    "guided_decoding_config",
+    "logits_post_processor_config",
+    "additional_model_outputs",
+    "debug_config",
+)
+
+
+def _refuse_unconnected_parameters(config: ExecutorConfig) -> None:
+    # MERGE: make parameters of these four, one by one.
+    for name in _UNCONNECTED:
+        if getattr(config, name):
+            raise NotSupported(f"ExecutorConfig.{name}: not built in this version")
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+_POLICIES = {
+    CapacitySchedulerPolicy.MAX_UTILIZATION: Policy.MAX_UTILIZATION,
+    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: Policy.GUARANTEED_NO_EVICT,
+    CapacitySchedulerPolicy.STATIC_BATCH: Policy.STATIC_BATCH,
+}
+_LAUNCH_MODES = {CommunicationMode.LEADER: "leader", CommunicationMode.ORCHESTRATOR: "orchestrator"}
+
+
+def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | None = None) -> Parameters:
+    """The parameters that an engine is loaded with and its scheduler works by.
+
+    Args:
+        config: The configuration. `max_queue_size`, `parallel_config.orchestrator_config` and what is kept to be
+            fetched beside statistics are the executor's own.
+        model_path: The checkpoint folder.
+        base: Everything that the configuration does not say, such as data type, size of blocks and number of
+            ranks; parameters' defaults without it. Of several ranks, `parallel_config` says who starts them.
+
+    Raises:
+        NotSupported: It asks for something that is not built.
+    """
+    _refuse_unconnected_parameters(config)
+    base = base or Parameters()
+    num_sequences = config.max_batch_size or _default_batch_size(config, base.engine.tokens_per_block)
+    num_tokens = config.max_num_tokens or max(base.scheduler.max_num_tokens, num_sequences)
+    chunking = config.scheduler_config.context_chunking_policy
+    is_static = config.batching_type is BatchingType.STATIC
+    policy = (
+        Policy.STATIC_BATCH if is_static else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
+    )
+    cache = config.kv_cache_config
+    scheduler = replace(
+        base.scheduler,
+        policy=policy,
+        enable_chunked_context=config.enable_chunked_context,
+        context_chunking_policy=(
+            base.scheduler.context_chunking_policy if chunking is None else ChunkingPolicy[chunking.name]
+        ),
+        enable_kv_cache_reuse=cache.enable_block_reuse,
+        max_num_tokens=num_tokens,
+        max_beam_width=config.max_beam_width,
+    )
+    engine = replace(
+        base.engine,
+        gpt_model_path=model_path,
+        normalize_log_probs=config.normalize_log_probs,
+        max_num_sequences=num_sequences,
+        max_num_tokens=num_tokens,
+        **_cache_fields(cache),
+    )
+    return replace(
+        base,
+        gpt_model_type="V1" if policy is Policy.STATIC_BATCH else base.gpt_model_type,
+        iter_stats_max_iterations=config.iter_stats_max_iterations,
+        request_stats_max_iterations=config.request_stats_max_iterations,
+        scheduler=scheduler,
+        engine=engine,
+        **_parallel_fields(config, base),
+    )
+
+
+def _default_batch_size(config: ExecutorConfig, tokens_per_block: int) -> int:
+    """Sequences that run at once where nobody says: no more than an iteration and the KV cache have room for."""
+    bounds = [DEFAULT_MAX_BATCH_SIZE]
+    if config.max_num_tokens is not None:
+        in_chunks = tokens_per_block - 1 if config.enable_chunked_context else 0
+        bounds.append(config.max_num_tokens - in_chunks)
+    if config.kv_cache_config.max_tokens is not None:
+        bounds.append(config.kv_cache_config.max_tokens // tokens_per_block)
+    return max(config.max_beam_width, min(bounds))
+
+
+def _cache_fields(cache: KvCacheConfig) -> dict[str, Any]:
+    """Fields of EngineConfig. A share of memory holds for whatever device the model is on."""
+    fields: dict[str, Any] = {
+        "max_tokens_in_paged_kv_cache": cache.max_tokens,
+        "max_attention_window_size": tuple(cache.max_attention_window or ()),
+        "sink_token_length": cache.sink_token_length or 0,
+    }
+    if cache.free_gpu_memory_fraction is not None:
+        fields["kv_cache_free_gpu_mem_fraction"] = cache.free_gpu_memory_fraction
+        fields["kv_cache_free_cpu_mem_fraction"] = cache.free_gpu_memory_fraction
+    return fields
+
+
+def _parallel_fields(config: ExecutorConfig, base: Parameters) -> dict[str, Any]:
+    parallel = config.parallel_config
+    if parallel is None:
+        return {}
+    fields: dict[str, Any] = {}
+    if base.tensor_parallel_size * base.pipeline_parallel_size > 1:
+        fields["launch_mode"] = _LAUNCH_MODES[parallel.communication_mode]
+    if parallel.device_ids is not None:
+        fields["gpu_device_ids"] = tuple(parallel.device_ids)
+    return fields

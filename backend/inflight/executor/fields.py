@@ -1,0 +1,419 @@
+"""What each field of the Executor API means here, declared once: it works, is ignored, or is refused.
+
+`FieldChecker` raises for what is refused and logs what is ignored; docs/executor-fields.md is written from the
+same table (`fields_page.py`). A value that asks for nothing, the default or one of `neutral`, passes in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
+from typing import Any
+
+from inflight.executor.config import (
+    CacheTransceiverConfig,
+    DebugConfig,
+    DecodingConfig,
+    ExecutorConfig,
+    ExtendedRuntimePerfKnobConfig,
+    GuidedDecodingConfig,
+    KvCacheConfig,
+    LogitsPostProcessorConfig,
+    OrchestratorConfig,
+    ParallelConfig,
+    PeftCacheConfig,
+    SchedulerConfig,
+    SpeculativeDecodingConfig,
+)
+from inflight.executor.enums import DecodingMode, KvCacheTransferMode, ModelType, RequestType
+from inflight.executor.errors import NotSupported
+from inflight.executor.request import ExternalDraftTokensConfig, KvCacheRetentionConfig, Request
+from inflight.executor.sampling import AdditionalModelOutput, OutputConfig, SamplingConfig
+from inflight.executor.typed import Frozen, Typed
+
+_log = logging.getLogger(__name__)
+
+
+class Treatment(Enum):
+    """What becomes of a field."""
+
+    WORKS = "works"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNote:
+    """What a field means here.
+
+    Attributes:
+        owner: The class that has it.
+        name: The field.
+        treatment: What becomes of it.
+        text: What it does, or why it does nothing: the sentence of the error, or of the log.
+        neutral: Values that ask for nothing, beside the default and None.
+    """
+
+    owner: type
+    name: str
+    treatment: Treatment
+    text: str
+    neutral: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A FieldNote before it has an owner and a name."""
+
+    treatment: Treatment
+    text: str
+    neutral: tuple[Any, ...] = ()
+
+
+def _works(text: str) -> _Note:
+    return _Note(Treatment.WORKS, text)
+
+
+def _ignored(text: str, *neutral: Any) -> _Note:
+    return _Note(Treatment.IGNORED, text, neutral)
+
+
+def _refused(text: str, *neutral: Any) -> _Note:
+    return _Note(Treatment.REFUSED, text, neutral)
+
+
+def _of(owner: type, **notes: _Note) -> list[FieldNote]:
+    """The notes of one class, by the names of its fields."""
+    return [FieldNote(owner, name, note.treatment, note.text, note.neutral) for name, note in notes.items()]
+
+
+_NO_ENCODER = "no model here has an encoder"
+_NO_IMAGES = "no model here takes images, sound or video"
+_NO_LORA = "adapters are not built in this version"
+_NO_PROMPT_TABLES = "prompt tables are not built in this version"
+_ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
+_NO_OFFLOADING = "KV blocks are not offloaded to the host"
+_OWN_DRAFTS = "drafts come with a request (external_draft_tokens_config); this way of drafting is not built"
+_NO_TUNER = "nothing tunes batch size or tokens of an iteration as the engine runs"
+_TENSORRT = "it is a switch of TensorRT's kernels"
+_ALWAYS_COPIED = "a block that only begins as a prompt goes on is always found, and copied"
+
+_SAMPLES = tuple(
+    make()
+    for make in (
+        DecodingMode.Auto,
+        DecodingMode.TopK,
+        DecodingMode.TopP,
+        DecodingMode.TopKTopP,
+        DecodingMode.BeamSearch,
+    )
+)
+
+
+# ---------------------------------------------------------------------- requests
+
+_REQUEST = _of(
+    Request,
+    input_token_ids=_works("the prompt"),
+    max_tokens=_works("most tokens to generate; with the prompt, at most what the model's positions reach"),
+    streaming=_works("responses as tokens come"),
+    sampling_config=_works("copied, as every configuration is: later changes to yours change nothing"),
+    output_config=_works("copied too"),
+    end_id=_works("not part of the output; None and -1: none"),
+    pad_id=_ignored("beams come back as lists of their own lengths, with nothing to fill up"),
+    position_ids=_refused("positions count from 0 in every model here"),
+    bad_words=_works("the prompt counts as what stands before"),
+    stop_words=_works("part of the output; a prompt's tokens are no part of one"),
+    embedding_bias=_works("float, one for each token of the vocabulary"),
+    external_draft_tokens_config=_works("verified in one pass"),
+    prompt_tuning_config=_refused(_NO_PROMPT_TABLES),
+    multimodal_input=_refused(_NO_IMAGES),
+    multimodal_embedding=_refused(_NO_IMAGES),
+    mrope_config=_refused(_NO_IMAGES),
+    lora_config=_refused(_NO_LORA),
+    lookahead_config=_refused(_OWN_DRAFTS),
+    kv_cache_retention_config=_works("by priority, then by last use"),
+    logits_post_processor_name=_works("a name of LogitsPostProcessorConfig.processor_map, or `batched`"),
+    logits_post_processor=_works("for this request alone"),
+    encoder_input_token_ids=_refused(_NO_ENCODER),
+    client_id=_works("comes back in every response; clients of one priority get equal shares of the engine"),
+    return_all_generated_tokens=_works("of a streamed beam search always, since beams change"),
+    priority=_works("waiting requests of a higher one go first"),
+    request_type=_refused(_ONE_SERVER, RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION),
+    context_phase_params=_refused(_ONE_SERVER),
+    encoder_input_features=_refused(_NO_ENCODER),
+    encoder_output_length=_refused(_NO_ENCODER),
+    cross_attention_mask=_refused(_NO_ENCODER),
+    num_return_sequences=_works("that of SamplingConfig, if it has none of its own"),
+    eagle_config=_refused(_OWN_DRAFTS),
+    skip_cross_attn_blocks=_refused(_NO_ENCODER),
+    guided_decoding_params=_works("not with beams"),
+    language_adapter_uid=_refused(_NO_LORA),
+    allotted_time_ms=_works("from arrival, rounded down to milliseconds, at least one"),
+    cache_salt_id=_works("0 and None are the same salt"),
+)
+
+_PARTS_OF_REQUESTS = [
+    *_of(
+        SamplingConfig,
+        beam_width=_works("1 by default"),
+        top_k=_works("0 by default: all; greedy if top_p and min_p are unset too"),
+        top_p=_works("unset by default"),
+        top_p_min=_works("1e-6 by default"),
+        top_p_reset_ids=_works("none by default"),
+        top_p_decay=_works("1 by default"),
+        seed=_works("0 by default, a seed like any other: equal requests give equal tokens"),
+        temperature=_works("1 by default; 0 is greedy"),
+        min_tokens=_works("1 by default"),
+        beam_search_diversity_rate=_works("0 by default"),
+        repetition_penalty=_works("1 by default; the prompt counts"),
+        presence_penalty=_works("0 by default; the prompt counts"),
+        frequency_penalty=_works("0 by default; the prompt counts"),
+        prompt_ignore_length=_refused("penalties count the whole prompt", 0),
+        length_penalty=_works("0 by default"),
+        early_stopping=_works("1 by default: a search ends with enough finished beams"),
+        no_repeat_ngram_size=_works("off by default; 0 and 1 << 30 are off"),
+        num_return_sequences=_works("1, or all beams, by default"),
+        min_p=_works("0 by default"),
+        beam_width_array=_refused("a search has the same number of beams at every step"),
+    ),
+    *_of(
+        OutputConfig,
+        return_log_probs=_works("of which distribution, ExecutorConfig.normalize_log_probs says"),
+        return_context_logits=_works("then no part of the prompt is reused"),
+        return_generation_logits=_works("as the model made them; not of a streamed beam search"),
+        exclude_input_from_output=_works("of a request that is not streamed"),
+        return_encoder_output=_refused(_NO_ENCODER),
+        return_perf_metrics=_works("times of a monotonic clock"),
+        additional_model_outputs=_works("of those that ExecutorConfig names"),
+    ),
+    *_of(
+        AdditionalModelOutput,
+        name=_works("of a tensor of the model"),
+        gather_context=_works("for the prompt's positions too; then no part of the prompt is reused"),
+    ),
+    *_of(
+        ExternalDraftTokensConfig,
+        tokens=_works("as many as leave room for one more in max_tokens"),
+        logits=_works("[tokens, vocab_size]; tokens are then accepted by chance"),
+        acceptance_threshold=_works("accepted at this ratio instead"),
+        fast_logits=_refused("logits come with the request; no draft engine sends them", False),
+    ),
+    *_of(
+        KvCacheRetentionConfig,
+        token_range_retention_configs=_works("ranges of the prompt"),
+        decode_retention_priority=_works("of blocks of generated tokens"),
+        decode_duration_ms=_works("counts from when nobody holds a block"),
+        transfer_mode=_refused("KV blocks are not written to files", KvCacheTransferMode.DRAM),
+        directory=_refused("KV blocks are not written to files", ""),
+    ),
+]
+
+
+# ---------------------------------------------------------------------- configuration
+
+_CONFIGURATION = _of(
+    ExecutorConfig,
+    max_beam_width=_works("requests may have different widths at the same time"),
+    scheduler_config=_works("see SchedulerConfig"),
+    kv_cache_config=_works("see KvCacheConfig"),
+    enable_chunked_context=_works("without it a prompt is at most max_num_tokens long"),
+    normalize_log_probs=_works(
+        "log probabilities of the distribution that a token was drawn from; their sum, and false: the model's own"
+    ),
+    iter_stats_max_iterations=_works("0: none are kept"),
+    request_stats_max_iterations=_works("0: none are kept"),
+    batching_type=_works("STATIC: a batch ends before the next starts"),
+    max_batch_size=_works(
+        "sequences that run at once, of which every beam is one; 64 by default, if they fit"
+    ),
+    max_num_tokens=_works("8192 by default"),
+    parallel_config=_works("see ParallelConfig"),
+    peft_cache_config=_works("see PeftCacheConfig"),
+    logits_post_processor_config=_works("see LogitsPostProcessorConfig"),
+    decoding_config=_works("see DecodingConfig"),
+    use_gpu_direct_storage=_ignored("weights are read by way of the host"),
+    gpu_weights_percent=_refused("weights are kept on the device as a whole", 1.0),
+    max_queue_size=_works("requests beyond it are refused as they are enqueued; None and 0: no bound"),
+    extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
+    debug_config=_works("see DebugConfig"),
+    recv_poll_period_ms=_ignored("nobody polls for requests: they wake the engine"),
+    max_seq_idle_microseconds=_ignored("a slot is free as soon as its sequence has ended"),
+    spec_dec_config=_works("see SpeculativeDecodingConfig"),
+    guided_decoding_config=_works("see GuidedDecodingConfig"),
+    additional_model_outputs=_works("tensors that requests may ask for"),
+    cache_transceiver_config=_works("see CacheTransceiverConfig"),
+    gather_generation_logits=_ignored("requests may always ask for generation logits"),
+    mm_embedding_offloading=_ignored(_NO_IMAGES),
+    enable_trt_overlap=_ignored("iterations overlap wherever that changes nothing"),
+    fail_fast_on_attention_window_too_large=_ignored("a window takes no room of its own in the KV cache"),
+)
+
+_PARTS_OF_CONFIGURATION = [
+    *_of(
+        SchedulerConfig,
+        capacity_scheduler_policy=_works("STATIC_BATCH is the same as batching_type STATIC"),
+        context_chunking_policy=_works(
+            "FIRST_COME_FIRST_SERVED by default; with enable_chunked_context only"
+        ),
+        dynamic_batch_config=_ignored(_NO_TUNER),
+    ),
+    *_of(
+        KvCacheConfig,
+        enable_block_reuse=_works("blocks are found by the content of the whole prefix"),
+        max_tokens=_works("a whole number of blocks, one for each sequence at least"),
+        max_attention_window=_works("memory is not saved by it"),
+        sink_token_length=_works("as a part of the window"),
+        free_gpu_memory_fraction=_works(
+            "of the free memory where the model is, GPU or CPU; by default 0.9 of the one's, 0.5 of the other's"
+        ),
+        host_cache_size=_refused(_NO_OFFLOADING, 0),
+        onboard_blocks=_ignored(_NO_OFFLOADING),
+        cross_kv_cache_fraction=_refused(_NO_ENCODER),
+        secondary_offload_min_priority=_ignored(_NO_OFFLOADING),
+        event_buffer_max_size=_works("0: no events, and no event manager"),
+        enable_partial_reuse=_ignored(_ALWAYS_COPIED),
+        copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),
+        use_uvm=_refused("the KV cache is memory of the device alone"),
+        attention_dp_events_gather_period_ms=_ignored(
+            "there is one KV cache, whose events need no gathering"
+        ),
+        max_gpu_total_bytes=_refused("say max_tokens or free_gpu_memory_fraction instead"),
+    ),
+    *_of(
+        ParallelConfig,
+        communication_type=_works("MPI is the only one"),
+        communication_mode=_works("LEADER under mpirun or srun; ORCHESTRATOR starts the ranks itself"),
+        device_ids=_works("GPUs, one for each rank of a host"),
+        participant_ids=_refused("every rank that was started takes part"),
+        orchestrator_config=_works("see OrchestratorConfig"),
+        num_nodes=_ignored("mpirun, or its arguments, say which hosts there are", 1),
+    ),
+    *_of(
+        OrchestratorConfig,
+        is_orchestrator=_refused("the process that makes the Executor is the orchestrator"),
+        worker_executable_path=_ignored("ranks run this package; any path will do"),
+        orch_leader_comm=_refused("the orchestrator talks to its ranks by a socket of its own"),
+        spawn_processes=_refused(
+            "an orchestrator starts its ranks itself; LEADER is for ranks that are started"
+        ),
+    ),
+    *_of(
+        PeftCacheConfig,
+        **{
+            each.name: _ignored(_NO_LORA)
+            for each in fields(PeftCacheConfig)
+            if each.name != "lora_prefetch_dir"
+        },
+        lora_prefetch_dir=_refused(_NO_LORA, ""),
+    ),
+    *_of(
+        DecodingConfig,
+        decoding_mode=_refused(
+            "every request says for itself how its tokens are chosen; drafts are chosen by no other way than "
+            "external_draft_tokens_config",
+            *_SAMPLES,
+        ),
+        lookahead_decoding_config=_refused(_OWN_DRAFTS),
+        medusa_choices=_refused(_OWN_DRAFTS),
+        eagle_config=_refused(_OWN_DRAFTS),
+    ),
+    *_of(
+        LogitsPostProcessorConfig,
+        processor_map=_works("called with or without the client id, by how many arguments one takes"),
+        processor_batched=_works("once in an iteration, for all requests that ask for it"),
+        replicate=_works("on every rank that has logits, or on one"),
+    ),
+    *_of(
+        DebugConfig,
+        debug_input_tensors=_works("the inputs of every iteration"),
+        debug_output_tensors=_works("the outputs of every iteration"),
+        debug_tensor_names=_works("by name"),
+        debug_tensors_max_iterations=_works("0: into files"),
+    ),
+    *_of(
+        ExtendedRuntimePerfKnobConfig,
+        multi_block_mode=_ignored(_TENSORRT),
+        enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
+        cuda_graph_mode=_ignored("on one GPU, iterations that only generate are recorded in any case", False),
+        cuda_graph_cache_size=_ignored("every number of rows that was recorded stays so"),
+    ),
+    *_of(
+        SpeculativeDecodingConfig,
+        fast_logits=_refused("no draft engine sends logits; they come with a request"),
+    ),
+    *_of(
+        GuidedDecodingConfig,
+        backend=_works("a library that has to be installed"),
+        encoded_vocab=_works("the checkpoint's by default"),
+        tokenizer_str=_works("the checkpoint's by default"),
+        stop_token_ids=_works("the checkpoint's end ids by default"),
+    ),
+    *_of(
+        CacheTransceiverConfig,
+        backend=_refused(_ONE_SERVER),
+        max_tokens_in_buffer=_refused(_ONE_SERVER),
+        kv_transfer_timeout_ms=_refused(_ONE_SERVER),
+    ),
+]
+
+FIELDS: tuple[FieldNote, ...] = (*_REQUEST, *_PARTS_OF_REQUESTS, *_CONFIGURATION, *_PARTS_OF_CONFIGURATION)
+"""Every field of everything that a client hands in."""
+
+
+# ---------------------------------------------------------------------- the check
+
+
+class FieldChecker:
+    """Refuses and logs. One for each executor, so that each logs what it ignores once."""
+
+    def __init__(self) -> None:
+        self._notes = {
+            (note.owner, note.name): note for note in FIELDS if note.treatment is not Treatment.WORKS
+        }
+        self._logged: set[str] = set()
+
+    def check(self, given: Request | ExecutorConfig) -> None:
+        """Raise NotSupported for the first refused field that asks for something, and log what is ignored."""
+        for owner, each in _all_fields(given):
+            note = self._notes.get((type(owner), each.name))
+            if note is None or not _asks(getattr(owner, each.name), each, note):
+                continue
+            place = f"{type(owner).__name__}.{each.name}"
+            if note.treatment is Treatment.REFUSED:
+                raise NotSupported(f"{place} is not supported: {note.text}")
+            self._log_once(place, f"{place} has no effect: {note.text}")
+        for name in sorted(vars(given).keys() - {each.name for each in fields(given)}):
+            place = f"{type(given).__name__}.{name}"
+            self._log_once(place, f"{place} has no effect: there is no such field")
+
+    def _log_once(self, place: str, message: str) -> None:
+        if place not in self._logged:
+            self._logged.add(place)
+            _log.warning("%s", message)
+
+
+def check_model_type(model_type: ModelType) -> None:
+    """Raise NotSupported unless it is a model without an encoder."""
+    if model_type is not ModelType.DECODER_ONLY:
+        raise NotSupported(f"ModelType.{model_type.name} is not supported: {_NO_ENCODER}")
+
+
+def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
+    """Every field of an object of the API and of those in it."""
+    for each in fields(owner):
+        yield owner, each
+        value = getattr(owner, each.name)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Typed | Frozen):
+                yield from _all_fields(part)
+
+
+def _asks(value: Any, each: Field[Any], note: FieldNote) -> bool:
+    """Whether a value asks for something. A tensor, which cannot be compared, does."""
+    if value is None:
+        return False
+    default = each.default if each.default_factory is MISSING else each.default_factory()
+    return not any(type(value) is type(nothing) and value == nothing for nothing in (default, *note.neutral))
