@@ -1,7 +1,7 @@
 """Where an executor's engine runs: in this process, in ranks of which this process is one, or in ranks it starts.
 
-The ranks are the server's (`inflight.ranks`). In leader mode mpirun or srun has started this program several times:
-rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts the
+The ranks are the server's (`inflight.ranks`). In leader mode mpirun or srun has started this program several
+times: rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts the
 ranks, talks to rank 0 over the engine endpoint, and starts the ranks again when one is lost.
 """
 
@@ -63,7 +63,9 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
         return _orchestrate(parameters, parallel)
     num_ranks = num_ranks_around()
     if num_ranks == 1:
-        _check_num_ranks(parameters, 1, "was started alone; in leader mode mpirun -n N starts it on every rank")
+        _check_num_ranks(
+            parameters, 1, "was started alone; in leader mode mpirun -n N starts it on every rank"
+        )
         return _InProcess(start_engine(parameters, "", load=load))
     parameters = _for_ranks(parameters, num_ranks)
     _check_participants(parallel, num_ranks)

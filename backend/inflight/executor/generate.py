@@ -1,7 +1,7 @@
 """`Executor.generate`: prompts in, texts out, in one call.
 
-Prompts are answered side by side; as many are handed to the engine as it has room for. Text is made, and stop strings
-are found, where the server does it too (`inflight.serving`). Everything here runs on the caller's thread.
+Prompts are answered side by side; as many are handed to the engine as it has room for. Text is made, and stop
+strings are found, where the server does it too (`inflight.serving`). Everything here runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.executor.errors import ExecutorError, InvalidValue
 from inflight.serving.reply import NewText, Output, Prompt, PromptReply, ReplyOptions, new_text
-from inflight.text import Tokenizer
+from inflight.text.tokenizer import Tokenizer
 
 _LONG = 1000
 """A call that may generate so many tokens shows a progress bar."""
@@ -77,6 +77,11 @@ def as_list(prompts: Prompts) -> list[str | list[int]]:
     if isinstance(listed[0], int):
         return [[int(token) for token in listed if isinstance(token, int)]]
     return [each if isinstance(each, str) else [int(token) for token in each] for each in _several(listed)]
+
+
+def is_list_of_prompts(prompts: Prompts) -> bool:
+    """Whether these are several prompts, even if there is one in the list."""
+    return not isinstance(prompts, str) and not isinstance(prompts[0], int)
 
 
 def _several(prompts: Sequence[int | str | Sequence[int]]) -> Iterator[str | Sequence[int]]:

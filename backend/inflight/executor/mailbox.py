@@ -23,18 +23,16 @@ class Mailbox:
         self._num_unfinished = 0
         self._is_closed = False
 
-    @property
-    def num_unfinished(self) -> int:
-        """Sequences that were announced and whose request has no final answer yet."""
-        return self._num_unfinished
-
-    def announce(self, num_sequences: int) -> None:
-        """Count sequences that are about to be enqueued; their final answer, or `retract`, ends that."""
+    def announce(self, num_sequences: int, most: int | None) -> bool:
+        """Count sequences that are about to be enqueued; returns False, and does not, if they are more than `most`."""
         with self._changed:
+            if most is not None and self._num_unfinished + num_sequences > most:
+                return False
             self._num_unfinished += num_sequences
+            return True
 
     def retract(self, num_sequences: int) -> None:
-        """These were not enqueued after all."""
+        """These have ended, or were not enqueued after all."""
         with self._changed:
             self._num_unfinished -= num_sequences
 
@@ -48,8 +46,6 @@ class Mailbox:
     def put(self, answer: Answer) -> None:
         """Add an answer and wake whoever waits. The engine's thread."""
         with self._changed:
-            if answer.is_final:
-                self._num_unfinished -= answer.answers.num_sequences
             self._ready.setdefault(answer.request_id, []).append(answer)
             self._changed.notify_all()
 
