@@ -1,8 +1,8 @@
 """Where an executor's engine runs: in this process, in ranks of which this process is one, or in ranks it starts.
 
 The ranks are the server's (`inflight.ranks`). In leader mode mpirun or srun has started this program several
-times: rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts the
-ranks, talks to rank 0 over the engine endpoint, and starts the ranks again when one is lost.
+times: rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts
+the ranks, talks to rank 0 over the engine endpoint, and starts the ranks again when one is lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Executor`: takes requests, and hands out their responses to whoever asks for them.
 
 One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait in a
-mailbox until a client fetches them. Any thread may call any method. Specification: the Executor API of TensorRT-LLM.
+mailbox until a client fetches them. Any thread may call any method. Specification: TensorRT-LLM's Executor API.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from inflight.executor.convert import to_core_request, to_parameters
 from inflight.executor.enums import BatchingType, ModelType
 from inflight.executor.errors import ExecutorError, NotSupported
 from inflight.executor.fields import FieldChecker, check_model_type
-from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_list_of_prompts
+from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.mailbox import Mailbox
 from inflight.executor.request import Request
 from inflight.executor.response import Response
@@ -285,7 +285,7 @@ class Executor:
             converted.append(replace(core, streaming=bool(stop), end_ids=core.end_ids or eos_token_ids))
         most_at_once = self._num_slots + self._max_queue_size if self._max_queue_size else None
         generated = Generating(client, converted, stop, tokenizer).run(most_at_once, progress)
-        return generated if is_list_of_prompts(prompts) else generated[0]
+        return generated[0] if is_one_prompt(prompts) else generated
 
     def cancel_request(self, request_id: int) -> None:
         """End a request: its last response has what was generated, and the finish reason CANCELLED.

@@ -11,6 +11,8 @@ import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import cast
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import Request as CoreRequest
@@ -67,28 +69,20 @@ class Generation:
         return self.sequences[0].token_ids
 
 
-def as_list(prompts: Prompts) -> list[str | list[int]]:
-    """Several prompts, or the one, as a list. Raises InvalidValue if there is none."""
+def is_one_prompt(prompts: Prompts) -> bool:
+    """Whether this is a text or a sequence of token ids. Raises InvalidValue for what is no prompt at all."""
     if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if not listed:
-        raise InvalidValue("prompts is empty: expected a text, token ids, or a list of them")
-    if isinstance(listed[0], int):
-        return [[int(token) for token in listed if isinstance(token, int)]]
-    return [each if isinstance(each, str) else [int(token) for token in each] for each in _several(listed)]
+        return True
+    are_ids = [isinstance(each, Integral) for each in prompts]
+    if not are_ids or any(are_ids) != all(are_ids):
+        raise InvalidValue(f"prompts is {prompts!r:.100}: expected a text, token ids, or a list of either")
+    return are_ids[0]
 
 
-def is_list_of_prompts(prompts: Prompts) -> bool:
-    """Whether these are several prompts, even if there is one in the list."""
-    return not isinstance(prompts, str) and not isinstance(prompts[0], int)
-
-
-def _several(prompts: Sequence[int | str | Sequence[int]]) -> Iterator[str | Sequence[int]]:
-    for prompt in prompts:
-        if isinstance(prompt, int):
-            raise InvalidValue("prompts has token ids beside prompts: expected one kind")
-        yield prompt
+def as_list(prompts: Prompts) -> list[str | list[int]]:
+    """Several prompts, or the one, as a list. Raises InvalidValue as `is_one_prompt` does."""
+    listed = [prompts] if is_one_prompt(prompts) else prompts
+    return [each if isinstance(each, str) else list(cast("Sequence[int]", each)) for each in listed]
 
 
 class Generating:
@@ -177,7 +171,8 @@ class Generating:
         from rich.console import Console
         from rich.progress import Progress
 
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=console.is_terminal) as bar:
             task = bar.add_task("generating", total=len(self._requests))
             yield lambda: bar.advance(task)
 

@@ -24,7 +24,7 @@ class Mailbox:
         self._is_closed = False
 
     def announce(self, num_sequences: int, most: int | None) -> bool:
-        """Count sequences that are about to be enqueued; returns False, and does not, if they are more than `most`."""
+        """Count sequences that are about to be enqueued; False if there would be more than `most`."""
         with self._changed:
             if most is not None and self._num_unfinished + num_sequences > most:
                 return False
