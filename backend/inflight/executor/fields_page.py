@@ -11,9 +11,9 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 
 _HEAD = """# Fields of the Executor API
 
-What each field of `inflight.executor` does here. What is **refused** raises `NotSupported` with this reason when an
-`Executor` is made or a request enqueued. What is *ignored* changes nothing but time and memory, and is logged once.
-The default never is either.
+What each field of `inflight.executor` does here. What is **refused** raises `NotSupported` with this reason,
+when an `Executor` is made or a request enqueued. What is *ignored* changes nothing but time and memory, and is
+logged once. The default never is either.
 
 `scripts/write_configs` writes this page.
 """

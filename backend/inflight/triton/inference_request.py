@@ -14,6 +14,7 @@ import numpy as np
 
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
+from inflight.serving.reply import Prompt
 from inflight.serving.text_encoder import NO_TEXT
 from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import TensorReader
@@ -35,7 +36,11 @@ class InferenceRequest:
     tensors: Mapping[str, np.ndarray]
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """Convert the tensors to the Request that GetInferenceRequests returns to a GptManager.
+        """The Request that GetInferenceRequests returns to a GptManager; see `to_prompt`."""
+        return self.to_prompt(limits).request
+
+    def to_prompt(self, limits: ModelLimits) -> Prompt:
+        """Convert the tensors to a Request, and to which outputs are to come back.
 
         Args:
             limits: Of the scheduler that the GptManager runs (`Scheduler.limits`).
@@ -60,7 +65,7 @@ class InferenceRequest:
             )
         if prompt.options.stop_strings:
             raise Unsupported("stop_words is text, and there is no tokenizer here: send stop_words_list")
-        return replace(prompt.request, request_id=self.request_id)
+        return replace(prompt, request=replace(prompt.request, request_id=self.request_id))
 
     def _check_name(self, name: str) -> None:
         names = [known for known, _ in INPUTS.declared(Vocabulary.TOKENS)]

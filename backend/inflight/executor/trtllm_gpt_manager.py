@@ -1,0 +1,342 @@
+"""GptManager by its documented signature: a model's path and callbacks in, named tensors out.
+
+An adapter of `inflight.batch_manager.GptManager`, which the server uses and which takes an engine and values that
+are no tensors. Loads the engine, turns tensors into requests and results into tensors, and asks for new requests
+also while nothing runs. One process is one rank here: several ranks are the Executor's and the server's.
+Specifications: The Batch Manager, Inference Request.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import KW_ONLY, dataclass, field, replace
+from enum import Enum
+from os import PathLike
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from inflight.batch_manager import GptManager as CoreGptManager
+from inflight.build import LoadModel, check_parameters, load_model
+from inflight.config import Parameters
+from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.response import Response
+from inflight.core.request.stop import StopSignal
+from inflight.core.scheduler import Scheduler
+from inflight.errors import AlreadyExists, InflightError
+from inflight.executor.config import (
+    DecodingConfig,
+    ExecutorConfig,
+    KvCacheConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from inflight.executor.convert import to_parameters
+from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, DecodingMode
+from inflight.executor.fields import FieldChecker
+from inflight.executor.typed import Typed
+from inflight.serving.reply import Output, Prompt
+from inflight.triton.inference_request import InferenceRequest as TensorMap
+from inflight.triton.responses import make_array
+from inflight.triton.tensor_reader import NUMPY_TYPES
+from inflight.triton.tensor_spec import Vocabulary
+from inflight.triton.tensors import INPUTS, OUTPUTS
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_S = 0.005
+"""How often an idle manager asks for requests."""
+
+_WITHOUT_BATCH = frozenset({"output_ids", "sequence_length"})
+"""Outputs that the specification has without the leading 1."""
+
+
+class TrtGptModelType(Enum):
+    """How requests are batched: V1 ends a batch before it starts the next; the others are the same here."""
+
+    V1 = "V1"
+    InflightBatching = "inflight_batching"
+    InflightFusedBatching = "inflight_fused_batching"
+
+
+class SchedulerPolicy(Enum):
+    """Who may hold KV blocks."""
+
+    MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+    GUARANTEED_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+
+
+@dataclass
+class TrtGptModelOptionalParams(Typed):
+    """What may be said of a model beside its path, as in ExecutorConfig's fields of these names.
+
+    Attributes:
+        max_num_sequences: Most sequences that run at once.
+    """
+
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    enable_trt_overlap: bool = False
+    device_ids: list[int] | None = None
+    normalize_log_probs: bool = True
+    enable_chunked_context: bool = False
+    decoding_mode: DecodingMode | None = None
+    max_num_sequences: int | None = None
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """One request.
+
+    Attributes:
+        request_id: Unique among requests in flight, 0 .. 2**64 - 1.
+        tensors: Of torch or numpy, by the names of the specification and of docs/tensors.md.
+    """
+
+    request_id: int
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """An output."""
+
+    tensor: torch.Tensor
+    name: str
+
+
+GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
+"""Takes how many requests fit now (negative: any number), and returns at most as many new ones."""
+
+SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
+"""Takes a request's id, outputs, whether this is its last response, and "" or an error, which is the last."""
+
+PollStopSignalCallback = Callable[[], AbstractSet[int]]
+"""Returns the ids of requests that are to end; ids of requests that are not in flight mean nothing."""
+
+ReturnBatchManagerStatsCallback = Callable[[str], None]
+"""Takes the statistics of an iteration as a JSON string."""
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What the constructor takes behind its first four arguments."""
+
+    get_inference_requests_cb: GetInferenceRequestsCallback
+    send_response_cb: SendResponseCallback
+    poll_stop_signal_cb: PollStopSignalCallback | None = None
+    return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None
+    optional_params: TrtGptModelOptionalParams | None = None
+    terminate_req_id: int | None = None
+    _: KW_ONLY
+    max_num_requests: int = -1
+    load: LoadModel = load_model
+
+
+class GptManager:
+    """In-flight batching over one model, from construction until `shutdown` or until nobody has this object.
+
+    Its worker thread calls the callbacks, which must not block: while it waits for one, nobody gets tokens.
+
+    Args:
+        trt_engine_path: The checkpoint folder.
+        model_type: How requests are batched.
+        max_beam_width: Most beams of a search.
+        scheduler_policy: Who may hold KV blocks.
+        max_num_requests: Most requests that are active at once; may be left out, as later versions do.
+        get_inference_requests_cb: Called at the start of every iteration.
+        send_response_cb: Called with each response, exactly one of which is final for each request.
+        poll_stop_signal_cb: Called at the end of every iteration.
+        return_batch_manager_stats_cb: Called at the end of every iteration that had active requests.
+        optional_params: What may be said beside.
+        terminate_req_id: A request with this id ends the manager as `shutdown` does; it is not answered.
+        load: What makes the engine; by keyword.
+
+    Raises:
+        ConfigError: The model cannot be loaded; the message says why.
+        NotSupported: An optional parameter asks for something that is not built.
+    """
+
+    @overload
+    def __init__(
+        self,
+        trt_engine_path: str | PathLike[str],
+        model_type: TrtGptModelType,
+        max_beam_width: int,
+        scheduler_policy: SchedulerPolicy,
+        max_num_requests: int,
+        get_inference_requests_cb: GetInferenceRequestsCallback,
+        send_response_cb: SendResponseCallback,
+        poll_stop_signal_cb: PollStopSignalCallback | None = None,
+        return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
+        optional_params: TrtGptModelOptionalParams | None = None,
+        terminate_req_id: int | None = None,
+        *,
+        load: LoadModel = load_model,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        trt_engine_path: str | PathLike[str],
+        model_type: TrtGptModelType,
+        max_beam_width: int,
+        scheduler_policy: SchedulerPolicy,
+        get_inference_requests_cb: GetInferenceRequestsCallback,
+        send_response_cb: SendResponseCallback,
+        poll_stop_signal_cb: PollStopSignalCallback | None = None,
+        return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
+        optional_params: TrtGptModelOptionalParams | None = None,
+        terminate_req_id: int | None = None,
+        *,
+        max_num_requests: int = -1,
+        load: LoadModel = load_model,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        trt_engine_path: str | PathLike[str],
+        model_type: TrtGptModelType,
+        max_beam_width: int,
+        scheduler_policy: SchedulerPolicy,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        if arguments and isinstance(arguments[0], int):
+            options["max_num_requests"], arguments = arguments[0], arguments[1:]
+        given = _Arguments(*arguments, **options)
+        parameters = _parameters(
+            str(trt_engine_path), model_type, max_beam_width, scheduler_policy, given.optional_params
+        )
+        session = _Session(parameters, given)
+        # The threads of the session know nothing of this object, so that it can go.
+        self._shut_down = weakref.finalize(self, session.shutdown)
+
+    def __enter__(self) -> GptManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Ask for no more requests, finish the active ones, end the threads, free the device. Idempotent."""
+        self._shut_down()
+
+
+def _parameters(
+    path: str,
+    model_type: TrtGptModelType,
+    max_beam_width: int,
+    policy: SchedulerPolicy,
+    optional: TrtGptModelOptionalParams | None,
+) -> Parameters:
+    optional = optional or TrtGptModelOptionalParams()
+    device_ids, mode = optional.device_ids, optional.decoding_mode
+    config = ExecutorConfig(
+        max_beam_width,
+        SchedulerConfig(policy.value),
+        optional.kv_cache_config,
+        optional.enable_chunked_context,
+        optional.normalize_log_probs,
+        batching_type=BatchingType.STATIC if model_type is TrtGptModelType.V1 else BatchingType.INFLIGHT,
+        max_batch_size=optional.max_num_sequences,
+        parallel_config=None if device_ids is None else ParallelConfig(device_ids=device_ids),
+        decoding_config=None if mode is None else DecodingConfig(mode),
+        enable_trt_overlap=optional.enable_trt_overlap,
+    )
+    FieldChecker().check(config)
+    parameters = to_parameters(config, path)
+    check_parameters(parameters)
+    return parameters
+
+
+class _Session:
+    """A running manager: its callbacks, which the worker thread calls, and the thread that wakes it."""
+
+    def __init__(self, parameters: Parameters, given: _Arguments) -> None:
+        self._given = given
+        self._prompts: dict[int, Prompt] = {}  # of every request without its final response; worker thread
+        self._is_over = threading.Event()
+        engine = given.load(parameters, "", None).engine
+        config = replace(parameters.scheduler, max_num_requests=given.max_num_requests)
+        self._limits: ModelLimits = engine.limits.model_limits(config)
+        self._manager = CoreGptManager(
+            engine,
+            Scheduler(config, engine.limits),
+            self._get_inference_requests,
+            self._send_response,
+            self._poll_stop_signals if given.poll_stop_signal_cb else None,
+            given.return_batch_manager_stats_cb,
+        )
+        threading.Thread(target=self._wake, name="gpt-manager-wake", daemon=True).start()
+
+    def shutdown(self) -> None:
+        self._is_over.set()
+        self._manager.shutdown()
+
+    def _wake(self) -> None:
+        """An idle worker rests until somebody says that there is something: nobody else does."""
+        while not self._is_over.wait(_POLL_S):
+            self._manager.notify()
+
+    # ---------------------------------------------------------------- callbacks, the worker thread
+
+    def _get_inference_requests(self, max_num: int) -> list[Request]:
+        if self._is_over.is_set():
+            return []
+        requests: list[Request] = []
+        for request in list(self._given.get_inference_requests_cb(max_num)):
+            if request.request_id == self._given.terminate_req_id:
+                threading.Thread(target=self.shutdown, name="gpt-manager-shutdown").start()
+                continue
+            try:
+                requests.append(self._begin(request))
+            except InflightError as error:  # of this request alone
+                self._given.send_response_cb(request.request_id, [], True, str(error))
+        return requests
+
+    def _begin(self, request: InferenceRequest) -> Request:
+        if request.request_id in self._prompts:
+            raise AlreadyExists(f"a request with id {request.request_id} is being processed")
+        arrays = {name: _to_numpy(name, tensor) for name, tensor in request.tensors.items()}
+        prompt = TensorMap(request.request_id, arrays).to_prompt(self._limits)
+        self._prompts[request.request_id] = prompt
+        return prompt.request
+
+    def _send_response(self, response: Response) -> None:
+        prompt = self._prompts[response.request_id]
+        if response.is_final:  # before the callback, which may use the id again
+            del self._prompts[response.request_id]
+        tensors = (
+            [] if response.result is None else list(_named_tensors(Output(prompt, response.result, None)))
+        )
+        message = "" if response.error is None else str(response.error)
+        self._given.send_response_cb(response.request_id, tensors, response.is_final, message)
+
+    def _poll_stop_signals(self) -> list[StopSignal]:
+        poll = self._given.poll_stop_signal_cb
+        return [StopSignal(request_id) for request_id in poll()] if poll else []
+
+
+def _to_numpy(name: str, tensor: Any) -> np.ndarray:
+    """An array of torch's or numpy's; torch's int64 stands for uint64 where that is asked for."""
+    array = tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+    spec = INPUTS.sent_as(name, Vocabulary.TOKENS)
+    is_unsigned = spec is not None and spec.dtype == "UINT64"
+    return array.astype(np.uint64) if is_unsigned and array.dtype == np.int64 else array
+
+
+def _named_tensors(output: Output) -> Iterator[NamedTensor]:
+    """The outputs that the request asked for; text is none."""
+    import torch
+
+    for spec in OUTPUTS.specs:
+        if spec.name not in output.prompt.options.outputs or spec.dtype == "BYTES":
+            continue
+        array = make_array(spec.name, [output])
+        if array is not None:
+            whole = array[0] if spec.name in _WITHOUT_BATCH else array
+            yield NamedTensor(torch.from_numpy(np.array(whole, NUMPY_TYPES[spec.dtype])), spec.name)

@@ -1,0 +1,382 @@
+"""What the engine gets of a request and of a configuration, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import inflight.executor as trtllm
+from inflight.build import check_parameters
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, Parameters
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
+from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.request import Request as CoreRequest
+from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
+from inflight.errors import InvalidArgument
+from inflight.executor.convert import DEFAULT_MAX_BATCH_SIZE, to_core_request, to_parameters
+from inflight.executor.fields import FIELDS, Treatment
+
+VOCABULARY = 10
+LIMITS = ModelLimits(
+    VOCABULARY, max_sequence_length=64, max_input_length=63, num_blocks=32, tokens_per_block=4,
+    max_beam_width=4, max_draft_length=8,
+)  # fmt: skip
+TokenRange = trtllm.KvCacheRetentionConfig.TokenRangeRetentionConfig
+
+
+def convert(**fields: Any) -> CoreRequest:
+    return to_core_request(trtllm.Request([1, 2, 3], 5, **fields), LIMITS)
+
+
+PLAIN = CoreRequest(0, (1, 2, 3), 5, sampling=CoreSamplingConfig(early_stopping=1))
+
+
+def test_a_plain_request() -> None:
+    """Without an end id, early stopping is the one default that the server's tensors do not have."""
+    assert convert() == PLAIN
+
+
+def test_the_id_is_handed_on() -> None:
+    assert to_core_request(trtllm.Request([1], 1), LIMITS, 2**64 - 1).request_id == 2**64 - 1
+
+
+def floats(*values: float) -> FloatTensor:
+    return FloatTensor((len(values),), np.array(values, np.float32).tobytes())
+
+
+BIAS = [float(value) for value in range(VOCABULARY)]
+FIELDS_OF_A_REQUEST: dict[str, tuple[Any, dict[str, Any]]] = {
+    "streaming": (True, {"streaming": True}),
+    "pad_id": (7, {"pad_id": 7}),
+    "bad_words": ([[4], [5, 6]], {"bad_words": ((4,), (5, 6))}),
+    "stop_words": ([[4], [5, 6]], {"stop_words": ((4,), (5, 6))}),
+    "embedding_bias": (torch.tensor(BIAS), {"embedding_bias": floats(*BIAS)}),
+    "external_draft_tokens_config": (
+        trtllm.ExternalDraftTokensConfig([1, 2], None, 0.5),
+        {"draft": ExternalDraft((1, 2), None, 0.5)},
+    ),
+    "kv_cache_retention_config": (
+        trtllm.KvCacheRetentionConfig(
+            [TokenRange(0, 2, 80, timedelta(seconds=30)), TokenRange(2, None, 5)], 10
+        ),
+        {
+            "retention": RetentionConfig(
+                (
+                    TokenRangeRetention(0, 2, Retention(80, 30_000)),
+                    TokenRangeRetention(2, None, Retention(5, None)),
+                ),
+                Retention(10, None),
+            )
+        },
+    ),
+    "client_id": (9, {"client_id": 9}),
+    "priority": (0.75, {"priority": 0.75}),
+    "allotted_time_ms": (timedelta(seconds=2, microseconds=1500), {"allotted_time_ms": 2001}),
+    "cache_salt_id": (6, {"identity": PrefixIdentity(cache_salt_id=6)}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS_OF_A_REQUEST)
+def test_a_field_of_a_request(name: str) -> None:
+    value, expected = FIELDS_OF_A_REQUEST[name]
+    assert convert(**{name: value}) == replace(PLAIN, **expected)
+
+
+CONTROLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "top_k": (5, {"top_k": 5}),
+    "top_p": (0.5, {"top_p": 0.5}),
+    "top_p_min": (0.25, {"top_p_min": 0.25}),
+    "top_p_reset_ids": (7, {"top_p_reset_id": 7}),
+    "top_p_decay": (0.5, {"top_p_decay": 0.5}),
+    "seed": (2**64 - 1, {"random_seed": 2**64 - 1}),
+    "temperature": (0.0, {"temperature": 0.0}),
+    "min_tokens": (3, {"min_length": 3}),
+    "beam_search_diversity_rate": (0.5, {"beam_search_diversity_rate": 0.5}),
+    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
+    "presence_penalty": (-0.5, {"presence_penalty": -0.5}),
+    "frequency_penalty": (0.5, {"frequency_penalty": 0.5}),
+    "length_penalty": (1.0, {"length_penalty": 1.0}),
+    "early_stopping": (0, {"early_stopping": 0}),
+    "no_repeat_ngram_size": (4, {"no_repeat_ngram_size": 4}),
+    "num_return_sequences": (2, {"num_return_sequences": 2}),
+    "min_p": (0.25, {"min_p": 0.25}),
+    "beam_width": (3, {"beam_width": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_of_sampling(name: str) -> None:
+    value, expected = CONTROLS[name]
+    request = convert(sampling_config=trtllm.SamplingConfig(**{name: value}))
+    assert request.sampling == replace(PLAIN.sampling, **expected)
+
+
+OUTPUTS = {
+    "return_log_probs": "return_log_probs",
+    "return_context_logits": "return_context_logits",
+    "return_generation_logits": "return_generation_logits",
+    "exclude_input_from_output": "exclude_input_from_output",
+    "return_perf_metrics": "return_perf_metrics",
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output(name: str) -> None:
+    request = convert(output_config=trtllm.OutputConfig(**{name: True}))
+    assert request.output == CoreOutputConfig(**{OUTPUTS[name]: True})
+
+
+def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
+    own = {
+        trtllm.Request: {
+            "input_token_ids", "max_tokens", "sampling_config", "output_config", "end_id", "num_return_sequences",
+            "return_all_generated_tokens", "logits_post_processor_name", "logits_post_processor",
+            "guided_decoding_params",
+        },
+        trtllm.OutputConfig: {"additional_model_outputs"},
+    }  # fmt: skip
+    converted = {
+        trtllm.Request: set(FIELDS_OF_A_REQUEST) - {"pad_id"},
+        trtllm.SamplingConfig: set(CONTROLS),
+        trtllm.OutputConfig: set(OUTPUTS),
+    }
+    for owner, names in converted.items():
+        working = {n.name for n in FIELDS if n.owner is owner and n.treatment is Treatment.WORKS}
+        assert working == names | own.get(owner, set())
+
+
+# ---------------------------------------------------------------- what is not one to one
+
+
+@pytest.mark.parametrize("end_id", [None, -1])
+def test_no_end_id(end_id: int | None) -> None:
+    assert convert(end_id=end_id).end_ids == ()
+
+
+def test_with_an_end_id_one_token_comes_at_least_unless_said_otherwise() -> None:
+    request = convert(end_id=4)
+    assert (request.end_ids, request.sampling.min_length) == ((4,), 1)
+    allowed = convert(end_id=4, sampling_config=trtllm.SamplingConfig(min_tokens=0))
+    assert allowed.sampling.min_length == 0
+
+
+@pytest.mark.parametrize("pad_id", [-1, -2, None])
+def test_no_pad_id(pad_id: int | None) -> None:
+    assert convert(pad_id=pad_id).pad_id is None
+
+
+def test_a_number_of_sequences_may_be_assigned_to_the_request() -> None:
+    request = trtllm.Request([1], 1)
+    request.num_return_sequences = 3
+    assert to_core_request(request, LIMITS).sampling.num_return_sequences == 3
+    request.sampling_config.num_return_sequences = 2
+    assert to_core_request(request, LIMITS).sampling.num_return_sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("time", "milliseconds"),
+    [(None, 0), (timedelta(0), 1), (timedelta(microseconds=10), 1), (timedelta(days=1), 86_400_000)],
+)
+def test_no_time_is_not_no_deadline(time: timedelta | None, milliseconds: int) -> None:
+    assert convert(allotted_time_ms=time).allotted_time_ms == milliseconds
+
+
+def test_a_time_is_not_negative() -> None:
+    with pytest.raises(InvalidArgument, match="allotted_time_ms must not be negative"):
+        convert(allotted_time_ms=timedelta(seconds=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_bias_may_be_of_any_float_type_and_layout(dtype: torch.dtype) -> None:
+    bias = torch.stack([torch.tensor(BIAS), torch.zeros(VOCABULARY)], dim=1).to(dtype)[:, 0]
+    assert not bias.is_contiguous()
+    assert convert(embedding_bias=bias.requires_grad_()).embedding_bias == floats(*BIAS)
+
+
+def test_a_bias_may_be_numpys() -> None:
+    assert convert(embedding_bias=np.array(BIAS)).embedding_bias == floats(*BIAS)
+
+
+def test_a_bias_of_another_size_is_refused_in_upstreams_words() -> None:
+    with pytest.raises(InvalidArgument, match=r"embedding bias shape is not as expected.*\[10\].*got \[9\]"):
+        convert(embedding_bias=torch.ones(9))
+
+
+def test_a_drafts_logits_are_converted() -> None:
+    logits = torch.arange(2.0 * VOCABULARY).reshape(2, VOCABULARY)
+    draft = convert(external_draft_tokens_config=trtllm.ExternalDraftTokensConfig([1, 2], logits)).draft
+    assert draft.logits.shape == (2, VOCABULARY)
+    assert np.frombuffer(draft.logits.data, np.float32).tolist() == logits.flatten().tolist()
+
+
+def test_retention_of_generated_tokens_has_the_originals_default() -> None:
+    retention = convert(kv_cache_retention_config=trtllm.KvCacheRetentionConfig([])).retention
+    assert retention.decode == Retention(35, None)
+    assert convert().retention.decode is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop_words": [[]]}, "stop_words_list has an empty word"),
+        ({"end_id": 10}, "end_id must be in"),
+        ({"sampling_config": trtllm.SamplingConfig(5)}, "beam_width must be at most 4"),
+    ],
+)
+def test_what_the_model_cannot_do_is_an_error_of_the_request(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        convert(**fields)
+
+
+def test_generation_logits_of_streamed_beams_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="cannot be streamed with beam_width > 1"):
+        convert(
+            streaming=True,
+            sampling_config=trtllm.SamplingConfig(2),
+            output_config=trtllm.OutputConfig(return_generation_logits=True),
+        )
+
+
+GUIDE = trtllm.GuidedDecodingParams(trtllm.GuidedDecodingParams.GuideType.JSON)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_decoding_params": GUIDE},
+        {"logits_post_processor_name": "a"},
+        {"logits_post_processor": print},
+        {"output_config": trtllm.OutputConfig(additional_model_outputs=[trtllm.AdditionalModelOutput("x")])},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_is_not_connected_is_refused_and_not_dropped(fields: dict[str, Any]) -> None:
+    with pytest.raises(trtllm.NotSupported, match="not built in this version"):
+        convert(**fields)
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def parameters(**fields: Any) -> Parameters:
+    made = to_parameters(trtllm.ExecutorConfig(**fields), "/checkpoint")
+    check_parameters(made)
+    return made
+
+
+def test_a_plain_configuration() -> None:
+    plain = parameters()
+    assert plain.engine.gpt_model_path == "/checkpoint"
+    assert plain.engine.max_num_sequences == DEFAULT_MAX_BATCH_SIZE
+    assert plain.engine.max_num_tokens == plain.scheduler.max_num_tokens == 8192
+    assert (plain.scheduler.max_beam_width, plain.engine.normalize_log_probs) == (1, True)
+    assert plain.scheduler.policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    assert plain.launch_mode is None and plain.gpu_device_ids == ()
+
+
+KV = trtllm.KvCacheConfig
+CONFIGURATION: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "beams": ({"max_beam_width": 3}, "scheduler.max_beam_width", 3),
+    "chunks": ({"enable_chunked_context": True}, "scheduler.enable_chunked_context", True),
+    "log probs": ({"normalize_log_probs": False}, "engine.normalize_log_probs", False),
+    "iterations": ({"iter_stats_max_iterations": 5}, "iter_stats_max_iterations", 5),
+    "requests": ({"request_stats_max_iterations": 5}, "request_stats_max_iterations", 5),
+    "sequences": ({"max_batch_size": 5}, "engine.max_num_sequences", 5),
+    "tokens": ({"max_num_tokens": 100}, "scheduler.max_num_tokens", 100),
+    "the engine's tokens": ({"max_num_tokens": 100}, "engine.max_num_tokens", 100),
+    "static": ({"batching_type": trtllm.BatchingType.STATIC}, "gpt_model_type", "V1"),
+    "reuse": ({"kv_cache_config": KV(False)}, "scheduler.enable_kv_cache_reuse", False),
+    "cache": ({"kv_cache_config": KV(max_tokens=4096)}, "engine.max_tokens_in_paged_kv_cache", 4096),
+    "window": ({"kv_cache_config": KV(max_attention_window=[8, 16])}, "engine.max_attention_window_size", (8, 16)),
+    "sinks": ({"kv_cache_config": KV(sink_token_length=4)}, "engine.sink_token_length", 4),
+    "memory of a GPU": (
+        {"kv_cache_config": KV(free_gpu_memory_fraction=0.25)}, "engine.kv_cache_free_gpu_mem_fraction", 0.25,
+    ),
+    "memory of a CPU": (
+        {"kv_cache_config": KV(free_gpu_memory_fraction=0.25)}, "engine.kv_cache_free_cpu_mem_fraction", 0.25,
+    ),
+    "devices": ({"parallel_config": trtllm.ParallelConfig(device_ids=[1, 0])}, "gpu_device_ids", (1, 0)),
+    "chunking": (
+        {"scheduler_config": trtllm.SchedulerConfig(
+            context_chunking_policy=trtllm.ContextChunkingPolicy.EQUAL_PROGRESS)},
+        "scheduler.context_chunking_policy", ContextChunkingPolicy.EQUAL_PROGRESS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONFIGURATION)
+def test_a_field_of_the_configuration(what: str) -> None:
+    fields, path, expected = CONFIGURATION[what]
+    found: Any = parameters(**fields)
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", [policy.name for policy in trtllm.CapacitySchedulerPolicy])
+def test_policies_go_by_name(name: str) -> None:
+    config = trtllm.SchedulerConfig(trtllm.CapacitySchedulerPolicy[name])
+    assert parameters(scheduler_config=config).scheduler.policy is CapacitySchedulerPolicy[name]
+
+
+def test_static_batching_may_be_asked_for_in_two_ways() -> None:
+    by_type = parameters(batching_type=trtllm.BatchingType.STATIC)
+    by_policy = parameters(
+        scheduler_config=trtllm.SchedulerConfig(trtllm.CapacitySchedulerPolicy.STATIC_BATCH)
+    )
+    assert by_type == by_policy
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_sequences"),
+    [
+        ({"max_num_tokens": 40}, 40),
+        ({"max_num_tokens": 40, "enable_chunked_context": True}, 9),
+        ({"kv_cache_config": KV(max_tokens=256)}, 8),
+        ({"max_beam_width": 100}, 100),
+    ],
+)
+def test_without_a_batch_size_as_many_run_as_there_is_room_for(
+    fields: dict[str, Any], num_sequences: int
+) -> None:
+    assert parameters(**fields).engine.max_num_sequences == num_sequences
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(trtllm.CommunicationMode.LEADER, "leader"), (trtllm.CommunicationMode.ORCHESTRATOR, "orchestrator")],
+)
+def test_who_starts_the_ranks_if_there_are_several(mode: trtllm.CommunicationMode, expected: str) -> None:
+    config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(communication_mode=mode))
+    assert to_parameters(config, "", Parameters(tensor_parallel_size=2)).launch_mode == expected
+    assert to_parameters(config, "").launch_mode is None
+
+
+def test_what_a_configuration_does_not_say_stays() -> None:
+    base = Parameters(watchdog_timeout_ms=5, tensor_parallel_size=2)
+    base = replace(base, engine=replace(base.engine, dtype="float32", tokens_per_block=16))
+    made = to_parameters(trtllm.ExecutorConfig(), "/checkpoint", base)
+    assert (made.watchdog_timeout_ms, made.engine.dtype, made.engine.tokens_per_block) == (5, "float32", 16)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_decoding_config": trtllm.GuidedDecodingConfig(
+            trtllm.GuidedDecodingConfig.GuidedDecodingBackend.XGRAMMAR)},
+        {"logits_post_processor_config": trtllm.LogitsPostProcessorConfig()},
+        {"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]},
+        {"debug_config": trtllm.DebugConfig()},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_what_is_not_connected_in_a_configuration_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(trtllm.NotSupported, match="not built in this version"):
+        parameters(**fields)

@@ -1,0 +1,127 @@
+"""Statistics can be written, and become JSON with TensorRT-LLM's keys."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import fields
+
+import pytest
+
+import inflight.executor as trtllm
+from inflight.core.report import stats as core
+
+ITERATION_KEYS = {
+    "timestamp": "timestamp",
+    "iter": "iter",
+    "iter_latency_ms": "iterLatencyMS",
+    "new_active_requests_queue_latency_ms": "newActiveRequestsQueueLatencyMS",
+    "num_new_active_requests": "numNewActiveRequests",
+    "num_active_requests": "numActiveRequests",
+    "num_queued_requests": "numQueuedRequests",
+    "num_completed_requests": "numCompletedRequests",
+    "max_num_active_requests": "maxNumActiveRequests",
+    "gpu_mem_usage": "gpuMemUsage",
+    "cpu_mem_usage": "cpuMemUsage",
+    "pinned_mem_usage": "pinnedMemUsage",
+    "kv_cache_stats": "kvCacheStats",
+    "cross_kv_cache_stats": "crossKvCacheStats",
+    "static_batching_stats": "staticBatchingStats",
+    "inflight_batching_stats": "inflightBatchingStats",
+    "specdec_stats": "specDecodingStats",
+}
+
+
+def test_an_iteration_as_json() -> None:
+    stats = trtllm.IterationStats()
+    stats.timestamp, stats.iter, stats.iter_latency_ms = "01:23:56", 1, 100.5
+    stats.num_active_requests, stats.cpu_mem_usage = 2, 2048
+    found = json.loads(stats.to_json_str())
+    assert {key: found[key] for key in ITERATION_KEYS.values()} == {
+        key: getattr(stats, name) for name, key in ITERATION_KEYS.items()
+    }
+
+
+def test_parts_of_an_iteration_are_null_or_objects() -> None:
+    stats = trtllm.IterationStats()
+    parts = (
+        "kvCacheStats",
+        "crossKvCacheStats",
+        "staticBatchingStats",
+        "inflightBatchingStats",
+        "specDecodingStats",
+    )
+    assert [json.loads(stats.to_json_str())[key] for key in parts] == [None] * 5
+    stats.kv_cache_stats = trtllm.KvCacheStats(max_num_blocks=8, cache_hit_rate=0.5)
+    stats.inflight_batching_stats = trtllm.InflightBatchingStats(num_ctx_tokens=3)
+    stats.static_batching_stats = trtllm.StaticBatchingStats(empty_gen_slots=2)
+    stats.specdec_stats = trtllm.SpecDecodingStats(num_draft_tokens=4, iter_latency_ms=0.5)
+    found = json.loads(stats.to_json_str())
+    assert (found["kvCacheStats"]["maxNumBlocks"], found["kvCacheStats"]["cacheHitRate"]) == (8, 0.5)
+    assert found["inflightBatchingStats"]["numCtxTokens"] == 3
+    assert found["staticBatchingStats"]["emptyGenSlots"] == 2
+    assert found["specDecodingStats"]["iterLatencyMS"] == 0.5
+
+
+def test_the_keys_are_those_that_the_server_serves() -> None:
+    """The engine writes the same statistics by itself, for clients of the server."""
+    own = core.IterationStats(*[1] * 15, static_batch=core.StaticBatchStats(), num_drafted_requests=1)
+    in_flight = core.IterationStats(*[1] * 15)
+    stats = trtllm.IterationStats(
+        kv_cache_stats=trtllm.KvCacheStats(),
+        static_batching_stats=trtllm.StaticBatchingStats(),
+        inflight_batching_stats=trtllm.InflightBatchingStats(),
+        specdec_stats=trtllm.SpecDecodingStats(),
+    )
+    found, served, other = (
+        json.loads(stats.to_json_str()),
+        own.executor_fields(None),
+        in_flight.executor_fields(None),
+    )
+    assert set(found) == set(served)
+    for part in ("kvCacheStats", "staticBatchingStats", "specDecodingStats"):
+        assert set(found[part]) == set(served[part])
+    assert set(found["inflightBatchingStats"]) == set(other["inflightBatchingStats"])
+
+
+def test_a_request_as_json() -> None:
+    stats = trtllm.RequestStats()
+    stats.id, stats.stage = 1, trtllm.RequestStage.CONTEXT_IN_PROGRESS
+    stats.context_prefill_position, stats.avg_num_decoded_tokens_per_iter = 2, 2.5
+    stats.scheduled = True
+    found = json.loads(stats.to_json_str())
+    assert (found["id"], found["stage"], found["contextPrefillPosition"]) == (1, "CONTEXT_IN_PROGRESS", 2)
+    assert (found["avgNumDecodedTokensPerIter"], found["scheduled"], found["paused"]) == (2.5, True, False)
+    assert found["disServingStats"] is None
+    stats.dis_serving_stats = trtllm.DisServingRequestStats(1.5, 7)
+    assert json.loads(stats.to_json_str())["disServingStats"] == {"kvCacheTransferMS": 1.5, "kvCacheSize": 7}
+
+
+def test_a_requests_keys_are_those_that_the_server_serves() -> None:
+    own = core.RequestStats(1, 0, core.RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0)
+    assert set(json.loads(trtllm.RequestStats().to_json_str())) == set(own.executor_fields())
+
+
+def test_requests_of_an_iteration_as_json() -> None:
+    stats = trtllm.RequestStatsPerIteration()
+    stats.iter = 1
+    stats.request_stats = [trtllm.RequestStats(id=4)]
+    found = json.loads(stats.to_json_str())
+    assert found["iter"] == 1 and [one["id"] for one in found["requestStats"]] == [4]
+
+
+def test_tensors_of_an_iteration_go_by_name() -> None:
+    stats = trtllm.DebugTensorsPerIteration()
+    stats.iter = 3
+    stats.debug_tensors = {"sequence_length": object()}
+    assert (stats.iter, list(stats.debug_tensors)) == (3, ["sequence_length"])
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [trtllm.IterationStats, trtllm.KvCacheStats, trtllm.RequestStats, trtllm.RequestStatsPerIteration],
+)
+def test_statistics_begin_empty_and_can_be_pickled(cls: type) -> None:
+    stats = cls()
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    assert not any(getattr(stats, each.name) for each in fields(cls) if each.name != "stage")
