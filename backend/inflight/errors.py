@@ -12,7 +12,8 @@
     └── ConfigError                   INTERNAL: the model does not load
 
 The code is the name of a `TritonError` constant, so that no layer below `inflight.triton` needs Triton to
-choose one. `error_from_code` rebuilds an error that crossed a process boundary.
+choose one. `error_from_code` rebuilds an error that crossed a process boundary. Errors of the Executor API, which
+travel with none, are in `executor/errors.py`.
 """
 
 from __future__ import annotations

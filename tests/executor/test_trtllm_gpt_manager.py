@@ -30,6 +30,7 @@ from inflight.executor.trtllm_gpt_manager import (
     TrtGptModelType,
 )
 from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from tests.models.zoo import make_model
 
 VOCABULARY = 50
 MODEL = "checkpoint"
@@ -383,3 +384,16 @@ def test_an_optional_parameter_that_means_nothing_here_is_refused(client: Client
 def test_seeds_come_in_torchs_int64_too(client: Client, manager: GptManager) -> None:
     (answer,) = client.ask(make_request(1, random_seed=torch.tensor([42])))
     assert answer.error == ""
+
+
+def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # a model this small only waits for itself on more
+    model = make_model(tmp_path, "llama-gqa")
+    prompt = model.prompt(7)
+    ids = torch.tensor([prompt], dtype=torch.int32)
+    with GptManager(
+        tmp_path, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT,
+        *client.callbacks(), optional_params=PARAMS,
+    ):  # fmt: skip
+        (answer,) = client.ask(make_request(1, 12, input_ids=ids))
+    assert answer.ids == [*prompt, *model.greedy(prompt, 12)]
