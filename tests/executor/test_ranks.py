@@ -97,7 +97,7 @@ def test_a_lost_rank_is_told_and_the_ranks_come_back(checkpoint: Path, reference
 def test_ranks_that_do_not_load_say_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nobody"]}')
     with pytest.raises(trtllm.ExecutorError, match="Nobody"):
-        orchestrate(tmp_path, 2)
+        orchestrate(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
