@@ -370,6 +370,45 @@ def test_a_request_with_the_terminating_id_ends_it(client: Client) -> None:
     assert client.answers.empty()
 
 
+def test_a_callback_may_shut_it_down(client: Client) -> None:
+    managers: list[GptManager] = []
+
+    def send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
+        client.send(request_id, tensors, is_final, error)
+        managers[0].shutdown()
+
+    managers.append(
+        GptManager(
+            MODEL, TrtGptModelType.InflightBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get, send,
+            optional_params=PARAMS, load=load_fake,
+        )
+    )  # fmt: skip
+    answers = client.ask(make_request(1, streaming=torch.tensor([True])))
+    assert len(answers) == 6, "what is active is finished"
+    managers[0].shutdown()
+
+
+def test_what_a_request_held_is_free_before_its_final_response(client: Client) -> None:
+    """Its id, its slot and its KV blocks: the callback of the final response hands over the next request."""
+    room_for_one = TrtGptModelOptionalParams(
+        kv_cache_config=KvCacheConfig(max_tokens=32, enable_block_reuse=False), max_num_sequences=1
+    )
+    left = [5, 5, 5]
+
+    def send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
+        client.send(request_id, tensors, is_final, error)
+        if left:
+            client.pending.put(make_request(left.pop(), 20))
+
+    client.pending.put(make_request(5, 20))
+    with GptManager(
+        MODEL, TrtGptModelType.InflightBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get, send,
+        optional_params=room_for_one, load=load_fake,
+    ):  # fmt: skip
+        answers = [client.answers.get(timeout=TIMEOUT_S) for _ in range(4)]
+    assert [(answer.request_id, answer.error) for answer in answers] == [(5, "")] * 4
+
+
 def test_a_model_that_cannot_be_loaded_says_why(client: Client) -> None:
     with pytest.raises(ConfigError, match="Bla"):
         GptManager("Bla", TrtGptModelType.V1, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get, client.send)

@@ -406,8 +406,10 @@ def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
     for each in fields(owner):
         yield owner, each
         value = getattr(owner, each.name)
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, Typed | Frozen):
+        # Objects stand alone or in a list of their like. Other lists may be long: a prompt is one.
+        parts = value if isinstance(value, list) else [value]
+        if parts and isinstance(parts[0], Typed | Frozen):
+            for part in parts:
                 yield from _all_fields(part)
 
 

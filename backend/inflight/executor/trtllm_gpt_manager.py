@@ -211,9 +211,9 @@ class GptManager:
         parameters = _parameters(
             str(trt_engine_path), model_type, max_beam_width, scheduler_policy, given.optional_params
         )
-        session = _Session(parameters, given)
+        self._session = _Session(parameters, given)
         # The threads of the session know nothing of this object, so that it can go.
-        self._shut_down = weakref.finalize(self, session.shutdown)
+        weakref.finalize(self, self._session.shutdown)
 
     def __enter__(self) -> GptManager:
         return self
@@ -222,8 +222,11 @@ class GptManager:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Ask for no more requests, finish the active ones, end the threads, free the device. Idempotent."""
-        self._shut_down()
+        """Ask for no more requests, finish the active ones, end the threads, free the device. Idempotent.
+
+        Any thread; on that of the callbacks it does not wait for the end.
+        """
+        self._session.shutdown()
 
 
 def _parameters(
@@ -260,6 +263,7 @@ class _Session:
         self._given = given
         self._prompts: dict[int, Prompt] = {}  # of every request without its final response; worker thread
         self._is_over = threading.Event()
+        self._worker: int | None = None  # identifier of the thread that calls the callbacks
         engine = given.load(parameters, "", None).engine
         config = replace(parameters.scheduler, max_num_requests=given.max_num_requests)
         self._limits: ModelLimits = engine.limits.model_limits(config)
@@ -275,7 +279,10 @@ class _Session:
 
     def shutdown(self) -> None:
         self._is_over.set()
-        self._manager.shutdown()
+        if threading.get_ident() == self._worker:  # which cannot wait for its own end
+            threading.Thread(target=self._manager.shutdown, name="gpt-manager-shutdown").start()
+        else:
+            self._manager.shutdown()
 
     def _wake(self) -> None:
         """An idle worker rests until somebody says that there is something: nobody else does."""
@@ -285,12 +292,13 @@ class _Session:
     # ---------------------------------------------------------------- callbacks, the worker thread
 
     def _get_inference_requests(self, max_num: int) -> list[Request]:
+        self._worker = threading.get_ident()
         if self._is_over.is_set():
             return []
         requests: list[Request] = []
         for request in list(self._given.get_inference_requests_cb(max_num)):
             if request.request_id == self._given.terminate_req_id:
-                threading.Thread(target=self.shutdown, name="gpt-manager-shutdown").start()
+                self.shutdown()
                 continue
             try:
                 requests.append(self._begin(request))

@@ -9,6 +9,7 @@ attributes were read-only.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -133,12 +134,15 @@ def _same_as(name: str) -> property:
 # ---------------------------------------------------------------------- rules
 
 
+_Convert = Callable[[Any], Any]
+
+
 class _Mismatch(Exception):
     """A value is not of the annotated type."""
 
 
 @cache
-def _rules_of(cls: Any) -> dict[str, Callable[[Any], Any]]:
+def _rules_of(cls: Any) -> dict[str, _Convert]:
     """By field: what makes of a value the one that is kept, or raises TypeError or InvalidValue."""
     hints = get_type_hints(cls, localns={**vars(cls), **_NAMES_IN_ANNOTATIONS})
     return {
@@ -149,10 +153,12 @@ def _rules_of(cls: Any) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> Callable[[Any], Any]:
+def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> _Convert:
+    convert = _converter(hint)
+
     def apply(value: Any) -> Any:
         try:
-            kept = _convert(hint, value)
+            kept = convert(value)
         except _Mismatch:
             raise TypeError(f"{name} must be {annotation}, got {value!r} ({type(value).__name__})") from None
         if values is not None and kept is not None and not values.contains(kept):
@@ -162,57 +168,71 @@ def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> Callab
     return apply
 
 
-def _convert(hint: Any, value: Any) -> Any:
-    """`value` as the type that `hint` stands for, copied if it can be changed; raises _Mismatch."""
+def _converter(hint: Any) -> _Convert:
+    """What makes of a value one of the type that `hint` stands for, copied if it can be changed; or _Mismatch."""
     if hint is Any:
-        return value
-    origin = get_origin(hint)
-    if origin is Union or origin is UnionType:
-        return _convert_one_of(get_args(hint), value)
-    if origin is list:
-        return _convert_list(get_args(hint)[0], value)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise _Mismatch
-        return dict(cast("Mapping[Any, Any]", value))
-    if origin is collections.abc.Callable:
-        return _if(callable(value), value)
+        return lambda value: value
     if hint is int:
-        return _convert_int(value)
+        return _to_int
     if hint is float:
-        return float(_if(isinstance(value, Real), value))
-    if not isinstance(value, hint):
-        raise _Mismatch
-    return copy.copy(value) if isinstance(value, Typed) else value
+        return _to_float
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Union or origin is UnionType:
+        return _to_one_of(
+            [_converter(each) for each in arguments if each is not NoneType], NoneType in arguments
+        )
+    if origin is list:
+        return _to_list(arguments[0])
+    if origin is dict:
+        return lambda value: dict(_of_type(Mapping, value))
+    if origin is collections.abc.Callable:
+        return lambda value: _of_type(collections.abc.Callable, value)
+    return lambda value: copy.copy(value) if isinstance(_of_type(hint, value), Typed) else value
 
 
-def _convert_one_of(hints: Iterable[Any], value: Any) -> Any:
-    for hint in hints:
-        if hint is NoneType and value is None:
+def _to_one_of(converters: list[_Convert], takes_none: bool) -> _Convert:
+    def convert(value: Any) -> Any:
+        if value is None and takes_none:
             return None
-        if hint is not NoneType:
-            try:
-                return _convert(hint, value)
-            except _Mismatch:
-                continue
-    raise _Mismatch
+        for one in converters[:-1]:
+            with contextlib.suppress(_Mismatch):
+                return one(value)
+        return converters[-1](value)
+
+    return convert
 
 
-def _convert_list(hint: Any, value: Any) -> list[Any]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _Mismatch
-    each = _convert_int if hint is int else lambda one: _convert(hint, one)
-    return [each(one) for one in cast("Iterable[Any]", value)]
+def _to_list(hint: Any) -> _Convert:
+    one = _converter(hint)
+
+    def convert(value: Any) -> list[Any]:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise _Mismatch
+        values = cast("Iterable[Any]", value)
+        return _to_ints(values) if hint is int else [one(each) for each in values]
+
+    return convert
 
 
-def _convert_int(value: Any) -> int:
+def _to_ints(values: Iterable[Any]) -> list[int]:
     try:
-        return int(operator.index(value))
+        return list(map(operator.index, values))  # prompts are long
     except TypeError:
         raise _Mismatch from None
 
 
-def _if(holds: bool, value: Any) -> Any:
-    if not holds:
+def _to_int(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _Mismatch from None
+
+
+def _to_float(value: Any) -> float:
+    return float(_of_type(Real, value))
+
+
+def _of_type(wanted: Any, value: Any) -> Any:
+    if not isinstance(value, wanted):
         raise _Mismatch
     return value
