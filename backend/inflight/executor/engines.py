@@ -188,14 +188,6 @@ def _end_at_once(error: Unavailable) -> None:
 
 
 def _orchestrate(parameters: Parameters, parallel: ParallelConfig) -> ExecutorEngine:
-    config = parallel.orchestrator_config
-    if config is not None and not config.is_orchestrator:
-        raise NotSupported(
-            "OrchestratorConfig.is_orchestrator is False: ranks are started by the orchestrator, and run a "
-            "program of this package"
-        )
-    if config is not None and not config.spawn_processes:
-        raise NotSupported("OrchestratorConfig.spawn_processes is False: the orchestrator starts the ranks")
     if parallel.participant_ids is not None:
         parameters = _for_ranks(parameters, len(parallel.participant_ids))
     _check_participants(parallel, parameters.tensor_parallel_size * parameters.pipeline_parallel_size)
