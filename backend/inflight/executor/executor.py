@@ -175,7 +175,7 @@ class Executor:
         return self.enqueue_requests([request])[0]
 
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests: all, or none if this raises.
+        """Queue requests: all, or none if this raises. Those that an engine had taken before it was lost are cancelled.
 
         A request that the engine cannot serve gets a response with an error.
 
@@ -197,6 +197,8 @@ class Executor:
             except InflightError as error:
                 for left in prepared[len(ids) :]:
                     self._mailbox.retract(left.answers.num_sequences)
+                for request_id in ids:
+                    client.stop(request_id, StopReason.CANCELLED)
                 raise ExecutorError(str(error)) from error
             self._mailbox.open(request_id, each.answers)
             ids.append(request_id)

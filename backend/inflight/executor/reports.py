@@ -8,7 +8,9 @@ from datetime import timedelta
 from inflight.core.kv.kv_events import KvEvent
 from inflight.core.report import stats as core
 from inflight.core.report.reports import ReportKind, Reports
+from inflight.errors import Unavailable
 from inflight.executor.enums import RequestStage
+from inflight.executor.errors import ExecutorError
 from inflight.executor.kv_cache import (
     KVCacheCreatedData,
     KVCacheEvent,
@@ -52,12 +54,18 @@ class KVCacheEventManager:
             timeout_ms: How long to wait: a timedelta, or milliseconds; None: until there are some.
 
         Returns:
-            The events; none if the time is up or the executor is shut down.
+            The events; none if the time is up, or the executor in this process was shut down.
+
+        Raises:
+            ExecutorError: The engine is in other processes, and cannot be reached.
         """
         timeout_s = timeout_ms.total_seconds() if isinstance(timeout_ms, timedelta) else timeout_ms
         if timeout_s is not None and not isinstance(timeout_ms, timedelta):
             timeout_s /= 1000
-        events = self._read(ReportKind.KV_EVENTS, timeout_s).kv_events
+        try:
+            events = self._read(ReportKind.KV_EVENTS, timeout_s).kv_events
+        except Unavailable as error:
+            raise ExecutorError(str(error)) from error
         return [KVCacheEvent(each.event_id, _event_data(each), self._window_size) for each in events]
 
 
