@@ -175,7 +175,7 @@ class Executor:
         return self.enqueue_requests([request])[0]
 
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests: all, or none if this raises. Those that an engine had taken before it was lost are cancelled.
+        """Queue requests: all, or none if this raises. What an engine had taken before it was lost is cancelled.
 
         A request that the engine cannot serve gets a response with an error.
 
