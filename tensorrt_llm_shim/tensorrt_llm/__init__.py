@@ -10,5 +10,6 @@ from importlib.util import find_spec
 if find_spec("inflight") is None:
     raise ImportError("this tensorrt_llm is a name for the package inflight: install that first")
 
-__version__ = "1.0.0"
-"""The version of TensorRT-LLM whose Executor API this is; `bindings.executor.__version__` is that of inflight."""
+from tensorrt_llm.version import __version__
+
+__all__ = ["__version__"]

@@ -12,6 +12,7 @@ import collections.abc
 import contextlib
 import copy
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, wraps
@@ -144,7 +145,10 @@ class _Mismatch(Exception):
 @cache
 def _rules_of(cls: Any) -> dict[str, _Convert]:
     """By field: what makes of a value the one that is kept, or raises TypeError or InvalidValue."""
-    hints = get_type_hints(cls, localns={**vars(cls), **_NAMES_IN_ANNOTATIONS})
+    annotated = SimpleNamespace(__annotations__={each.name: each.type for each in fields(cls)})
+    hints = get_type_hints(
+        annotated, vars(sys.modules[cls.__module__]), {**vars(cls), **_NAMES_IN_ANNOTATIONS}
+    )
     return {
         each.name: _rule(
             f"{cls.__name__}.{each.name}", hints[each.name], each.type, each.metadata.get("range")
