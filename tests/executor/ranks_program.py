@@ -40,6 +40,10 @@ def main() -> None:
             said["error"] = str(error)
     if pp_size == 1:
         executor.shutdown()  # else the interpreter's end does it
+        try:
+            trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config)
+        except trtllm.ExecutorError as error:
+            said["again"] = str(error)
     sys.stdout.write(json.dumps(said) + "\n")  # in one piece, among the others'
     sys.stdout.flush()
 

@@ -14,7 +14,7 @@ import inflight.executor as trtllm
 from inflight.config import EngineConfig, Parameters
 from inflight.processes import ProcessId
 from tests.executor.conftest import PROMPT, make_config, responses_of, results_of
-from tests.ranks.mpirun import run_ranks
+from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
 
 PROMPTS = [[token] * 5 for token in range(5, 11)]
 LONG = 1500
@@ -29,7 +29,23 @@ def test_ranks_that_mpirun_has_started(checkpoint: Path, reference, pp_size: int
     assert leader["tokens"] == [prompt + reference(prompt, 12) for prompt in PROMPTS]
     assert leader["iterations"] >= 12 and leader["events"][0] == 0
     assert len(others) == 1
+    if pp_size == 1:
+        assert all("takes nobody twice" in rank["again"] for rank in ranks)
     assert all("this rank takes no requests" in rank["error"] for rank in others)
+
+
+def test_rank_0_outlives_another_and_says_so(checkpoint: Path) -> None:
+    with start_ranks(
+        2,
+        "tests.executor.losing_ranks_program",
+        str(checkpoint),
+        mpirun_arguments=["--enable-recovery"],
+    ) as ranks:
+        said, complained = ranks.communicate(timeout=TIMEOUT_S)
+    (line,) = [line for line in said.splitlines() if line.startswith("{")]
+    found = json.loads(line)
+    assert "lost" in found["error"], complained
+    assert found["later"] and not found["is_taken"]
 
 
 def orchestrate(checkpoint: Path, tp_size: int, **fields) -> trtllm.Executor:
