@@ -72,7 +72,7 @@ def collect(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--input_tokens_csv_file", type=Path, required=True)
     parser.add_argument("--output_tokens_csv_file", type=Path, help="written instead of printed")

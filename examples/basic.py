@@ -9,7 +9,7 @@ import inflight.executor as trtllm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face checkpoint")
     arguments = parser.parse_args()
 

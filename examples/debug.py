@@ -9,7 +9,7 @@ import inflight.executor as trtllm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument(
         "--max_iterations", type=int, default=2, help="how many are kept; 0: they go to files instead"

@@ -49,7 +49,7 @@ def even_only_batched(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--batched", action="store_true", help="one call for all requests of an iteration")
     arguments = parser.parse_args()

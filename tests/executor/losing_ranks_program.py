@@ -1,4 +1,4 @@
-"""Rank 1 is killed while rank 0 has a request: `python -m tests.executor.losing_ranks_program CHECKPOINT`, by mpirun."""
+"""Rank 1 is killed while rank 0 has a request: `python -m tests.executor.losing_ranks_program CHECKPOINT`."""
 
 from __future__ import annotations
 
