@@ -212,6 +212,9 @@ def test_a_time_that_is_up_gives_nothing(executor) -> None:
     assert executor.await_responses(NO_TIME) == []
     assert executor.await_responses([request_id], NO_TIME) == [[]]
     assert executor.await_responses(id=request_id, timeout=0.0) == []
+    assert executor.await_responses(ids=[request_id], timeout=NO_TIME) == [[]]
+    with pytest.raises(TypeError, match="await_responses"):
+        executor.await_responses(request_id, "soon")
     executor.cancel_request(request_id)
     responses_of(executor, request_id)
 
@@ -291,7 +294,7 @@ def test_cancelling_nobody_is_ignored(executor) -> None:
     request_id = executor.enqueue_request(request())
     responses_of(executor, request_id)
     executor.cancel_request(request_id)
-    executor.cancel_request(1 << 40)
+    executor.cancel_request(id=1 << 40)
     assert executor.await_responses(NO_TIME) == []
 
 

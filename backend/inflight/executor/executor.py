@@ -17,6 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast, overload
@@ -289,12 +290,12 @@ class Executor:
         generated = Generating(client, converted, stop, tokenizer).run(most_at_once, progress)
         return generated[0] if is_one_prompt(prompts) else generated
 
-    def cancel_request(self, request_id: int) -> None:
+    def cancel_request(self, id: int) -> None:
         """End a request: its last response has what was generated, and the finish reason CANCELLED.
 
         One that has ended, or that nobody has enqueued, is ignored.
         """
-        self._client().stop(request_id, StopReason.CANCELLED)
+        self._client().stop(id, StopReason.CANCELLED)
 
     # ---------------------------------------------------------------- responses
 
@@ -492,7 +493,7 @@ def _whose(
         raise TypeError(f"await_responses: the timeout is {timeout!r}, expected a timedelta, seconds or None")
     if whose is None:
         return None, timeout
-    return (int(whose) if isinstance(whose, int) else [int(each) for each in whose]), timeout
+    return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
 
 
 def _loader(config: ExecutorConfig) -> LoadModel:
