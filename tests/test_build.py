@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,9 +78,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     """What the engine is loaded with, in the place of an engine."""
     loaded: list[LogitsPostProcessors] = []
 
-    def load(config: EngineConfig, processors: LogitsPostProcessors) -> SimpleNamespace:
+    def load(
+        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object
+    ) -> SimpleNamespace:
         loaded.append(processors)
-        return SimpleNamespace(dtype="float32", eos_token_ids=())
+        return SimpleNamespace(
+            dtype="float32",
+            eos_token_ids=(),
+            limits=SimpleNamespace(vocab_size=100),
+            runner=SimpleNamespace(debug_tensors=None),
+        )
 
     monkeypatch.setattr(TorchEngine, "load", load)
     return loaded
@@ -104,12 +112,13 @@ def test_post_processors_come_from_one_place(tmp_path: Path, model: list[LogitsP
     assert model == []
 
 
-def test_an_engine_is_built_with_post_processors(
-    tmp_path: Path, model: list[LogitsPostProcessors], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_is_built_with_post_processors(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
     given = LogitsPostProcessors({"lower": lambda *five: None})
-    with pytest.raises(AttributeError, match="limits"):  # what stands in for the engine has none
-        build_engine(make_parameters(gpt_model_path="x"), "", str(tmp_path / "engine.sock"), processors=given)
+    load = functools.partial(load_model, processors=given)
+    with pytest.raises(
+        AttributeError, match="max_num_sequences"
+    ):  # what stands in for the engine has no limits
+        build_engine(make_parameters(gpt_model_path="x"), "", str(tmp_path / "engine.sock"), load=load)
     assert model == [given]
 
 

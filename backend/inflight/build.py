@@ -14,7 +14,6 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "UNLOAD_TIMEOUT_S",
     "LoadModel",
+    "FollowingRank",
     "LoadedModel",
     "RunningEngine",
     "build_engine",
@@ -59,6 +59,8 @@ __all__ = [
     "guide_vocabulary",
     "follow",
     "load_model",
+    "start_engine",
+    "start_following",
 ]
 
 UNLOAD_TIMEOUT_S = 10.0
@@ -109,10 +111,10 @@ class RunningEngine:
 
     client: LocalEngineClient
     _manager: GptManager
-    _endpoint: EndpointServer
-    _guides: ChildCompiler | None
     _release: Callable[[], None]
+    _guides: ChildCompiler | None = None
     _debug_tensors: DebugTensors | None = None
+    _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
@@ -144,7 +146,8 @@ class RunningEngine:
                 return has_ended
             finally:
                 self.client.close()
-                self._endpoint.close()  # last: it sends on what has been answered
+                if self._endpoint is not None:
+                    self._endpoint.close()  # it sends on what has been answered
                 if self._guides is not None:
                     self._guides.close()
 
@@ -154,7 +157,8 @@ class RunningEngine:
         The process is of no further use then.
         """
         self.client.fail_all(error)
-        self._endpoint.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
 
 def check_parameters(parameters: Parameters) -> None:
@@ -410,21 +414,49 @@ def build_engine(
     rank_context: RankContext | None = None,
     supervision: Supervision | None = None,
     load: LoadModel = load_model,
-    processors: LogitsPostProcessors | None = None,
 ) -> RunningEngine:
-    """Load the model and start serving it; with several ranks, on rank 0.
+    """Load the model and start serving it, to other processes too; with several ranks, on rank 0.
 
     Args:
         parameters: What config.pbtxt says.
         version_dir: The Triton model's version folder; the demo model lies in it.
         endpoint_path: Unix socket for front ends in other processes.
+        return_metrics: As `start_engine` has it; so are `rank_context` and `load`.
+        supervision: For an engine whose life another process decides about.
+
+    Raises:
+        ConfigError: what is wrong, by parameter or file.
+    """
+    from inflight.endpoint.server import EndpointServer
+
+    engine = start_engine(parameters, version_dir, return_metrics, rank_context, load)
+    retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
+    try:
+        endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
+    except Exception:
+        engine.close(0.0)
+        raise
+    running = replace(engine, _endpoint=endpoint)
+    return running
+
+
+def start_engine(
+    parameters: Parameters,
+    version_dir: str,
+    return_metrics: ReturnMetricsCallback | None = None,
+    rank_context: RankContext | None = None,
+    load: LoadModel = load_model,
+) -> RunningEngine:
+    """Load the model and start the loop, for this process alone; with several ranks, on rank 0.
+
+    Args:
+        parameters: What config.pbtxt says.
+        version_dir: The Triton model's version folder; the demo model lies in it.
         return_metrics: Takes statistics and metrics, at most once in `stats_check_period_ms`.
         rank_context: Rank 0's among several ranks; the others call `follow` meanwhile. Left when the engine is
             closed in order; where this raises, the caller leaves it.
-        supervision: For an engine whose life another process decides about.
-        load: What makes the engine.
-        processors: Logits post-processors, with which `load_model` makes the engine, whatever `load` is; the other
-            ranks' are given to `follow`.
+        load: What makes the engine; of several ranks each gives its own. With `functools.partial(load_model, …)` it
+            gets logits post-processors or a vocabulary as values.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
@@ -432,18 +464,17 @@ def build_engine(
     from inflight.batch_manager import GptManager
     from inflight.core.scheduler import Scheduler
     from inflight.endpoint.local import LocalEngineClient
-    from inflight.endpoint.server import EndpointServer
 
-    load = load if processors is None else partial(load_model, processors=processors)
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
     scheduler = Scheduler(parameters.scheduler, limits)
+    instruments = _make_instruments(parameters, limits, return_metrics)
     client = LocalEngineClient(
         _describe(parameters, model),
         lambda: manager.notify(),
         (lambda timeout_s: manager.state(timeout_s)) if parameters.enable_state_requests else None,
+        instruments.reports,
     )
-
     guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
         model.engine,
@@ -453,24 +484,12 @@ def build_engine(
         client.poll_stop_signals,
         stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
         on_death=_tell_of_death(client, rank_context),
-        instruments=_make_instruments(parameters, limits, return_metrics),
+        instruments=instruments,
         ranks=None if rank_context is None else rank_context.ranks,
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
         guides=guides,
     )
-
-    release = _release_once(model, rank_context)
-    retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
-    try:
-        endpoint = EndpointServer(client, endpoint_path, client.drain, retire, supervision)
-    except Exception:
-        if manager.shutdown(_LOOP_END_S):
-            release()
-        if guides is not None:
-            guides.close()
-        raise
-    running = RunningEngine(client, manager, endpoint, guides, release, model.debug_tensors)
-    return running
+    return RunningEngine(client, manager, _release_once(model, rank_context), guides, model.debug_tensors)
 
 
 def _make_guide_compiler(
@@ -511,14 +530,17 @@ def _make_instruments(
     parameters: Parameters, limits: EngineLimits, return_metrics: ReturnMetricsCallback | None
 ) -> Instruments:
     from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
+    from inflight.batch_manager.kv_event_buffer import KvEventBuffer
     from inflight.batch_manager.recording import JsonRecorder
     from inflight.serving.memory import measure_memory
 
     timeout_ms, path = parameters.watchdog_timeout_ms, parameters.record_path
+    num_events = parameters.scheduler.kv_event_buffer_size
     return Instruments(
         recorder=JsonRecorder(path, parameters.scheduler, limits) if path else None,
         watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None,
         rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
+        kv_events=KvEventBuffer(num_events) if num_events else None,
         return_metrics=return_metrics,
         measure_memory=measure_memory,
     )
@@ -575,16 +597,28 @@ def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Calla
 # ---------------------------------------------------------------------- the other ranks
 
 
-def follow(
-    parameters: Parameters,
-    version_dir: str,
-    rank_context: RankContext,
-    load: LoadModel = load_model,
-    processors: LogitsPostProcessors | None = None,
-) -> bool:
-    """Run a rank other than 0, from its load to rank 0's end. `load` and `processors` are as for `build_engine`.
+@dataclass(frozen=True, slots=True)
+class FollowingRank:
+    """A rank other than 0, whose loop does what rank 0's does."""
 
-    Returns whether that was in order; all ranks have left then.
+    _manager: GptManager
+    _release: Callable[[], None]
+    _deaths: Sequence[InflightError]
+
+    def wait(self) -> bool:
+        """Wait for rank 0's end; returns whether that was in order. All ranks have left then."""
+        self._manager.join()
+        if self._deaths:
+            return False
+        self._manager.shutdown()
+        self._release()
+        return True
+
+
+def start_following(
+    parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
+) -> FollowingRank:
+    """Load a part of the model on a rank other than 0, and start its loop; rank 0 calls `start_engine` meanwhile.
 
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """
@@ -592,7 +626,6 @@ def follow(
     from inflight.batch_manager.instruments import Instruments, Watchdog
     from inflight.core.scheduler import Scheduler
 
-    load = load if processors is None else partial(load_model, processors=processors)
     model = _load_checked(load, parameters, version_dir, rank_context)
     deaths: list[InflightError] = []
     timeout_ms = parameters.watchdog_timeout_ms
@@ -605,10 +638,16 @@ def follow(
         instruments=Instruments(watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None),
         ranks=rank_context.ranks,
     )
-    manager.join()
-    if deaths:
-        return False
-    manager.shutdown()
-    model.release()
-    rank_context.leave()
-    return True
+    return FollowingRank(manager, _release_once(model, rank_context), deaths)
+
+
+def follow(
+    parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
+) -> bool:
+    """Run a rank other than 0, from its load to rank 0's end.
+
+    Returns whether that was in order; all ranks have left then.
+
+    Raises ConfigError, on all ranks, if the model cannot be loaded.
+    """
+    return start_following(parameters, version_dir, rank_context, load).wait()

@@ -121,6 +121,7 @@ class SchedulerConfig:
         context_chunking_policy: Means something with enable_chunked_context only.
         max_queue_size: Counts sequences of one priority or higher.
         max_num_requests: Most requests active at once, waiting ones included; negative for no bound.
+        kv_event_buffer_size: Events of the KV cache that are kept until somebody fetches them; 0: none are made.
     """
 
     policy: CapacitySchedulerPolicy = parameter(
@@ -146,6 +147,7 @@ class SchedulerConfig:
         None, integer(1), "most beams of a search; max_batch_size without one"
     )
     max_num_requests: int = -1
+    kv_event_buffer_size: int = 0
 
     def validate(self, max_num_sequences: int, tokens_per_block: int) -> None:
         """Raise ConfigError when this cannot work on an engine of so many slots and blocks of such a size."""

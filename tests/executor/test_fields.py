@@ -177,9 +177,6 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
     "KvCacheConfig.max_gpu_total_bytes": trtllm.ExecutorConfig(
         kv_cache_config=KvCacheConfig(max_gpu_total_bytes=1)
     ),
-    "ParallelConfig.participant_ids": trtllm.ExecutorConfig(
-        parallel_config=trtllm.ParallelConfig(participant_ids=[0])
-    ),
     "OrchestratorConfig.is_orchestrator": with_orchestrator(is_orchestrator=False),
     "OrchestratorConfig.orch_leader_comm": with_orchestrator(orch_leader_comm=object()),
     "OrchestratorConfig.spawn_processes": with_orchestrator(spawn_processes=False),

@@ -167,12 +167,14 @@ def undisturbed(seed: int, **config) -> Scenario:
 
 
 def whole_results(scenario: Scenario) -> dict[tuple[int, int], Result | None]:
-    """By (request id, sequence index), what all responses of a sequence say together, but for times and blocks."""
+    """By (request id, sequence index), what all responses of a sequence say together, but for times and work."""
     found = {}
     for request_id, responses in run(scenario).responses.items():
         for index in {r.sequence_index for r in responses}:
             whole = merge_responses([r for r in responses if r.sequence_index == index]).result
-            found[request_id, index] = whole and dataclasses.replace(whole, perf_metrics=None)
+            found[request_id, index] = whole and dataclasses.replace(
+                whole, perf_metrics=None, num_iterations=0
+            )
     return found
 
 

@@ -275,6 +275,7 @@ class GptManager:
 
     def _report(self, inputs: IterationInput, batch: ScheduledBatch | None, had_work: bool) -> None:
         """Report an iteration with active requests, and the metrics once more after the last of them."""
+        self._instruments.collect(self._scheduler)
         self._has_news |= bool(inputs.new_requests)
         if not had_work:
             if self._has_news:

@@ -20,11 +20,19 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
+from inflight.batch_manager.kv_event_buffer import KvEventBuffer
 from inflight.batch_manager.recording import JsonRecorder
 from inflight.core.ports import ReturnMetricsCallback
 from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.state import SchedulerState
-from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStats, RequestStatsPerIteration
+from inflight.core.report.stats import (
+    IterationStats,
+    KeptIteration,
+    MemoryUsage,
+    RequestStats,
+    RequestStatsPerIteration,
+)
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
@@ -32,18 +40,6 @@ from inflight.errors import InflightError, Unavailable
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptIteration:
-    """The statistics of one iteration, with the time when they were taken, in seconds since the epoch."""
-
-    stats: IterationStats
-    wall_clock_s: float
-
-    def executor_fields(self, memory: MemoryUsage | None = None) -> dict[str, object]:
-        """The Executor's `IterationStats`; `memory` is what the process holds now, 0 without it."""
-        return self.stats.executor_fields(self.wall_clock_s, memory)
 
 
 class StatisticsRings:
@@ -265,6 +261,7 @@ class Instruments:
         recorder: Writes a trace for `replay`.
         watchdog: Notices an iteration that does not end.
         rings: Keeps the statistics of the last iterations.
+        kv_events: Keeps what happened to the content of KV blocks.
         return_metrics: Takes statistics and metrics, as often as statistics are reported.
         measure_memory: Returns what this process holds now. Any thread.
     """
@@ -272,6 +269,7 @@ class Instruments:
     recorder: JsonRecorder | None = None
     watchdog: Watchdog | None = None
     rings: StatisticsRings | None = None
+    kv_events: KvEventBuffer | None = None
     return_metrics: ReturnMetricsCallback | None = None
     measure_memory: Callable[[], MemoryUsage] = MemoryUsage
 
@@ -305,10 +303,28 @@ class Instruments:
         if self.rings is not None:
             self.rings.add(stats, scheduler.request_stats(batch) if self.rings.wants_requests else ())
 
+    def collect(self, scheduler: Scheduler) -> None:
+        """Put what has happened to KV blocks into the buffer."""
+        if self.kv_events is not None and (events := scheduler.take_kv_events()):
+            self.kv_events.add(events)
+
     def tell(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
         """Publish statistics and metrics."""
         if self.return_metrics is not None:
             self.return_metrics(stats, metrics)
+
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        """What was kept since the last call, for any thread; waits `timeout_s` for events of the KV cache.
+
+        None waits until there are some.
+        """
+        if kind is ReportKind.KV_EVENTS:
+            return Reports(kv_events=tuple(self.kv_events.take(timeout_s)) if self.kv_events else ())
+        if self.rings is None:
+            return Reports()
+        if kind is ReportKind.REQUESTS:
+            return Reports(requests=tuple(self.rings.latest_requests()))
+        return Reports(iterations=tuple(self.rings.latest()), memory=self.measure_memory())
 
     def close(self) -> None:
         """End every instrument. Idempotent."""
@@ -316,6 +332,8 @@ class Instruments:
             self.watchdog.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
 
 NO_INSTRUMENTS = Instruments()

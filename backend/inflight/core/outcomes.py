@@ -43,6 +43,7 @@ class Outcomes:
         endings: Ends sequences.
         observed: Counts tokens.
         now_ns: When the answer was there that is applied now.
+        iteration: The number of the iteration whose answer that is.
     """
 
     kv_cache: KvCacheManager
@@ -52,6 +53,7 @@ class Outcomes:
     endings: Endings
     observed: Observations
     now_ns: int = 0
+    iteration: int = 0
 
     def apply(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
         """Apply the device's answer to a batch, and make the responses that follow.
@@ -64,6 +66,7 @@ class Outcomes:
             now_ns: When the answer was there.
         """
         self.now_ns = now_ns
+        self.iteration = batch.iteration
         responses: list[Response] = []
         new_tokens = iter(output.token_ids)
         self._apply_context(batch, output, new_tokens, responses)
@@ -210,7 +213,9 @@ class Outcomes:
 
     def _observe_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
         self.observed.gets_tokens(llm_request, count, num_drafts)
+        llm_request.last_iteration = self.iteration
         if not llm_request.first_token_ns:
+            llm_request.first_iteration = self.iteration
             self.observed.gave_first_token(llm_request, self.now_ns)
 
     def _publish(self, llm_request: LlmRequest) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationStats
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.request import EngineDescription, IterationInput, Request
@@ -129,6 +130,10 @@ class EngineClient(Protocol):
         """Queue `request` and return the id it runs under (the given `request_id` is replaced)."""
         ...
 
+    def reserve_id(self) -> int:
+        """An id that no request will run under, for one that is answered without the engine."""
+        ...
+
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request that `submit` returned this id of, or one of its sequences, early; others are ignored."""
         ...
@@ -141,6 +146,16 @@ class EngineClient(Protocol):
         """JSON of what the batcher is doing (`core/report/state.py`); blocks for up to `timeout_s`.
 
         Raises Unavailable without an engine, Unsupported from an engine that does not tell.
+        """
+        ...
+
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        """What the batcher has kept since the last call; raises Unavailable without an engine.
+
+        Args:
+            kind: What to fetch.
+            timeout_s: How long to wait for events of the KV cache; None: until there are some. The others are
+                there at once.
         """
         ...
 

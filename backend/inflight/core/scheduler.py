@@ -16,6 +16,7 @@ from inflight.config import SchedulerConfig
 from inflight.core.endings import Deadlines, Endings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.kv.kv_events import KvEvent, KvEventLog
 from inflight.core.outcomes import Outcomes
 from inflight.core.recover.recovery import Recovery, rebuild
 from inflight.core.report.metrics import MetricsSnapshot, Observations
@@ -41,7 +42,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
         self.limits = limits.model_limits(config)
-        self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block)
+        events = KvEventLog(config.kv_event_buffer_size) if config.kv_event_buffer_size else None
+        self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events)
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)
         self._running = Running(limits.max_num_sequences, self.kv_cache)
@@ -152,7 +154,10 @@ class Scheduler:
             scope: bytes | None = request.identity.scope(ROOT_SCOPE)
         else:
             scope = private_scope(self._next_key) if request.sampling.num_sequences > 1 else None
-        return CacheRules(scope, request.identity.extra_ids, request.retention, request.prompt_length)
+        identity = request.identity
+        return CacheRules(
+            scope, identity.extra_ids, request.retention, request.prompt_length, identity.lora_task_id
+        )
 
     def _stop(self, stop: StopSignal) -> list[Response]:
         group = self._groups.get(stop.request_id)
@@ -331,6 +336,10 @@ class Scheduler:
             len(self._waiting) + len(self._admission.held),
             self.kv_cache,
         )
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """What has happened to the content of KV blocks since the last call; nothing where nobody keeps events."""
+        return [] if self.kv_cache.events is None else self.kv_cache.events.take()
 
     def metrics(self) -> MetricsSnapshot:
         """Counters and histograms of everything since the start."""

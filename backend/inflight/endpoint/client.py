@@ -18,6 +18,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
 
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
@@ -26,7 +27,9 @@ from inflight.endpoint.frames import (
     BadFrame,
     Drain,
     Drained,
+    ReadReports,
     ReadState,
+    Reported,
     Retire,
     State,
     Stop,
@@ -80,6 +83,10 @@ class SocketEngineClient:
                 return request_id
         raise Unavailable(f"the engine at {self._path} ends every connection; a later try may work")
 
+    def reserve_id(self) -> int:
+        """An id that no request will run under."""
+        return next(self._ids)
+
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request early, or one of its sequences; unknown ids are ignored."""
         connection = self._connection
@@ -95,6 +102,13 @@ class SocketEngineClient:
         Not for a callback of `submit`: answers arrive on the thread that those run on.
         """
         return self._connected().state(timeout_s)
+
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        """What the engine has kept since the last call; raises Unavailable if it cannot be reached.
+
+        Not for a callback of `submit`, as `state`.
+        """
+        return self._connected().reports(kind, timeout_s)
 
     def close(self) -> None:
         """End the connection; requests in flight are answered with Unavailable. Idempotent."""
@@ -121,7 +135,7 @@ class _Connection:
         self._lock = threading.Lock()  # of the tables of callbacks and questions
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
-        self._questions: dict[int, Future[str]] = {}
+        self._questions: dict[int, Future[State | Reported]] = {}
         self._question_ids = itertools.count(1)
         self.ended = False
         self._socket = socket.socket(socket.AF_UNIX)
@@ -161,22 +175,33 @@ class _Connection:
             self._send(encode(stop))
 
     def state(self, timeout_s: float) -> str:
-        question = next(self._question_ids)
-        answer: Future[str] = Future()
+        state = self._ask(ReadState(next(self._question_ids), timeout_s), "its state")
+        assert isinstance(state, State), "one is asked for"
+        if state.error_code:
+            raise error_from_code(state.error_code, state.error_message)
+        return state.text
+
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        reported = self._ask(ReadReports(next(self._question_ids), kind, timeout_s), "what it has done")
+        assert isinstance(reported, Reported), "they are asked for"
+        return reported.reports
+
+    def _ask(self, question: ReadState | ReadReports, what: str) -> State | Reported:
+        """Send a question and wait for its answer, for as long as the engine may take and a margin."""
+        timeout_s = question.timeout_s
+        answer: Future[State | Reported] = Future()
         with self._lock:
             if self.ended:
                 raise self._lost()
-            self._questions[question] = answer
-        self._send(encode(ReadState(question, timeout_s)))
+            self._questions[question.question] = answer
+        self._send(encode(question))
         try:
-            return answer.result(timeout_s + _MARGIN_S)
+            return answer.result(None if timeout_s is None else timeout_s + _MARGIN_S)
         except NotInTime:
-            raise Unavailable(
-                f"the engine at {self._path} did not tell its state in {timeout_s:g} s"
-            ) from None
+            raise Unavailable(f"the engine at {self._path} did not tell {what} in {timeout_s:g} s") from None
         finally:
             with self._lock:
-                self._questions.pop(question, None)
+                self._questions.pop(question.question, None)
 
     def close(self) -> None:
         self._shut()
@@ -208,7 +233,7 @@ class _Connection:
                 frame = decode_from_engine(body)
                 if isinstance(frame, Answer):
                     self._deliver(read_response(self._socket, frame))
-                elif isinstance(frame, State):
+                elif isinstance(frame, State | Reported):
                     self._answer(frame)
         except (OSError, BadFrame) as error:
             _log.warning("the connection to the engine broke: %s", error)
@@ -228,15 +253,11 @@ class _Connection:
         except Exception:  # one front end's fault must not end everyone's connection
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
-    def _answer(self, state: State) -> None:
+    def _answer(self, frame: State | Reported) -> None:
         with self._lock:
-            answer = self._questions.pop(state.question, None)
-        if answer is None:
-            return
-        if state.error_code:
-            answer.set_exception(error_from_code(state.error_code, state.error_message))
-        else:
-            answer.set_result(state.text)
+            answer = self._questions.pop(frame.question, None)
+        if answer is not None:
+            answer.set_result(frame)
 
     def _end(self) -> None:
         self._shut()

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationStats, MemoryUsage
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
 from inflight.core.request.response import AdditionalOutput, Response, Result
@@ -94,6 +95,24 @@ class State(msgspec.Struct, frozen=True, tag=True):
     error_message: str = ""
 
 
+class ReadReports(msgspec.Struct, frozen=True, tag=True):
+    """Front end → engine: answer with a Reported of the same `question`, for KV events within `timeout_s` seconds.
+
+    `timeout_s` None: once there are some.
+    """
+
+    question: int
+    kind: ReportKind
+    timeout_s: float | None
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end: what the batcher has kept since it was asked last."""
+
+    question: int
+    reports: Reports
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Supervisor → engine: refuse new requests, end those in flight in `timeout_s` seconds, say Drained."""
 
@@ -156,8 +175,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     additional_outputs: tuple[tuple[str, tuple[_Shape, ...]], ...] = ()
 
 
-FromEngine = Hello | Answer | State | Drained | Supervised | Beat | Statistics | Leaving
-FromFrontEnd = Submit | Stop | ReadState | Drain | Retire | Supervise
+FromEngine = Hello | Answer | State | Reported | Drained | Supervised | Beat | Statistics | Leaving
+FromFrontEnd = Submit | Stop | ReadState | ReadReports | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

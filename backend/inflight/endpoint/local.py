@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
@@ -39,6 +40,8 @@ class LocalEngineClient:
         notify: Wakes the batcher's loop if it is idle; called outside of any lock.
         read_state: Takes a number of seconds and returns the batcher's JSON object within that time; raises
             Unavailable once its loop has ended. None for a batcher that does not tell its state.
+        read_reports: Takes a kind and a number of seconds, and returns what the batcher has kept, as `reports`
+            does. None for a batcher that keeps nothing.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class LocalEngineClient:
         description: EngineDescription,
         notify: Callable[[], None],
         read_state: Callable[[float], str] | None = None,
+        read_reports: Callable[[ReportKind, float | None], Reports] | None = None,
     ) -> None:
         self._description = description
         self._notify = notify
         self._read_state = read_state
+        self._read_reports = read_reports
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
@@ -81,6 +86,10 @@ class LocalEngineClient:
             )
         self._notify()
         return request_id
+
+    def reserve_id(self) -> int:
+        """An id that no request will run under."""
+        return next(self._ids)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End a request early, or one of its sequences.
@@ -114,6 +123,10 @@ class LocalEngineClient:
         with self._lock:
             in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._callbacks)}
         return json.dumps({**in_front, "batcher": batcher})
+
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        """What the batcher has kept since the last call, also after its end."""
+        return Reports() if self._read_reports is None else self._read_reports(kind, timeout_s)
 
     def refuse(self, error: InflightError) -> None:
         """Let later submits raise Unavailable, while the requests that are here go on."""

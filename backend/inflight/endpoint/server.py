@@ -23,7 +23,9 @@ from inflight.endpoint.frames import (
     BadFrame,
     Drained,
     Hello,
+    ReadReports,
     ReadState,
+    Reported,
     Retire,
     State,
     Stop,
@@ -170,6 +172,9 @@ class _Connection:
                 elif isinstance(frame, ReadState):
                     # May take as long as an iteration, and a stop may come behind it.
                     _start_thread("endpoint-state", self._say_state, frame)
+                elif isinstance(frame, ReadReports):
+                    # May wait for something to report.
+                    _start_thread("endpoint-reports", self._report, frame)
                 elif isinstance(frame, Retire):
                     self.asked_to_retire = True
                     if self._server.retire is not None:
@@ -225,6 +230,12 @@ class _Connection:
             state = State(frame.question, error_code=error.code, error_message=str(error))
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
+
+    def _report(self, frame: ReadReports) -> None:
+        """Answer a question for reports; on a thread of its own. One without end ends with the batcher."""
+        reports = self._client.reports(frame.kind, frame.timeout_s)
+        with contextlib.suppress(OSError):  # the connection has ended
+            self._send([encode(Reported(frame.question, reports))])
 
     def _end(self) -> None:
         with self._lock:

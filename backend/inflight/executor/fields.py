@@ -287,7 +287,7 @@ _PARTS_OF_CONFIGURATION = [
         communication_type=_works("MPI is the only one"),
         communication_mode=_works("LEADER under mpirun or srun; ORCHESTRATOR starts the ranks itself"),
         device_ids=_works("GPUs, one for each rank of a host"),
-        participant_ids=_refused("every rank that was started takes part"),
+        participant_ids=_works("all ranks, in order; in orchestrator mode it says how many there are"),
         orchestrator_config=_works("see OrchestratorConfig"),
         num_nodes=_ignored("mpirun, or its arguments, say which hosts there are", 1),
     ),

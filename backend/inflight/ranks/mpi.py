@@ -39,6 +39,12 @@ class MpiWorld:
         size: How many there are.
     """
 
+    @staticmethod
+    def check_not_left() -> None:
+        """Raise ConfigError if this process was in the world before: MPI takes nobody twice."""
+        if MPI.Is_finalized():
+            raise ConfigError("this process has left MPI, which takes nobody twice: start the ranks again")
+
     def __init__(self) -> None:
         """Join: returns when every rank has."""
         if not MPI.Is_initialized():

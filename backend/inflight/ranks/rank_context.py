@@ -33,9 +33,13 @@ _STDERR = 2
 
 
 def join() -> MpiWorld:
-    """Join MPI: the first call on every rank; `lead`, `refuse` or `attend` has to follow."""
+    """Join MPI: the first call on every rank; `lead`, `refuse` or `attend` has to follow.
+
+    Raises ConfigError if this process has done so before, and left.
+    """
     from inflight.ranks.mpi import MpiWorld  # loads MPI, which one rank alone does without
 
+    MpiWorld.check_not_left()
     faulthandler.dump_traceback_later(_TOGETHER_S, exit=True, file=_STDERR)
     return MpiWorld()
 

@@ -55,19 +55,24 @@ class CacheRules:
         extra_ids: One per prompt token, 0 for text; empty: all are 0. Generated tokens have none.
         retention: What the request says about its blocks.
         prompt_length: Tokens of the prompt; blocks that begin behind them hold generated tokens.
+        lora_task_id: The adapter that computes keys and values, which the scope has too; None: the bare model.
     """
 
     scope: bytes | None
     extra_ids: tuple[int, ...] = ()
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     prompt_length: int = 0
+    lora_task_id: int | None = None
 
     def digest(self, parent: bytes, token_ids: Sequence[int], start: int, end: int) -> bytes:
         """Key of the block of tokens start .. end - 1, which follows the block with key `parent`."""
-        extra_ids = self.extra_ids[start:end]
-        if extra_ids:
-            extra_ids += (0,) * (end - start - len(extra_ids))
+        extra_ids = self.extra_ids_of(start, end) if self.extra_ids[start:end] else ()
         return block_digest(parent, token_ids[start:end], extra_ids)
+
+    def extra_ids_of(self, start: int, end: int) -> tuple[int, ...]:
+        """One extra id for each of the tokens start .. end - 1."""
+        extra_ids = self.extra_ids[start:end]
+        return extra_ids + (0,) * (end - start - len(extra_ids))
 
     def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
         """Tokens start .. end - 1 as values to compare: an id, or an id with its extra id."""

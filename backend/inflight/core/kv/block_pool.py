@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
+from inflight.core.kv.kv_events import KvEventLog
 from inflight.core.kv.retention import Retention
 
 _NS_PER_MS = 1_000_000
@@ -110,10 +111,14 @@ class _Content:
 
 
 class BlockPool:
-    """The device's blocks, 0 .. num_blocks - 1: which are held, which are cached and which are empty."""
+    """The device's blocks, 0 .. num_blocks - 1: which are held, which are cached and which are empty.
 
-    def __init__(self, num_blocks: int) -> None:
+    With a log of `events` it tells that of contents that can be found no more, and of changed priorities.
+    """
+
+    def __init__(self, num_blocks: int, events: KvEventLog | None = None) -> None:
         self.num_blocks = num_blocks
+        self._events = events
         self._references = [0] * num_blocks
         self._empty = list(reversed(range(num_blocks)))  # the last is taken first
         self._contents: dict[int, _Content] = {}
@@ -224,7 +229,7 @@ class BlockPool:
         parent: bytes,
         retention: Retention | None = None,
         tokens: tuple[Hashable, ...] = (),
-    ) -> None:
+    ) -> bool:
         """Let other sequences find a held block by its content.
 
         If another block was published with this digest before, that one stays the block that is found, and
@@ -236,23 +241,29 @@ class BlockPool:
             parent: Key of what comes before.
             retention: How long the block is worth keeping; None if the request does not say.
             tokens: The content itself, for sequences that begin as it does and then differ.
+
+        Returns:
+            Whether it is this block that is found.
         """
         assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
         first = self._block_of.get(digest)
         if first is not None:
             self.retain(first, retention)
-            return
+            return False
         assert block_id not in self._contents, f"block {block_id} has other content already"
         self._contents[block_id] = _Content(digest, parent, tokens, retention or _DEFAULT_RETENTION)
         self._block_of[digest] = block_id
         self._children.setdefault(parent, {})[digest] = None
         self._requeue(parent)
+        return True
 
     def retain(self, block_id: int, retention: Retention | None) -> None:
         """Change how long a published block is worth keeping; None changes nothing."""
         if retention is None:
             return
         content = self._contents[block_id]
+        if self._events is not None:
+            self._events.updated(content.digest, content.retention, retention)
         content.retention = retention
         if not self.is_held(block_id):
             self._cache(block_id, content)
@@ -269,6 +280,8 @@ class BlockPool:
         while (end := self._expiries.first_key()) is not None and end[0] <= now_ns:
             block_id = self._expiries.pop()
             content = self._contents[block_id]
+            if self._events is not None:
+                self._events.updated(content.digest, content.retention, _DEFAULT_RETENTION)
             content.retention = _DEFAULT_RETENTION
             self._cache(block_id, content)
 
@@ -299,6 +312,12 @@ class BlockPool:
             if block_id in self._contents:
                 self._forget(block_id)
 
+    def forget_all(self) -> None:
+        """Tell the log that no content can be found any more, because this pool gives way to another one."""
+        if self._events is not None:
+            for digest in self._block_of:
+                self._events.removed(digest)
+
     def _evict(self) -> int:
         block_id = self._cached.pop()
         self._expiries.discard(block_id)
@@ -307,6 +326,8 @@ class BlockPool:
 
     def _forget(self, block_id: int) -> None:
         content = self._contents.pop(block_id)
+        if self._events is not None:
+            self._events.removed(content.digest)
         del self._block_of[content.digest]
         del self._children[content.parent][content.digest]
         if not self._children[content.parent]:

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.kv_events import KvEventLog, StoredBlock, block_hash
+from inflight.core.kv.retention import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,14 @@ class KvCacheManager:
         num_reserved: Free blocks that running sequences count on.
         num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
             at admissions, and not found there, since the start.
+        events: What happens to the content of blocks; None: nobody wants to know.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, num_blocks: int, tokens_per_block: int, events: KvEventLog | None = None) -> None:
+        self.events = events
+        if events is not None:
+            events.created(num_blocks)
+        self.pool = BlockPool(num_blocks, events)
         self.tokens_per_block = tokens_per_block
         self.num_reserved = 0
         self.num_taken_blocks = 0
@@ -350,7 +356,16 @@ class KvCacheManager:
                 digest = table.rules.digest(table.parent, token_ids, start, start + size)
             retention = table.rules.retention_of(start)
             content = table.rules.content(token_ids, start, start + size)
-            self.pool.publish(table.block_ids[index], digest, table.parent, retention, content)
+            is_new = self.pool.publish(table.block_ids[index], digest, table.parent, retention, content)
+            if self.events is not None and is_new:
+                block = StoredBlock(
+                    block_hash(digest),
+                    tuple(token_ids[start : start + size]),
+                    table.rules.extra_ids_of(start, start + size),
+                    table.rules.lora_task_id,
+                    (retention or Retention()).priority,
+                )
+                self.events.stored(table.parent if index else None, block)
             table.parent = digest
             table.num_published += 1
 
@@ -386,7 +401,8 @@ class KvCacheManager:
 
         The counts since the start stay.
         """
-        self.pool = BlockPool(self.pool.num_blocks)
+        self.pool.forget_all()
+        self.pool = BlockPool(self.pool.num_blocks, self.events)
         self.num_reserved = 0
         self._tables.clear()
         self._prompts.clear()

@@ -285,6 +285,18 @@ class IterationStats:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class KeptIteration:
+    """The statistics of one iteration, with the time when they were taken, in seconds since the epoch."""
+
+    stats: IterationStats
+    wall_clock_s: float
+
+    def executor_fields(self, memory: MemoryUsage | None = None) -> dict[str, object]:
+        """The Executor's `IterationStats`; `memory` is what the process holds now, 0 without it."""
+        return self.stats.executor_fields(self.wall_clock_s, memory)
+
+
 class RequestStage(Enum):
     """The Executor's `RequestStage`, as far as there are such stages here."""
 

@@ -149,6 +149,7 @@ class LlmRequest:
         cum_log_prob: Sum of the log probabilities of all generated tokens.
         first_scheduled_ns, first_token_ns, last_token_ns: Times of its first iteration, its first token and its
             last one; 0 until then.
+        first_iteration, last_iteration: The iterations that gave it its first token and its last one.
         num_iterations: Iterations that gave it tokens.
         num_new_blocks, num_reused_blocks, num_missed_blocks: Block counts of its runs before the present one.
         num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted and kept.
@@ -161,6 +162,7 @@ class LlmRequest:
         "cum_log_prob",
         "drawn_log_probs",
         "finish_reason",
+        "first_iteration",
         "first_scheduled_ns",
         "first_token_ns",
         "group",
@@ -168,6 +170,7 @@ class LlmRequest:
         "has_started",
         "is_void",
         "key",
+        "last_iteration",
         "last_token_ns",
         "last_turn",
         "log_probs",
@@ -242,6 +245,8 @@ class LlmRequest:
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0
+        self.first_iteration = 0
+        self.last_iteration = 0
         self.num_iterations = 0
         self.num_new_blocks = 0
         self.num_reused_blocks = 0

@@ -30,6 +30,7 @@ class PerfMetrics:
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
         num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output
             `total_accepted_draft_tokens`.
+        first_iteration, last_iteration: The iterations that gave the first and the last token so far.
     """
 
     arrival_time_ns: int = 0
@@ -41,6 +42,8 @@ class PerfMetrics:
     num_missed_blocks: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    first_iteration: int = 0
+    last_iteration: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Result:
         perf_metrics: Times and counts; None if not wanted.
         additional_outputs: What the request's `OutputConfig.additional_outputs` ask for; those of the prompt in
             the sequence's first response alone.
+        num_iterations: Iterations that have given the sequence tokens so far.
     """
 
     output_token_ids: tuple[tuple[int, ...], ...]
@@ -122,6 +126,7 @@ class Result:
     perf_metrics: PerfMetrics | None = None
     model_log_probs: tuple[tuple[float, ...], ...] | None = None
     additional_outputs: tuple[AdditionalOutput, ...] = ()
+    num_iterations: int = 0
 
     @property
     def carries_tokens_only(self) -> bool:
@@ -190,6 +195,7 @@ def _merge(results: list[Result]) -> Result:
             last.finish_reasons,
             last.sequence_index,
             last.is_sequence_final,
+            num_iterations=last.num_iterations,
         )
     prompt_log_probs = next((r.prompt_log_probs for r in results if r.prompt_log_probs is not None), None)
     context_logits = next((r.context_logits for r in results if r.context_logits is not None), None)

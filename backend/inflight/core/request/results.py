@@ -61,7 +61,14 @@ def _delta(llm_request: LlmRequest) -> Result:
     """A result with new tokens alone; it is made for every stream in every iteration, and so has to be cheap."""
     tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
     llm_request.num_streamed_tokens += len(tokens)
-    return Result((tokens,), llm_request.prompt_length, (len(tokens),), _RUNS_ON, llm_request.sequence_index)
+    return Result(
+        (tokens,),
+        llm_request.prompt_length,
+        (len(tokens),),
+        _RUNS_ON,
+        llm_request.sequence_index,
+        num_iterations=llm_request.num_iterations,
+    )
 
 
 def _of_sequence(llm_request: LlmRequest) -> Result:
@@ -77,6 +84,7 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
         (reason,),
         llm_request.sequence_index,
         reason is not FinishReason.NOT_FINISHED,
+        num_iterations=llm_request.num_iterations,
     )
     output = request.output
     if output.wants_details:
@@ -112,6 +120,7 @@ def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
         tuple(reason if is_common else beam.finish_reason for beam in best),
         is_sequence_final=final,
         is_cumulative=request.streaming,
+        num_iterations=llm_request.num_iterations,
         log_probs=tuple(beam.log_probs for beam in best) if output.return_log_probs else None,
         cum_log_probs=tuple(beam.cum_log_prob for beam in best) if output.return_log_probs else None,
         top_log_probs=tuple(beam.top_log_probs for beam in best) if output.num_top_log_probs else None,
@@ -174,4 +183,6 @@ def _metrics(llm_request: LlmRequest, blocks: BlockCounts) -> PerfMetrics:
         num_missed_blocks=blocks.missed,
         num_draft_tokens=llm_request.num_draft_tokens,
         num_accepted_draft_tokens=llm_request.num_accepted_tokens,
+        first_iteration=llm_request.first_iteration,
+        last_iteration=llm_request.last_iteration,
     )

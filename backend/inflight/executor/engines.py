@@ -1,0 +1,232 @@
+"""Where an executor's engine runs: in this process, in ranks of which this process is one, or in ranks it starts.
+
+The ranks are the server's (`inflight.ranks`). In leader mode mpirun or srun has started this program several
+times: rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts
+the ranks, talks to rank 0 over the engine endpoint, and starts the ranks again when one is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from inflight.build import FollowingRank, LoadModel, RunningEngine, start_engine, start_following
+from inflight.config import Parameters
+from inflight.core.ports import EngineClient
+from inflight.core.report.metrics import MetricsSnapshot
+from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.endpoint.path import endpoint_path
+from inflight.errors import ConfigError, Unavailable
+from inflight.executor.config import ParallelConfig
+from inflight.executor.enums import CommunicationMode
+from inflight.executor.errors import NotSupported
+from inflight.processes import ProcessId
+from inflight.ranks.job import Job
+from inflight.ranks.launch import num_ranks_around
+from inflight.ranks.orchestrator import Orchestrator, Surroundings
+
+_log = logging.getLogger(__name__)
+
+
+class ExecutorEngine(Protocol):
+    """An engine that was started for an executor."""
+
+    @property
+    def client(self) -> EngineClient | None:
+        """Takes requests; None on a rank that does not."""
+        ...
+
+    def close(self) -> None:
+        """End what is in flight and the engine; on a rank that follows, wait for rank 0's end. Idempotent."""
+        ...
+
+
+def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadModel) -> ExecutorEngine:
+    """Start an engine; takes as long as the model takes to load.
+
+    Args:
+        parameters: What it is loaded with. The number of ranks is ignored where mpirun has said it, unless it is
+            more than one.
+        parallel: Who starts the ranks.
+        load: Loads the model, or this rank's part of it. Ranks in other processes load it as the server does.
+
+    Raises:
+        ConfigError: It cannot be loaded; of several ranks, all raise.
+        NotSupported: `parallel` asks for something that does not exist here.
+    """
+    parallel = parallel or ParallelConfig()
+    if parallel.communication_mode is CommunicationMode.ORCHESTRATOR:
+        return _orchestrate(parameters, parallel)
+    num_ranks = num_ranks_around()
+    if num_ranks == 1:
+        _check_num_ranks(
+            parameters, 1, "was started alone; in leader mode mpirun -n N starts it on every rank"
+        )
+        return _InProcess(start_engine(parameters, "", load=load))
+    parameters = _for_ranks(parameters, num_ranks)
+    _check_participants(parallel, num_ranks)
+    _check_num_ranks(parameters, num_ranks, f"was started on {num_ranks} ranks")
+    return _take_part(parameters, load)
+
+
+def _for_ranks(parameters: Parameters, num_ranks: int) -> Parameters:
+    """Where the parameters name no number of ranks, all share every layer."""
+    if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
+        return parameters
+    return replace(parameters, tensor_parallel_size=num_ranks)
+
+
+def _check_num_ranks(parameters: Parameters, num_ranks: int, what: str) -> None:
+    needed = parameters.tensor_parallel_size * parameters.pipeline_parallel_size
+    if needed != num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size {parameters.tensor_parallel_size} times pipeline_parallel_size "
+            f"{parameters.pipeline_parallel_size} needs {needed} ranks, but this program {what}"
+        )
+
+
+def _check_participants(parallel: ParallelConfig, num_ranks: int) -> None:
+    ids = parallel.participant_ids
+    if ids is not None and ids != list(range(num_ranks)):
+        raise NotSupported(
+            f"ParallelConfig.participant_ids is {ids}, expected {list(range(num_ranks))}: all ranks, in order"
+        )
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@dataclass(frozen=True, slots=True)
+class _InProcess:
+    _running: RunningEngine
+
+    @property
+    def client(self) -> EngineClient:
+        return self._running.client
+
+    def close(self) -> None:
+        self._running.close(0.0)
+
+
+# ---------------------------------------------------------------------- leader mode
+
+
+def _take_part(parameters: Parameters, load: LoadModel) -> ExecutorEngine:
+    from inflight.ranks.rank_context import attend, join, lead
+
+    world = join()
+    if world.rank > 0:
+        job, context = attend(world, _end_at_once)
+        try:
+            return _Following(start_following(job.parameters, "", context, load))
+        except ConfigError:
+            context.leave()
+            raise
+    leading = _Leading()
+    context = lead(world, Job.of(parameters, "", ""), leading.lose)
+    try:
+        leading.running = start_engine(parameters, "", rank_context=context, load=load)
+    except ConfigError:
+        context.leave()
+        raise
+    return leading
+
+
+class _Leading:
+    """Rank 0. When another rank is lost, every request is answered with the reason, and none is taken any more."""
+
+    def __init__(self) -> None:
+        self.running: RunningEngine | None = None
+        self._is_lost = False
+
+    @property
+    def client(self) -> EngineClient:
+        assert self.running is not None, "it is used once it runs"
+        return self.running.client
+
+    def lose(self, error: Unavailable) -> None:
+        """Another rank is lost; on the heartbeat's thread."""
+        _log.error("the engine is lost: %s", error)
+        self._is_lost = True
+        if self.running is not None:
+            self.running.fail(error)
+
+    def close(self) -> None:
+        if self._is_lost:  # the others cannot be told, and the loop may wait for them for ever
+            self.client.close()
+        elif self.running is not None:
+            self.running.close(0.0)
+
+
+class _Following:
+    """A rank other than 0, which takes no requests."""
+
+    def __init__(self, rank: FollowingRank) -> None:
+        self._rank: FollowingRank | None = rank
+
+    @property
+    def client(self) -> None:
+        return None
+
+    def close(self) -> None:
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            rank.wait()
+
+
+def _end_at_once(error: Unavailable) -> None:
+    """On a rank that follows and has lost another one: its loop may wait in MPI for ever."""
+    _log.error("this rank ends: %s", error)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- orchestrator mode
+
+
+def _orchestrate(parameters: Parameters, parallel: ParallelConfig) -> ExecutorEngine:
+    if parallel.participant_ids is not None:
+        parameters = _for_ranks(parameters, len(parallel.participant_ids))
+    _check_participants(parallel, parameters.tensor_parallel_size * parameters.pipeline_parallel_size)
+    path = endpoint_path(os.getpid(), f"executor-{secrets.token_hex(4)}")
+    this_process = ProcessId.of(os.getpid())
+    assert this_process is not None, "it runs"
+    around = Surroundings(this_process, None, _NoGuard(), _NoPublisher(), unload_timeout_s=0.0)
+    return _Orchestrated(Orchestrator(Job.of(parameters, "", path), around))
+
+
+@dataclass(frozen=True, slots=True)
+class _Orchestrated:
+    _orchestrator: Orchestrator
+
+    @property
+    def client(self) -> EngineClient:
+        return self._orchestrator.client
+
+    def close(self) -> None:
+        self._orchestrator.close()
+
+
+class _NoGuard:
+    """Nobody watches over this process. Ranks without a supervisor end by themselves, should it be killed."""
+
+    def watch(self, launcher: ProcessId, folder: str) -> None:
+        """Nothing to do."""
+
+    def dismiss(self) -> None:
+        """Nothing to do."""
+
+
+class _NoPublisher:
+    """Statistics are fetched (`EngineClient.reports`) and not sent."""
+
+    def put(
+        self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
+    ) -> None:
+        """Nothing to do."""
+
+    def start_over(self) -> None:
+        """Nothing to do."""

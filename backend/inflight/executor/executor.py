@@ -1,0 +1,507 @@
+"""`Executor`: takes requests, and hands out their responses to whoever asks for them.
+
+One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait in a
+mailbox until a client fetches them. Any thread may call any method. Specification: TensorRT-LLM's Executor API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import logging
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast, overload
+
+from inflight.build import LoadModel, load_model
+from inflight.config import Parameters
+from inflight.core.ports import EngineClient
+from inflight.core.report.reports import ReportKind, Reports
+from inflight.core.request.request import EngineDescription
+from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.request import Request as CoreRequest
+from inflight.core.request.response import Response as CoreResponse
+from inflight.core.request.stop import StopReason
+from inflight.errors import InflightError, InvalidArgument, Unavailable
+from inflight.executor import engines, reports
+from inflight.executor.config import ExecutorConfig
+from inflight.executor.convert import to_core_request, to_parameters
+from inflight.executor.enums import BatchingType, ModelType
+from inflight.executor.errors import ExecutorError, NotSupported
+from inflight.executor.fields import FieldChecker, check_model_type
+from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
+from inflight.executor.mailbox import Mailbox
+from inflight.executor.request import Request
+from inflight.executor.response import Response
+from inflight.executor.results import Answer, Answers, Asked
+from inflight.executor.sampling import OutputConfig, SamplingConfig
+from inflight.executor.stats import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
+from inflight.file_names import native
+from inflight.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_NO_ENCODER = "no model here has one"
+
+Timeout = timedelta | float | None
+"""How long to wait: a timedelta, or seconds; None: as long as it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that is about to be enqueued.
+
+    Attributes:
+        request: For the engine; None if it cannot be served.
+        error: Then, why not.
+        answers: Its answers.
+    """
+
+    request: CoreRequest | None
+    error: InvalidArgument | None
+    answers: Answers
+
+
+class Executor:
+    """In-flight batching over one model, from construction, which takes as long as the model takes to load.
+
+    As a context manager it is shut down at the end; else when nobody has it any more, or the interpreter ends.
+    """
+
+    @overload
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        model_type: ModelType = ...,
+        executor_config: ExecutorConfig | None = ...,
+        *,
+        parameters: Parameters | None = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        encoder_model_path: str | os.PathLike[str],
+        decoder_model_path: str | os.PathLike[str],
+        model_type: ModelType,
+        executor_config: ExecutorConfig,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        engine_buffer: bytes,
+        json_config_str: str,
+        model_type: ModelType,
+        executor_config: ExecutorConfig,
+        managed_weights: object = ...,
+    ) -> None: ...
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        """Load a model and start to serve it.
+
+        With several ranks, all that mpirun has started construct an Executor; the constructor of a rank other than
+        0 returns when the model is loaded, and its `shutdown` waits for rank 0's.
+
+        Args:
+            *args: The checkpoint folder, as Hugging Face has it; the type, DECODER_ONLY; the configuration.
+            **keywords: The same by name, and `parameters`: what the engine is loaded with beside what the
+                configuration says, such as `Parameters(tensor_parallel_size=2)`.
+
+        Raises:
+            ExecutorError: The model cannot be loaded; the message says why.
+            NotSupported: It is one of the forms for encoders or engines in memory, or the configuration asks for
+                something that is not built.
+        """
+        path, config, base = _constructor_arguments(args, keywords)
+        if not Path(native(path), "config.json").is_file():
+            raise ExecutorError(f"File does not exist: {path}/config.json")
+        self._fields = FieldChecker()
+        self._fields.check(config)
+        parameters = to_parameters(config, path, base)
+        num_events = config.kv_cache_config.event_buffer_max_size
+        parameters = replace(
+            parameters, scheduler=replace(parameters.scheduler, kv_event_buffer_size=num_events)
+        )
+        try:
+            self._engine = engines.start(parameters, config.parallel_config, _loader(config))
+        except ExecutorError:
+            raise
+        except InflightError as error:
+            raise ExecutorError(str(error)) from error
+        self._is_static = config.batching_type is BatchingType.STATIC
+        self._max_queue_size = config.max_queue_size or 0
+        self._num_slots = parameters.engine.max_num_sequences
+        self._has_kv_events = num_events > 0
+        self._mailbox = Mailbox()
+        self._is_shut_down = False
+        client = self._engine.client
+        self._description = None if client is None else client.describe()
+        self._tokenizer: Tokenizer | None = None
+        self._finalizer = weakref.finalize(self, _end, self._mailbox, self._engine)
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Cancel what is in flight, wake whoever waits for responses, and end the engine. Idempotent.
+
+        On a rank that takes no requests this waits for the end of the one that does.
+        """
+        self._is_shut_down = True
+        self._finalizer()
+
+    def can_enqueue_requests(self) -> bool:
+        """Whether this is the process that takes requests, and it is not shut down."""
+        return not self._is_shut_down and self._engine.client is not None
+
+    # ---------------------------------------------------------------- requests
+
+    def enqueue_request(self, request: Request) -> int:
+        """Queue a request and return the id of its responses; as `enqueue_requests`."""
+        return self.enqueue_requests([request])[0]
+
+    def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
+        """Queue requests: all, or none if this raises. What an engine had taken before it was lost is cancelled.
+
+        A request that the engine cannot serve gets a response with an error.
+
+        Returns:
+            For each request the id that its responses will have.
+
+        Raises:
+            ExecutorError: The executor is shut down, takes no requests on this rank, or has `max_queue_size`
+                sequences waiting.
+            NotSupported: A request asks for something that is not built.
+        """
+        client = self._client("Shutdown called, cannot enqueue requests")
+        prepared = [self._prepare(request) for request in requests]
+        self._announce(sum(each.answers.num_sequences for each in prepared))
+        ids: list[int] = []
+        for each in prepared:
+            try:
+                request_id = self._submit(client, each, self._mailbox.put)
+            except InflightError as error:
+                for left in prepared[len(ids) :]:
+                    self._mailbox.retract(left.answers.num_sequences)
+                for request_id in ids:
+                    client.stop(request_id, StopReason.CANCELLED)
+                raise ExecutorError(str(error)) from error
+            self._mailbox.open(request_id, each.answers)
+            ids.append(request_id)
+        return ids
+
+    async def stream(self, request: Request) -> AsyncIterator[Response]:
+        """Enqueue a request and yield its responses as tokens come; `streaming` need not be set.
+
+        Leaving the loop early, or cancelling its task, cancels the request. Its responses come here alone:
+        `await_responses` does not see them.
+
+        Raises:
+            ExecutorError: As `enqueue_requests`.
+        """
+        client = self._client("Shutdown called, cannot enqueue requests")
+        request = copy.copy(request)
+        request.streaming = True
+        prepared = self._prepare(request)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Answer] = asyncio.Queue()
+
+        def hand_on(answer: Answer) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.put_nowait, answer)
+
+        self._announce(prepared.answers.num_sequences)
+        request_id = self._submit(client, prepared, hand_on)
+        is_final = False
+        try:
+            while not is_final:
+                answer = await arrived.get()
+                is_final = answer.is_final
+                yield answer.to_response()
+        finally:
+            if not is_final:
+                client.stop(request_id, StopReason.CANCELLED)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_tokens: int = 16,
+        *,
+        sampling_config: SamplingConfig | None = None,
+        stop: Sequence[str] = (),
+        end_id: int | None = None,
+        return_log_probs: bool = False,
+        progress: bool | None = None,
+    ) -> Generation | list[Generation]:
+        """Generate for one prompt or for several, and return when all are done.
+
+        Args:
+            prompts: A text, token ids, or a list of either.
+            max_tokens: Most tokens to generate for each sequence.
+            sampling_config: How tokens are chosen; the likeliest without one.
+            stop: Texts that end an output; they are no part of its text.
+            end_id: Token that ends an output; without one, those that the checkpoint names; -1: none.
+            return_log_probs: Whether sequences have their `cum_log_prob`.
+            progress: Whether to show a bar on stderr; None: if that is a terminal and there is much to do.
+
+        Returns:
+            A Generation for one prompt, a list of them for a list.
+
+        Raises:
+            ExecutorError: A prompt cannot be served, or the executor is shut down. The others are cancelled.
+        """
+        client = self._client("Shutdown called, cannot enqueue requests")
+        listed = as_list(prompts)
+        is_text = any(isinstance(prompt, str) for prompt in listed)
+        tokenizer = self._find_tokenizer(is_required=is_text or bool(stop))
+        eos_token_ids = self._described().eos_token_ids if end_id is None else ()
+        converted: list[CoreRequest] = []
+        for prompt in listed:
+            ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
+            request = Request(
+                list(cast("Sequence[int]", ids)),
+                max_tokens,
+                sampling_config=sampling_config or SamplingConfig(),
+                output_config=OutputConfig(return_log_probs, exclude_input_from_output=True),
+                end_id=end_id,
+            )
+            try:
+                core = to_core_request(request, self._described().limits)
+            except InvalidArgument as error:
+                raise ExecutorError(f"prompt {len(converted)}: {error}") from error
+            # Where a text may have to stop, somebody has to look at it as it comes.
+            converted.append(replace(core, streaming=bool(stop), end_ids=core.end_ids or eos_token_ids))
+        most_at_once = self._num_slots + self._max_queue_size if self._max_queue_size else None
+        generated = Generating(client, converted, stop, tokenizer).run(most_at_once, progress)
+        return generated[0] if is_one_prompt(prompts) else generated
+
+    def cancel_request(self, id: int) -> None:
+        """End a request: its last response has what was generated, and the finish reason CANCELLED.
+
+        One that has ended, or that nobody has enqueued, is ignored.
+        """
+        self._client().stop(id, StopReason.CANCELLED)
+
+    # ---------------------------------------------------------------- responses
+
+    @overload
+    def await_responses(self, timeout: timedelta | None = ...) -> list[Response]: ...
+
+    @overload
+    def await_responses(self, id: int, timeout: Timeout = ...) -> list[Response]: ...
+
+    @overload
+    def await_responses(self, ids: Sequence[int], timeout: Timeout = ...) -> list[list[Response]]: ...
+
+    def await_responses(self, *args: Any, **keywords: Any) -> list[Response] | list[list[Response]]:
+        """Wait for responses and take them.
+
+        Args:
+            *args: Whose responses: nothing, for those of all requests, an id or several; then how long to wait, a
+                timedelta or seconds. Without a timeout this waits until there is a response, of several requests
+                until each has one. Several share one timeout.
+            **keywords: The same by name: `id`, `ids`, `timeout`.
+
+        Returns:
+            The responses, oldest first, by request if several ids were given; none where the time was up, or the
+            executor was shut down meanwhile. A request whose final response has been taken gets an error.
+        """
+        self._client()
+        asked, timeout = _whose(args, keywords)
+        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if asked is None:
+            return [answer.to_response() for answer in self._mailbox.take_all(timeout_s)]
+        if isinstance(asked, int):
+            return self._responses_of(asked, timeout_s)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return [
+            self._responses_of(each, None if end_s is None else max(0.0, end_s - time.monotonic()))
+            for each in asked
+        ]
+
+    def _responses_of(self, request_id: int, timeout_s: float | None) -> list[Response]:
+        if self._mailbox.is_ended(request_id):
+            text = f"ReqId {request_id} has already been processed and was terminated."
+            return [Response(request_id, text)]
+        return [answer.to_response() for answer in self._mailbox.take(request_id, timeout_s)]
+
+    def get_num_responses_ready(self, id: int | None = None) -> int:
+        """How many responses wait to be taken, of one request or of all."""
+        self._client()
+        return self._mailbox.count(id)
+
+    # ---------------------------------------------------------------- what there is to tell
+
+    def get_latest_iteration_stats(self) -> list[IterationStats]:
+        """Statistics of iterations since the last call, oldest first: `iter_stats_max_iterations` at most."""
+        told = self._reports(ReportKind.ITERATIONS)
+        return [reports.iteration_stats(each, told.memory) for each in told.iterations]
+
+    def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
+        """The same of every request, `request_stats_max_iterations` at most."""
+        return [reports.request_stats(each) for each in self._reports(ReportKind.REQUESTS).requests]
+
+    def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        """Debug tensors of iterations since the last call, oldest first, as `debug_config` says."""
+        self._client()
+        # MERGE: convert what the engine keeps. Without a debug_config, which is refused so far, there is nothing.
+        return []
+
+    def get_kv_cache_event_manager(self) -> reports.KVCacheEventManager | None:
+        """Where events of the KV cache can be fetched; None unless `event_buffer_max_size` keeps some."""
+        client = self._client()
+        if not self._has_kv_events:
+            return None
+        return reports.KVCacheEventManager(client.reports, self._described().limits.max_sequence_length)
+
+    def _reports(self, kind: ReportKind) -> Reports:
+        try:
+            return self._client().reports(kind, 0.0)
+        except Unavailable as error:
+            raise ExecutorError(str(error)) from error
+
+    # ---------------------------------------------------------------- for all of these
+
+    def _client(self, shut_down: str = "Shutdown called") -> EngineClient:
+        if self._is_shut_down:
+            raise ExecutorError(shut_down)
+        if self._engine.client is None:
+            raise ExecutorError("this rank takes no requests: can_enqueue_requests() says which one does")
+        return self._engine.client
+
+    def _described(self) -> EngineDescription:
+        assert self._description is not None, "whoever has a client has its description"
+        return self._description
+
+    def _find_tokenizer(self, is_required: bool) -> Tokenizer | None:
+        folder = self._described().tokenizer_dir
+        if self._tokenizer is None and folder:
+            self._tokenizer = Tokenizer.from_dir(folder)
+        if self._tokenizer is None and is_required:
+            raise ExecutorError("the checkpoint has no tokenizer.json: prompts have to be token ids")
+        return self._tokenizer
+
+    def _prepare(self, request: Request) -> _Prepared:
+        self._fields.check(request)
+        limits = self._described().limits
+        try:
+            converted = to_core_request(request, limits)
+        except InvalidArgument as error:
+            nothing = Asked(False, False, 0, 0, request.client_id, CoreOutputConfig())
+            return _Prepared(None, error, Answers(nothing, 1))
+        if self._is_static and converted.streaming:  # as TensorRT-LLM does it
+            whole = replace(converted.output, exclude_input_from_output=True)
+            converted = replace(converted, streaming=False, output=whole)
+        repeats = request.return_all_generated_tokens
+        if converted.streaming and converted.sampling.uses_beams and not repeats:
+            _log.warning("streamed beams change: every response has all generated tokens")
+            repeats = True
+        asked = Asked(
+            converted.streaming,
+            repeats,
+            request.max_tokens,
+            limits.vocab_size,
+            request.client_id,
+            converted.output,
+        )
+        return _Prepared(converted, None, Answers(asked, converted.sampling.num_sequences))
+
+    def _announce(self, num_sequences: int) -> None:
+        bound = self._max_queue_size
+        if not self._mailbox.announce(num_sequences, bound + self._num_slots if bound else None):
+            raise ExecutorError(f"Maximum queue size of {bound} has been reached, please try again later")
+
+    def _submit(self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]) -> int:
+        """Give a request to the engine, or its refusal to `hand_on`; returns its id."""
+        answers, mailbox = prepared.answers, self._mailbox
+
+        def on_response(response: CoreResponse) -> None:
+            if response.is_final:
+                mailbox.retract(answers.num_sequences)
+            hand_on(answers.add(response))
+
+        if prepared.request is not None:
+            return client.submit(prepared.request, on_response)
+        request_id = client.reserve_id()
+        on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
+        return request_id
+
+
+# ---------------------------------------------------------------------- arguments in several forms
+
+
+def _constructor_arguments(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[str, ExecutorConfig, Parameters | None]:
+    """The folder, the configuration and the parameters; raises NotSupported for the forms that there are not."""
+    in_memory = any("buffer" in name for name in keywords)
+    if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
+        raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
+    if "encoder_model_path" in keywords or (len(args) > 1 and isinstance(args[1], str | os.PathLike)):
+        raise NotSupported(f"an encoder is not supported: {_NO_ENCODER}")
+    try:
+        found = inspect.signature(_from_folder).bind(*args, **keywords)
+    except TypeError as error:
+        raise TypeError(
+            f"Executor(model_path, model_type, executor_config, *, parameters): {error}"
+        ) from None
+    found.apply_defaults()
+    return _from_folder(*found.args, **found.kwargs)
+
+
+def _from_folder(
+    model_path: str | os.PathLike[str],
+    model_type: ModelType = ModelType.DECODER_ONLY,
+    executor_config: ExecutorConfig | None = None,
+    *,
+    parameters: Parameters | None = None,
+) -> tuple[str, ExecutorConfig, Parameters | None]:
+    check_model_type(model_type)
+    return os.fspath(model_path), executor_config or ExecutorConfig(), parameters
+
+
+def _whose(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
+    """Of `await_responses`: whose responses are meant, None for everybody's, and how long to wait."""
+    unknown = keywords.keys() - {"id", "ids", "timeout"}
+    if unknown or len(args) + len(keywords) > 2:
+        raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
+    given = list(args)
+    timeout = keywords.get("timeout")
+    whose = keywords.get("id", keywords.get("ids"))
+    if given and whose is None and not isinstance(given[0], timedelta | float | None):
+        whose = given.pop(0)
+    if given:
+        timeout = given.pop(0)
+    if given or not isinstance(timeout, timedelta | float | int | None):
+        raise TypeError(f"await_responses: the timeout is {timeout!r}, expected a timedelta, seconds or None")
+    if whose is None:
+        return None, timeout
+    return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
+
+
+def _loader(config: ExecutorConfig) -> LoadModel:
+    """What loads the model in this process."""
+    # MERGE: hand on config.logits_post_processor_config, which is refused so far.
+    return load_model
+
+
+def _end(mailbox: Mailbox, engine: engines.ExecutorEngine) -> None:
+    mailbox.close()
+    engine.close()

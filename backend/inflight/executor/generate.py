@@ -1,0 +1,199 @@
+"""`Executor.generate`: prompts in, texts out, in one call.
+
+Prompts are answered side by side; as many are handed to the engine as it has room for. Text is made, and stop
+strings are found, where the server does it too (`inflight.serving`). Everything here runs on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import cast
+
+from inflight.core.ports import EngineClient
+from inflight.core.request.request import Request as CoreRequest
+from inflight.core.request.response import Response as CoreResponse
+from inflight.core.request.stop import FinishReason, StopReason
+from inflight.executor.errors import ExecutorError, InvalidValue
+from inflight.serving.reply import NewText, Output, Prompt, Reply, ReplyOptions, new_text
+from inflight.text.tokenizer import Tokenizer
+
+_LONG = 1000
+"""A call that may generate so many tokens shows a progress bar."""
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+"""One prompt or several, as text or as token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSequence:
+    """One of the outputs for a prompt.
+
+    Attributes:
+        token_ids: What was generated, up to the token that completes a stop string.
+        text: The same as text, without a stop string; "" if the model has no tokenizer.
+        finish_reason: Why it ended.
+        cum_log_prob: Sum of the log probabilities of its tokens, or a beam's score; None if not wanted.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    cum_log_prob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer to one prompt.
+
+    Attributes:
+        prompt_token_ids: The prompt.
+        sequences: num_return_sequences of them, or the beams of a search, best first.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    sequences: tuple[GeneratedSequence, ...]
+
+    @property
+    def text(self) -> str:
+        """The first sequence's text."""
+        return self.sequences[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first sequence's tokens."""
+        return self.sequences[0].token_ids
+
+
+def is_one_prompt(prompts: Prompts) -> bool:
+    """Whether this is a text or a sequence of token ids. Raises InvalidValue for what is no prompt at all."""
+    if isinstance(prompts, str):
+        return True
+    are_ids = [isinstance(each, Integral) for each in prompts]
+    if not are_ids or any(are_ids) != all(are_ids):
+        raise InvalidValue(f"prompts is {prompts!r:.100}: expected a text, token ids, or a list of either")
+    return are_ids[0]
+
+
+def as_list(prompts: Prompts) -> list[str | list[int]]:
+    """Several prompts, or the one, as a list. Raises InvalidValue as `is_one_prompt` does."""
+    listed = [prompts] if is_one_prompt(prompts) else prompts
+    return [each if isinstance(each, str) else list(cast("Sequence[int]", each)) for each in listed]
+
+
+class Generating:
+    """One call: its prompts, and what has come back for them.
+
+    Args:
+        client: To the engine.
+        requests: One for each prompt; those with stop strings have to stream.
+        stop_strings: Texts that end an output.
+        tokenizer: For text; None: there is none.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[CoreRequest],
+        stop_strings: Sequence[str],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._client = client
+        self._requests = requests
+        prompts = [_prompt(each, stop_strings, tokenizer) for each in requests]
+        self._reply = Reply(prompts, in_one=False)
+        self._arrived: queue.SimpleQueue[tuple[int, CoreResponse]] = queue.SimpleQueue()
+        self._outputs: list[list[Output]] = [[] for _ in requests]
+        self._in_flight: dict[int, int] = {}  # the engine's id, by prompt
+
+    def run(self, most_at_once: int | None, progress: bool | None) -> list[Generation]:
+        """Generate, in the order of the prompts.
+
+        Args:
+            most_at_once: How many sequences may be handed to the engine at a time; None: any number.
+            progress: Whether to show a bar; None: if stderr is a terminal and there is much to do.
+
+        Raises:
+            ExecutorError: A prompt failed; all others have been cancelled.
+        """
+        waiting = iter(range(len(self._requests)))
+        with self._bar(progress) as advance:
+            try:
+                self._submit_next(waiting, most_at_once)
+                while self._in_flight:
+                    self._take(*self._arrived.get(), advance)
+                    self._submit_next(waiting, most_at_once)
+            finally:
+                for request_id in self._in_flight.values():  # an error, or KeyboardInterrupt
+                    self._client.stop(request_id, StopReason.CANCELLED)
+        return [_generation(*pair) for pair in zip(self._requests, self._outputs, strict=True)]
+
+    def _submit_next(self, waiting: Iterator[int], most_at_once: int | None) -> None:
+        """Hand on as many prompts as may be in flight, at least one."""
+        while not self._in_flight or most_at_once is None or self._num_sequences() < most_at_once:
+            index = next(waiting, None)
+            if index is None:
+                return
+            request = self._requests[index]
+            self._in_flight[index] = self._client.submit(
+                request, lambda response, index=index: self._arrived.put((index, response))
+            )
+
+    def _num_sequences(self) -> int:
+        return sum(self._requests[index].sampling.num_sequences for index in self._in_flight)
+
+    def _take(self, index: int, response: CoreResponse, advance: Callable[[], None]) -> None:
+        if response.result is None:
+            self._in_flight.pop(index)
+            raise ExecutorError(f"prompt {index}: {response.error}")
+        self._outputs[index] += self._reply.add(index, response.result, is_last=response.is_final)
+        if self._reply.has_just_stopped:
+            sequence = response.result.sequence_index
+            self._client.stop(self._in_flight[index], StopReason.STOP_WORDS, sequence)
+        if response.is_final:
+            self._in_flight.pop(index)
+            advance()
+
+    @contextlib.contextmanager
+    def _bar(self, progress: bool | None) -> Iterator[Callable[[], None]]:
+        num_tokens = sum(each.max_new_tokens * each.sampling.num_sequences for each in self._requests)
+        if progress is None:
+            progress = num_tokens >= _LONG and sys.stderr.isatty()
+        if not progress:
+            yield lambda: None
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        with Progress(console=console, transient=console.is_terminal) as bar:
+            task = bar.add_task("generating", total=len(self._requests))
+            yield lambda: bar.advance(task)
+
+
+def _prompt(
+    request: CoreRequest, stop_strings: Sequence[str], tokenizer: Tokenizer | None
+) -> tuple[Prompt, NewText | None]:
+    prompt = Prompt(request, ReplyOptions(frozenset(), stop_strings=tuple(stop_strings)))
+    return prompt, None if tokenizer is None else new_text(prompt, tokenizer, skip_special_tokens=True)
+
+
+def _generation(request: CoreRequest, outputs: Sequence[Output]) -> Generation:
+    ordered = sorted(outputs, key=lambda output: output.result.sequence_index)
+    sequences = [sequence for output in ordered for sequence in _sequences(output)]
+    return Generation(request.input_token_ids, tuple(sequences))
+
+
+def _sequences(output: Output) -> Iterator[GeneratedSequence]:
+    result = output.result
+    for row, token_ids in enumerate(result.output_token_ids):
+        yield GeneratedSequence(
+            token_ids,
+            "" if output.texts is None else output.texts[row],
+            result.finish_reasons[row],
+            None if result.cum_log_probs is None else result.cum_log_probs[row],
+        )

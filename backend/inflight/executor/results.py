@@ -1,0 +1,221 @@
+"""From the engine's responses to a client's: what each `Response` carries, and what it repeats of those before.
+
+An `Answers` object belongs to one request. The engine's thread adds to it, which costs next to nothing; whoever
+fetches an `Answer` makes the `Response` of it, tensors included, on his own thread. The order in which answers of
+one request are fetched does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from inflight.core.request import request as core
+from inflight.core.request import response as core_response
+from inflight.executor.response import (
+    KvCacheMetrics,
+    RequestPerfMetrics,
+    Response,
+    Result,
+    SpeculativeDecodingMetrics,
+    TimingMetrics,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a request its responses depend on.
+
+    Attributes:
+        streaming: Whether there is a response for every iteration.
+        repeats_tokens: Whether streamed responses have everything generated so far.
+        max_tokens: Most tokens to generate.
+        vocab_size: Width of logits.
+        client_id: Goes back with every response.
+        output: What comes back.
+    """
+
+    streaming: bool
+    repeats_tokens: bool
+    max_tokens: int
+    vocab_size: int
+    client_id: int | None
+    output: core.OutputConfig
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a response repeats what earlier ones had."""
+        output = self.output
+        return self.streaming and (
+            self.repeats_tokens or output.return_log_probs or output.return_context_logits
+        )
+
+
+class Answers:
+    """The answers to one request.
+
+    Attributes:
+        asked: What they depend on.
+        num_sequences: How many sequences count as one place in the queue each.
+        is_taken: Whether the final one has been fetched. Under the mailbox's lock.
+    """
+
+    def __init__(self, asked: Asked, num_sequences: int) -> None:
+        self.asked = asked
+        self.num_sequences = num_sequences
+        self.is_taken = False
+        self._history: dict[int, list[core_response.Result]] = {}  # by sequence index, if it is needed
+        self._num_generated: dict[int, int] = {}  # by sequence index
+
+    def add(self, response: core_response.Response) -> Answer:
+        """The engine's next response. One thread at a time."""
+        result = response.result
+        if result is None:
+            return Answer(self, response, (), 0)
+        index, count = result.sequence_index, result.num_output_tokens[0]
+        if not result.is_cumulative:
+            count += self._num_generated.get(index, 0)
+        self._num_generated[index] = count
+        if not self.asked.looks_back:
+            return Answer(self, response, (), count)
+        history = self._history.setdefault(index, [])
+        if result.is_cumulative:
+            del history[1:]  # what came before is in this one, but for the context of the first
+        history.append(result)
+        return Answer(self, response, tuple(history), count)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response as it came from the engine.
+
+    Attributes:
+        answers: Of its request.
+        response: What the engine said.
+        so_far: Its sequence's results up to this one, where a response repeats them.
+        num_generated: Tokens that its sequence, or its best beam, has generated up to this one.
+    """
+
+    answers: Answers
+    response: core_response.Response
+    so_far: Sequence[core_response.Result]
+    num_generated: int
+
+    @property
+    def request_id(self) -> int:
+        """Whose answer it is."""
+        return self.response.request_id
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is the request's last."""
+        return self.response.is_final
+
+    def to_response(self) -> Response:
+        """The answer as the client gets it."""
+        asked, result = self.answers.asked, self.response.result
+        if result is None:
+            return Response(self.request_id, str(self.response.error) or "unknown error", asked.client_id)
+        return Response(self.request_id, self._result(asked, result), asked.client_id)
+
+    def _result(self, asked: Asked, result: core_response.Result) -> Result:
+        so_far = (result,) if result.is_cumulative else self.so_far or (result,)
+        repeats = asked.streaming and asked.repeats_tokens
+        iterations = result.num_iterations
+        return Result(
+            is_final=self.is_final,
+            output_token_ids=_joined([each.output_token_ids for each in (so_far if repeats else (result,))]),
+            cum_log_probs=None if result.cum_log_probs is None else list(result.cum_log_probs),
+            log_probs=_log_probs(so_far) if asked.output.return_log_probs else None,
+            context_logits=_context_logits(self.so_far or (result,)),
+            generation_logits=_generation_logits(asked, so_far if repeats else (result,)),
+            finish_reasons=list(result.finish_reasons),
+            sequence_index=result.sequence_index,
+            is_sequence_final=result.is_sequence_final,
+            decoding_iter=iterations,
+            avg_decoded_tokens_per_iter=self.num_generated / iterations if iterations else 0.0,
+            request_perf_metrics=None if result.perf_metrics is None else _perf_metrics(result),
+        )
+
+
+def _joined(parts: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[int]]:
+    return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
+
+
+def _log_probs(results: Iterable[core_response.Result]) -> list[list[float]]:
+    parts = [each.log_probs for each in results if each.log_probs is not None]
+    return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
+
+
+def _context_logits(results: Iterable[core_response.Result]) -> torch.Tensor | None:
+    found = next((each.context_logits for each in results if each.context_logits is not None), None)
+    return None if found is None else _tensor(found)
+
+
+def _generation_logits(asked: Asked, results: Sequence[core_response.Result]) -> torch.Tensor | None:
+    """[tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], 0 behind the last token."""
+    by_result = [each.generation_logits for each in results]
+    if any(tensors is None for tensors in by_result):
+        return None
+    import torch
+
+    beams: list[torch.Tensor] = []
+    for tensors in zip(*(tensors or () for tensors in by_result), strict=True):
+        rows = [_tensor(tensor) for tensor in tensors if tensor.shape[0]]
+        beams.append(torch.cat(rows) if rows else torch.zeros(0, asked.vocab_size))
+    if asked.streaming:
+        return torch.stack(beams, dim=1)
+    whole = torch.zeros(len(beams), asked.max_tokens, asked.vocab_size)
+    for beam, rows in zip(whole, beams, strict=True):
+        beam[: len(rows)] = rows
+    return whole
+
+
+def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
+    import torch
+
+    if not tensor.data:
+        return torch.zeros(tensor.shape)
+    return torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(tensor.shape)
+
+
+def _perf_metrics(result: core_response.Result) -> RequestPerfMetrics:
+    found = result.perf_metrics
+    assert found is not None, "it is wanted"
+    sought = found.num_reused_blocks + found.num_missed_blocks
+    has_tokens = found.first_token_time_ns > 0
+    return RequestPerfMetrics(
+        TimingMetrics(
+            arrival_time=_time(found.arrival_time_ns),
+            first_scheduled_time=_time(found.first_scheduled_time_ns),
+            first_token_time=_time(found.first_token_time_ns),
+            last_token_time=_time(found.last_token_time_ns),
+        ),
+        KvCacheMetrics(
+            num_total_allocated_blocks=found.num_new_blocks,
+            num_new_allocated_blocks=found.num_new_blocks,
+            num_reused_blocks=found.num_reused_blocks,
+            num_missed_blocks=found.num_missed_blocks,
+            kv_cache_hit_rate=found.num_reused_blocks / sought if sought else 0.0,
+        ),
+        SpeculativeDecodingMetrics(
+            acceptance_rate=(
+                found.num_accepted_draft_tokens / found.num_draft_tokens if found.num_draft_tokens else 0.0
+            ),
+            total_accepted_draft_tokens=found.num_accepted_draft_tokens,
+            total_draft_tokens=found.num_draft_tokens,
+        ),
+        first_iter=found.first_iteration if has_tokens else None,
+        last_iter=found.last_iteration if has_tokens and result.is_sequence_final else None,
+        iter=found.last_iteration if has_tokens else None,
+    )
+
+
+def _time(nanoseconds: int) -> timedelta:
+    return timedelta(microseconds=nanoseconds / 1000)

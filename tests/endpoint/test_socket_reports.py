@@ -1,0 +1,101 @@
+"""What the engine has kept, fetched over the socket; the batcher is played by the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from inflight.core.kv.kv_events import KvEvent, StoredBlock
+from inflight.core.report.reports import ReportKind, Reports
+from inflight.core.report.stats import (
+    KeptIteration,
+    MemoryUsage,
+    RequestStage,
+    RequestStats,
+    RequestStatsPerIteration,
+)
+from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.server import EndpointServer
+from inflight.errors import Unavailable
+from tests.core.test_stats import STATS
+from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
+
+REPORTS = {
+    ReportKind.ITERATIONS: Reports(iterations=(KeptIteration(STATS, 12.5),), memory=MemoryUsage(1, 2, 3)),
+    ReportKind.REQUESTS: Reports(
+        requests=(
+            RequestStatsPerIteration(
+                4, (RequestStats(1, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0),)
+            ),
+        )
+    ),
+    ReportKind.KV_EVENTS: Reports(
+        kv_events=(
+            KvEvent(0, num_blocks=8),
+            KvEvent(1, stored=(StoredBlock(2**64 - 1, (1, 2), (0, 7), None, 35),), parent_hash=5),
+            KvEvent(2, removed=(6, 7)),
+            KvEvent(3, updated=8, priorities=(35, 80)),
+        )
+    ),
+}
+
+
+class Kept:
+    """What a batcher has kept; `may` says when it answers a question without a timeout."""
+
+    def __init__(self) -> None:
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def __call__(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        self.asked.set()
+        if timeout_s is None:
+            assert self.may.wait(PATIENCE_S)
+        return REPORTS[kind]
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def front_end(kept: Kept, path: str) -> Iterator[SocketEngineClient]:
+    server = EndpointServer(LocalEngineClient(DESCRIPTION, lambda: None, read_reports=kept), path)
+    client = SocketEngineClient(path)
+    yield client
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("kind", ReportKind)
+def test_reports_cross(front_end: SocketEngineClient, kind: ReportKind) -> None:
+    assert front_end.reports(kind, 0.0) == REPORTS[kind]
+
+
+def test_a_question_without_a_timeout_waits_and_stops_nobody_else(front_end, kept: Kept) -> None:
+    found: list[Reports] = []
+    thread = threading.Thread(target=lambda: found.append(front_end.reports(ReportKind.KV_EVENTS, None)))
+    thread.start()
+    assert kept.asked.wait(PATIENCE_S)
+    assert front_end.reports(ReportKind.ITERATIONS, 0.0) == REPORTS[ReportKind.ITERATIONS]
+    kept.may.set()
+    thread.join(PATIENCE_S)
+    assert found == [REPORTS[ReportKind.KV_EVENTS]]
+
+
+def test_a_batcher_that_keeps_nothing(server, path) -> None:
+    client = SocketEngineClient(path)
+    assert client.reports(ReportKind.ITERATIONS, 0.0) == Reports()
+    client.close()
+
+
+def test_without_an_engine_there_are_none(path) -> None:
+    with pytest.raises(Unavailable):
+        SocketEngineClient(path).reports(ReportKind.ITERATIONS, 0.0)
+
+
+def test_a_reserved_id_is_no_requests(front_end) -> None:
+    assert front_end.reserve_id() + 1 == front_end.reserve_id()

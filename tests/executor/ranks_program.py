@@ -1,0 +1,52 @@
+"""What every rank of a test runs: `python -m tests.executor.ranks_program CHECKPOINT PP` under mpirun.
+
+Every rank constructs an executor, as a program of TensorRT-LLM's bindings does, and prints one JSON line. Rank 0
+serves requests; the others end when it does. With one pipeline stage, mpirun alone says how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import inflight.executor as trtllm
+from inflight.config import EngineConfig, Parameters
+
+
+def main() -> None:
+    checkpoint, pp_size = sys.argv[1], int(sys.argv[2])
+    cache = trtllm.KvCacheConfig(max_tokens=4096, event_buffer_max_size=50)
+    config = trtllm.ExecutorConfig(
+        2, kv_cache_config=cache, max_batch_size=4, parallel_config=trtllm.ParallelConfig()
+    )
+    parameters = Parameters(
+        pipeline_parallel_size=pp_size,
+        engine=EngineConfig(dtype="float32", engine_threads=1),
+    )
+    executor = trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config, parameters=parameters)
+    said: dict[str, object] = {"can_enqueue": executor.can_enqueue_requests()}
+    if executor.can_enqueue_requests():
+        prompts = [[token] * 5 for token in range(5, 11)]
+        ids = executor.enqueue_requests([trtllm.Request(prompt, 12) for prompt in prompts])
+        said["tokens"] = [found[0].result.output_token_ids[0] for found in executor.await_responses(ids)]
+        said["iterations"] = len(executor.get_latest_iteration_stats())
+        manager = executor.get_kv_cache_event_manager()
+        assert manager is not None
+        said["events"] = [event.event_id for event in manager.get_latest_events()]
+    else:
+        try:
+            executor.enqueue_request(trtllm.Request([5], 1))
+        except trtllm.ExecutorError as error:
+            said["error"] = str(error)
+    if pp_size == 1:
+        executor.shutdown()  # else the interpreter's end does it
+        try:
+            trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config)
+        except trtllm.ExecutorError as error:
+            said["again"] = str(error)
+    sys.stdout.write(json.dumps(said) + "\n")  # in one piece, among the others'
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The Python blocks of README.md and docs/executor.md that need no server, as they are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = [
+    block
+    for page in ("README.md", "docs/executor.md")
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    if "inflight.executor" in block
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (0, r" *\w+"),
+        (1, r"1 \[\[1, 2, 3, 4, .*\n2 \[\[1, 2, 3, 4, .*\], \[1, 2, 3, 4, "),
+        (2, r".*\(\d+, .*\) \(\d+, .*\)\n(\[\[\d+\]\]\n){5}$"),
+    ],
+)
+def test_a_program_prints_what_it_is_about(number: int, expected: str) -> None:
+    assert len(PROGRAMS) == 3
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAMS[number]], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.match(expected, done.stdout, re.S), done.stdout
+
+
+def test_the_first_answer_takes_five_lines() -> None:
+    assert len(PROGRAMS[0].split("\n\n")[1].strip().splitlines()) + 1 <= 5

@@ -1,0 +1,118 @@
+"""`Executor.generate`: prompts as text or ids, alone or several, to texts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import inflight.executor as trtllm
+from tests.executor.conftest import PROMPT, make_executor
+
+FINISHED = trtllm.FinishReason
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path):
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def test_ids_to_ids_and_text(executor, reference, tokenizer) -> None:
+    answer = executor.generate(PROMPT, max_tokens=8, end_id=-1)
+    assert answer.token_ids == tuple(reference(PROMPT, 8))
+    assert answer.prompt_token_ids == tuple(PROMPT)
+    assert answer.sequences[0].finish_reason is FINISHED.LENGTH
+    whole = tokenizer.decode([*PROMPT, *answer.token_ids], skip_special_tokens=True)
+    assert whole == tokenizer.decode(PROMPT, skip_special_tokens=True) + answer.text
+
+
+def test_several_prompts_come_back_in_order(executor, reference, tokenizer) -> None:
+    texts = ["some words here", "others", "more of them and more"]
+    answers = executor.generate(texts, max_tokens=5, end_id=-1)
+    ids = [tokenizer.encode(text) for text in texts]
+    assert [list(answer.prompt_token_ids) for answer in answers] == ids
+    assert [list(answer.token_ids) for answer in answers] == [reference(each, 5) for each in ids]
+    (alone,) = executor.generate([ids[0]], max_tokens=5, end_id=-1)
+    assert alone == answers[0]
+    mixed = executor.generate([texts[0], ids[1]], max_tokens=5, end_id=-1)
+    assert mixed == answers[:2]
+    assert executor.await_responses(timedelta(0)) == []
+
+
+def test_it_stops_at_the_end_ids_of_the_checkpoint(executor, reference) -> None:
+    eos = executor._description.eos_token_ids
+    assert eos
+    prompt = next(each for each in ([n, n + 1] for n in range(5, 400)) if eos[0] in reference(each, 40))
+    tokens = reference(prompt, 40)
+    answer = executor.generate(prompt, max_tokens=40)
+    assert list(answer.token_ids) == tokens[: tokens.index(eos[0])]
+    assert answer.sequences[0].finish_reason is FINISHED.END_ID
+
+
+def test_a_stop_string_ends_the_text_and_is_no_part_of_it(executor) -> None:
+    whole = executor.generate(PROMPT, max_tokens=30, end_id=-1)
+    stop = whole.text[10:13]
+    answer = executor.generate(PROMPT, max_tokens=30, end_id=-1, stop=[stop])
+    assert answer.text == whole.text[: whole.text.index(stop)]
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+    assert answer.sequences[0].finish_reason is FINISHED.STOP_WORDS
+
+
+def test_sequences_and_beams(executor) -> None:
+    sampling = trtllm.SamplingConfig(num_return_sequences=3, top_k=50, seed=5)
+    answer = executor.generate(
+        PROMPT, max_tokens=6, sampling_config=sampling, end_id=-1, return_log_probs=True
+    )
+    assert len({each.token_ids for each in answer.sequences}) == 3
+    assert all(each.cum_log_prob < 0 for each in answer.sequences)
+    beams = executor.generate(
+        PROMPT, max_tokens=6, sampling_config=trtllm.SamplingConfig(2), return_log_probs=True
+    )
+    scores = [each.cum_log_prob for each in beams.sequences]
+    assert len(scores) == 2 and scores[0] >= scores[1]
+
+
+def test_more_prompts_than_the_queue_takes(checkpoint: Path, reference) -> None:
+    with make_executor(checkpoint, max_batch_size=1, max_beam_width=1, max_queue_size=1) as executor:
+        prompts = [[n, n] for n in range(5, 12)]
+        answers = executor.generate(prompts, max_tokens=3, end_id=-1)
+        assert [list(answer.token_ids) for answer in answers] == [reference(each, 3) for each in prompts]
+
+
+def test_one_prompt_that_cannot_be_served_fails_the_call(executor) -> None:
+    with pytest.raises(trtllm.ExecutorError, match=r"prompt 1: .*3000"):
+        executor.generate([[5], [5] * 3000], max_tokens=3)
+
+
+@pytest.mark.parametrize("prompts", [[], [[5], 5], [5, [5]], ["text", 5]])
+def test_prompts_of_no_kind_are_refused(executor, prompts) -> None:
+    with pytest.raises(trtllm.InvalidValue, match="prompts is"):
+        executor.generate(prompts)
+
+
+def test_text_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(checkpoint / name)
+    with make_executor(tmp_path) as executor:
+        assert executor.generate(PROMPT, max_tokens=2).text == ""
+        with pytest.raises(trtllm.ExecutorError, match=r"no tokenizer\.json"):
+            executor.generate("text")
+
+
+@pytest.mark.parametrize(("is_terminal", "progress", "is_shown"), [
+    (True, None, True), (False, None, False), (True, False, False), (False, True, True),
+])  # fmt: skip
+def test_a_bar_where_there_is_much_to_do(
+    executor, capsys, monkeypatch, is_terminal: bool, progress: bool | None, is_shown: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    executor.generate([PROMPT] * 10, max_tokens=100, progress=progress)
+    assert ("generating" in capsys.readouterr().err) == is_shown
+
+
+def test_no_bar_where_there_is_little(executor, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    executor.generate(PROMPT, max_tokens=5)
+    assert capsys.readouterr().err == ""

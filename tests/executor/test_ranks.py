@@ -1,0 +1,148 @@
+"""Executors of several ranks: in leader mode under mpirun, and in orchestrator mode, which starts the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import inflight.executor as trtllm
+from inflight.config import EngineConfig, Parameters
+from inflight.processes import ProcessId
+from tests.executor.conftest import PROMPT, make_config, responses_of, results_of
+from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
+
+PROMPTS = [[token] * 5 for token in range(5, 11)]
+LONG = 1500
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_ranks_that_mpirun_has_started(checkpoint: Path, reference, pp_size: int) -> None:
+    said = run_ranks(2, "tests.executor.ranks_program", str(checkpoint), str(pp_size))
+    ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    (leader,) = [rank for rank in ranks if rank["can_enqueue"]]
+    others = [rank for rank in ranks if not rank["can_enqueue"]]
+    assert leader["tokens"] == [prompt + reference(prompt, 12) for prompt in PROMPTS]
+    assert leader["iterations"] >= 12 and leader["events"][0] == 0
+    assert len(others) == 1
+    if pp_size == 1:
+        assert all("takes nobody twice" in rank["again"] for rank in ranks)
+    assert all("this rank takes no requests" in rank["error"] for rank in others)
+
+
+def test_rank_0_outlives_another_and_says_so(checkpoint: Path) -> None:
+    with start_ranks(
+        2,
+        "tests.executor.losing_ranks_program",
+        str(checkpoint),
+        mpirun_arguments=["--enable-recovery"],
+    ) as ranks:
+        said, complained = ranks.communicate(timeout=TIMEOUT_S)
+    (line,) = [line for line in said.splitlines() if line.startswith("{")]
+    found = json.loads(line)
+    assert "lost" in found["error"], complained
+    assert found["later"] and not found["is_taken"]
+
+
+def orchestrate(checkpoint: Path, tp_size: int, **fields) -> trtllm.Executor:
+    parallel = trtllm.ParallelConfig(
+        trtllm.CommunicationType.MPI,
+        trtllm.CommunicationMode.ORCHESTRATOR,
+        None,
+        None,
+        trtllm.OrchestratorConfig(True, "executorWorker"),
+    )
+    parameters = Parameters(
+        tensor_parallel_size=tp_size, engine=EngineConfig(engine_threads=1), rank_timeout_ms=30_000
+    )
+    config = make_config(parallel_config=parallel, **fields)
+    return trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config, parameters=parameters)
+
+
+def test_ranks_that_the_executor_starts(checkpoint: Path, reference) -> None:
+    cache = trtllm.KvCacheConfig(max_tokens=4096, event_buffer_max_size=50)
+    with orchestrate(checkpoint, 2, kv_cache_config=cache, request_stats_max_iterations=100) as executor:
+        assert executor.can_enqueue_requests()
+        ids = executor.enqueue_requests([trtllm.Request(prompt, 12) for prompt in PROMPTS])
+        tokens = [found[0].result.output_token_ids[0] for found in executor.await_responses(ids)]
+        assert tokens == [prompt + reference(prompt, 12) for prompt in PROMPTS]
+        streamed = results_of(executor, trtllm.Request(PROMPT, 9, streaming=True))
+        assert [t for each in streamed for t in each.output_token_ids[0]] == reference(PROMPT, 9)
+        config = trtllm.OutputConfig(return_context_logits=True)
+        (result,) = results_of(executor, trtllm.Request(PROMPT, 1, output_config=config))
+        assert result.context_logits.argmax(-1)[-1] == reference(PROMPT, 1)[0]
+        cancelled = executor.enqueue_request(trtllm.Request(PROMPT, LONG, streaming=True))
+        executor.await_responses(cancelled)
+        executor.cancel_request(cancelled)
+        last = responses_of(executor, cancelled)[-1].result
+        assert last.finish_reasons == [trtllm.FinishReason.CANCELLED]
+        stats = executor.get_latest_iteration_stats()
+        assert [each.iter for each in stats] == sorted({each.iter for each in stats})
+        assert len(stats) >= 12 and stats[0].cpu_mem_usage > 0
+        assert executor.get_latest_request_stats()[0].request_stats[0].id == ids[0]
+        manager = executor.get_kv_cache_event_manager()
+        assert manager is not None
+        assert manager.get_latest_events()[0].data == trtllm.kv_cache.KVCacheCreatedData([128, 0])
+        assert executor.generate(PROMPT, max_tokens=4, end_id=-1).token_ids == tuple(reference(PROMPT, 4))
+        folder = Path(executor._engine._orchestrator._ranks.processes.folder)
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def test_a_lost_rank_is_told_and_the_ranks_come_back(checkpoint: Path, reference) -> None:
+    with orchestrate(checkpoint, 1) as executor:
+        request_id = executor.enqueue_request(trtllm.Request(PROMPT, LONG, streaming=True))
+        executor.await_responses(request_id)
+        launcher = ProcessId.parse(executor._engine._orchestrator._ranks.processes.launcher)
+        launcher.signal(signal.SIGKILL)
+        assert "lost" in responses_of(executor, request_id)[-1].error_msg
+        answer = None
+        while answer is None:
+            try:
+                answer = results_of(executor, trtllm.Request(PROMPT, 3))[0]
+            except RuntimeError as error:
+                assert "cannot be reached" in str(error) or "later try" in str(error)
+        assert answer.output_token_ids == [PROMPT + reference(PROMPT, 3)]
+        assert executor.await_responses(timedelta(0)) == []
+
+
+def test_ranks_that_do_not_load_say_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Nobody"]}')
+    with pytest.raises(trtllm.ExecutorError, match="Nobody"):
+        orchestrate(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        trtllm.ParallelConfig(
+            communication_mode=trtllm.CommunicationMode.ORCHESTRATOR,
+            orchestrator_config=trtllm.OrchestratorConfig(False),
+        ),
+        trtllm.ParallelConfig(
+            communication_mode=trtllm.CommunicationMode.ORCHESTRATOR,
+            orchestrator_config=trtllm.OrchestratorConfig(spawn_processes=False),
+        ),
+        trtllm.ParallelConfig(
+            communication_mode=trtllm.CommunicationMode.ORCHESTRATOR, participant_ids=[1, 2]
+        ),
+    ],
+)
+def test_what_ranks_cannot_do(checkpoint: Path, parallel) -> None:
+    with pytest.raises(trtllm.NotSupported):
+        trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, make_config(parallel_config=parallel))
+
+
+def test_several_ranks_without_mpirun(checkpoint: Path) -> None:
+    assert "PMIX_RANK" not in os.environ
+    with pytest.raises(trtllm.ExecutorError, match="needs 2 ranks, but this program was started alone"):
+        trtllm.Executor(
+            checkpoint,
+            trtllm.ModelType.DECODER_ONLY,
+            make_config(),
+            parameters=Parameters(tensor_parallel_size=2),
+        )

@@ -1,0 +1,79 @@
+"""`Executor.stream`: responses as an asynchronous iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+import inflight.executor as trtllm
+from tests.executor.conftest import PROMPT
+
+LONG = 1500
+
+
+async def collect(executor: trtllm.Executor, request: trtllm.Request) -> list[int]:
+    tokens: list[int] = []
+    async for response in executor.stream(request):
+        tokens += response.result.output_token_ids[0]
+    return tokens
+
+
+def test_streams_run_side_by_side(executor, reference) -> None:
+    prompts = [[token] * 4 for token in range(5, 15)]
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(collect(executor, trtllm.Request(each, 9)) for each in prompts))
+
+    assert asyncio.run(main()) == [reference(each, 9) for each in prompts]
+
+
+def test_its_responses_are_nobody_elses(executor) -> None:
+    async def main() -> None:
+        async for response in executor.stream(trtllm.Request(PROMPT, 3, client_id=4)):
+            assert response.client_id == 4
+            assert executor.get_num_responses_ready() == 0
+
+    asyncio.run(main())
+    assert executor.await_responses(timedelta(0)) == []
+
+
+def test_leaving_early_cancels_the_request(executor) -> None:
+    executor.get_latest_iteration_stats()
+
+    async def main() -> None:
+        stream = executor.stream(trtllm.Request(PROMPT, LONG))
+        async for response in stream:
+            assert not response.result.is_final
+            break
+        await stream.aclose()
+
+    asyncio.run(main())
+    assert asyncio.run(collect(executor, trtllm.Request(PROMPT, 2))) is not None
+    stats = executor.get_latest_iteration_stats()
+    assert len(stats) < LONG and stats[-1].num_active_requests <= 1
+
+
+def test_a_request_that_cannot_be_served_is_an_error(executor) -> None:
+    async def main() -> list[trtllm.Response]:
+        return [each async for each in executor.stream(trtllm.Request([5] * 3000, 1))]
+
+    (response,) = asyncio.run(main())
+    assert "3000" in response.error_msg
+
+
+def test_the_request_stays_as_it_was(executor) -> None:
+    request = trtllm.Request(PROMPT, 2)
+    asyncio.run(collect(executor, request))
+    assert not request.streaming
+
+
+def test_after_the_end_it_raises(checkpoint) -> None:
+    executor = trtllm.Executor(
+        checkpoint,
+        executor_config=trtllm.ExecutorConfig(kv_cache_config=trtllm.KvCacheConfig(max_tokens=2048)),
+    )
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="Shutdown called"):
+        asyncio.run(collect(executor, trtllm.Request(PROMPT, 2)))
