@@ -455,8 +455,8 @@ def start_engine(
         return_metrics: Takes statistics and metrics, at most once in `stats_check_period_ms`.
         rank_context: Rank 0's among several ranks; the others call `follow` meanwhile. Left when the engine is
             closed in order; where this raises, the caller leaves it.
-        load: What makes the engine; of several ranks each gives its own. With `functools.partial(load_model, …)` it
-            gets logits post-processors or a vocabulary as values.
+        load: What makes the engine; of several ranks each gives its own. `functools.partial(load_model, …)` gives
+            it logits post-processors or a vocabulary as values.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
