@@ -29,7 +29,8 @@ from inflight.executor.trtllm_gpt_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from inflight.testing.fake_engine import FakeEngine, expected_tokens
+from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.fake_model import expected_tokens
 from tests.models.zoo import make_model
 
 VOCABULARY = 50
