@@ -42,14 +42,38 @@ GOING_ON: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_a_batch_with_one_that_needs_the_host_does_not_sample_on_the_device(name):
+def test_a_batch_of_those_that_need_the_host_does_not_sample_on_the_device(name):
+    scheduler = make_scheduler(
+        max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
+    )
+    Driver(scheduler).accept(make_request(1, **WAITING[name]), make_request(2, **WAITING[name]))
+    batch = scheduler.schedule()
+    assert not batch.samples_on_device
+    assert make_limits(overlaps_iterations=True).num_due(2, batch) == 2
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_whoever_needs_the_host_waits_alone_and_others_go_on(name):
     scheduler = make_scheduler(
         max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
     )
     Driver(scheduler).accept(make_request(1), make_request(2, **WAITING[name]))
-    batch = scheduler.schedule()
-    assert not batch.samples_on_device
-    assert make_limits(overlaps_iterations=True).num_due(2, batch) == 2
+    first = scheduler.schedule()
+    assert first.samples_on_device and len(first.sampled_slots()) == 2
+    second = scheduler.schedule()
+    assert second.samples_on_device
+    assert (second.generation_slots, second.context) == ((0,), ())
+    assert make_limits(overlaps_iterations=True).num_due(2, second) == 1
+
+
+def test_beside_others_those_that_need_the_host_are_in_every_second_batch():
+    scheduler = make_scheduler(overlaps_iterations=True)
+    Driver(scheduler).accept(make_request(1, new=6), make_request(2, new=3, **WAITING["penalty"]))
+    ran = overlap_iterations(scheduler, [1, 2, 3, 4, 5, 6])
+    assert [len(batch.sampled_slots()) for batch, _ in ran] == [2, 1, 2, 1, 2, 1]
+    finals = {each.request_id: each.result for _, responses in ran for each in responses}
+    assert finals[1].output_token_ids[0][4:] == (1, 2, 3, 4, 5, 6)
+    assert finals[2].output_token_ids[0][4:] == (1, 3, 5)
 
 
 @pytest.mark.parametrize("name", GOING_ON)

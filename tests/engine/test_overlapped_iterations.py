@@ -346,3 +346,108 @@ def test_a_slot_that_the_next_batch_has_started_anew_is_sound(
         driver.engine.forward(ScheduledBatch(90, generation_slots=(victim.slot,)))
     driver.generate(newcomer, 6)
     assert newcomer.generated == model.greedy(model.prompt(12, 7), 6)
+
+
+# ---------------------------------------------------------------- beside those that need the host
+
+
+@pytest.mark.parametrize("kind", range(8))
+def test_a_greedy_stream_gets_a_token_every_iteration_beside_one_that_needs_the_host(
+    zoo: Zoo, kind: int
+) -> None:
+    """And both get the tokens that they get alone."""
+    model = zoo[CASE]
+    stream = Request(1, model.prompt(9), 40, streaming=True)
+    other = demanding(model)[kind]
+    served = serve(ahead(load(model.folder, 60)), config_of("no-evict"), [stream, other])
+    assert served.most_in_flight == 2
+    assert served.num_iterations == 40, (
+        "an iteration of its own for each of the stream's tokens, and no other"
+    )
+    alone = serve(load(model.folder, 60), config_of("no-evict"), [stream])
+    alone.responses |= serve(load(model.folder, 60), config_of("no-evict"), [other]).responses
+    assert_same(served, alone)
+
+
+def test_what_needs_the_host_is_kept_when_the_next_batch_is_replayed(zoo: Zoo) -> None:
+    """Its logits, which the next batch of the same recorded size writes over."""
+    model, tape = zoo[CASE], Tape()
+    ours, theirs = undemanding(model)[:4], demanding(model)
+    requests = [each for pair in zip((*ours, *ours), theirs) for each in pair][:8]
+    requests = [replace(each, request_id=number) for number, each in enumerate(requests)]
+    expected = serve(load_paged(model.folder, 60), config_of("no-evict"), requests)
+    served = serve(ahead(load_paged(model.folder, 60, capture=tape)), config_of("no-evict"), requests)
+    assert served.most_in_flight == 2 and tape.replayed
+    assert_same(served, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("penalty", {"sampling": SamplingConfig(repetition_penalty=1.3, presence_penalty=0.4)}),
+        ("top_p", {"sampling": SamplingConfig(temperature=0.2, top_p=0.8, random_seed=5)}),
+        ("top_p of many", {"sampling": SamplingConfig(temperature=100.0, top_p=0.99, random_seed=8)}),
+        ("bad words", {"bad_words": ((6, 7), *((first, 9) for first in range(90)))}),
+    ],
+)
+def test_beside_one_that_needs_the_host_nothing_waits_but_for_the_tokens(
+    zoo: Zoo, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where a top_p has to be drawn for again: then the device is asked once more."""
+    model = zoo[CASE]
+    prompts = [model.prompt(9), model.prompt(13, 1)]
+    with FakeDevice() as device:
+        monkeypatch.setattr(transfer, "mark", device.mark)
+        driver = Driver(load_paged(model.folder, device="meta"))
+        rows = [driver.start(prompts[0]), driver.start(prompts[1], **options)]
+        batch, taking = feeding(driver, [], {row: len(row.tokens) for row in rows}), rows
+        pending = driver.engine.forward(batch)
+        for number in range(12):
+            device.waits.clear()
+            of_following = rows[:1] if number % 2 == 0 else rows
+            following = feeding(driver, of_following)
+            after = driver.engine.forward(following)
+            assert device.waits == []
+            take(taking, driver.engine.decode(batch, pending))
+            assert device.waits[0] == "a mark" and (len(device.waits) == 1 or name == "top_p of many")
+            batch, pending, taking = following, after, of_following
+        take(taking, driver.engine.decode(batch, pending))
+    other = Driver(load_engine(model.folder, kernels="torch"))
+    expected = [other.start(prompts[0]), other.start(prompts[1], **options)]
+    other.step({row: len(row.tokens) for row in expected})
+    for _ in range(12):
+        other.step(generation=expected)
+    assert [len(row.generated) for row in rows] == [13, 7]
+    for row, wanted in zip(rows, expected):
+        assert row.generated == wanted.generated[: len(row.generated)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_failed_batches_with_rows_that_need_the_host_change_no_token(
+    zoo: Zoo, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo[CASE]
+    requests = [each for pair in zip(undemanding(model), demanding(model)) for each in pair]
+    expected = serve(load(model.folder, 80), config_of("chunked"), requests)
+    engine = ahead(load(model.folder, 80))
+    part, name, after = STAGES[stage]
+    saboteur = Saboteur(monkeypatch, part(engine), name, after)
+    served = serve_through_faults(engine, config_of("chunked"), requests, saboteur)
+    assert saboteur.num_faults > 1
+    assert served.keys() == expected.responses.keys()
+    for key, result in served.items():
+        assert result.output_token_ids == expected.result(*key).output_token_ids
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_a_stream_and_one_that_needs_the_host_the_one_without_numbers_ends(zoo: Zoo, number: int) -> None:
+    model = zoo[CASE]
+    requests = [Request(1, model.prompt(9), 20), demanding(model)[1]]
+    expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
+    faulty = requests[number]
+    engine = ahead(load(model.folder, 60))
+    spoil(engine, faulty.request_id, num_tokens=faulty.prompt_length + 4)
+    served = serve_through_faults(engine, config_of("no-evict"), requests, faulty_id=faulty.request_id)
+    assert served.keys() == expected.responses.keys() - {(faulty.request_id, 0)}
+    for key, result in served.items():
+        assert result.output_token_ids == expected.result(*key).output_token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -235,3 +236,18 @@ def test_an_engine_without_grammars_fails_guided_rows_alone(zoo: Zoo) -> None:
     served = serve(engine, config_of("no-evict"), requests, may_fail=[0])
     assert list(served.errors) == [0]
     assert served.tokens(1)
+
+
+def test_a_greedy_stream_beside_guides_gets_a_token_every_iteration(zoo: Zoo) -> None:
+    """On a device that overlaps iterations; all get the tokens that they get in turn."""
+    model = zoo["llama-gqa"]
+    requests = [Request(99, model.prompt(9), 80, streaming=True), *requests_of(model)[:5]]
+    expected = serve(load(model.folder), config_of("no-evict"), requests)
+    engine = load(model.folder)
+    engine.limits = replace(engine.limits, overlaps_iterations=True)
+    served = serve(engine, config_of("no-evict"), requests)
+    assert served.most_in_flight == 2
+    assert served.num_iterations == 80
+    check_all(served, requests)
+    for each in requests:
+        assert served.tokens(each) == expected.tokens(each)

@@ -15,6 +15,8 @@ from inflight.core.schedule.batch import EngineLimits
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 from inflight.core.scheduler import Scheduler
 
+from .stages_oracle import waits_for_host
+
 
 class RowsOracle:
     """Watches over the method that selects.
@@ -70,10 +72,13 @@ class RowsOracle:
         return selected
 
     def _take_turns(self, generating: list[LlmRequest], num_in_flight: int) -> list[LlmRequest]:
-        """Who is to generate if there are rows; with a pipeline those who have not for the longest time."""
+        """Who is to generate if there are rows; with a pipeline those who have not for the longest time.
+
+        Not those whose token in flight the host has to see first.
+        """
         ready = [r for r in generating if r.next_position < r.request.max_kv_tokens]
         if self._num_stages == 1:
-            return ready
+            return [r for r in ready if not (r.num_scheduled_tokens and waits_for_host(r.request))]
         ready = [r for r in ready if not r.num_scheduled_tokens]
         num_going_on = sum(r.next_position < r.request.max_kv_tokens for r in generating)
         num_free = max(1, self._num_stages - num_in_flight)

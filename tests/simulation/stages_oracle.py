@@ -43,15 +43,25 @@ class StagesOracle:
         )
 
     def _check_overlap(self, flight: Flight, ahead: Sequence[Flight]) -> None:
-        """It samples on the device if it can, and if not, nothing is made before it is back."""
-        sampled = set(flight.batch.sampled_slots())
-        waits = [r for r in flight.rows if sampled.intersection(r.slots) and _waits_for_host(r.request)]
-        assert flight.batch.samples_on_device == (self._overlaps_iterations and not waits)
+        """It samples on the device if any of its rows can go on, and if not, nothing is made before it is back."""
+        sampled = _sampled(flight)
+        goes_on = not sampled or any(not waits_for_host(r.request) for r in sampled)
+        assert flight.batch.samples_on_device == (self._overlaps_iterations and goes_on)
         if self._overlaps_iterations:
             assert len(ahead) < 2 and all(other.batch.samples_on_device for other in ahead)
+            waiting = [r for other in ahead for r in _sampled(other) if waits_for_host(r.request)]
+            assert not any(r in waiting for r in flight.rows), (
+                "it has a row before the host has seen its token"
+            )
 
 
-def _waits_for_host(request: Request) -> bool:
+def _sampled(flight: Flight) -> list[LlmRequest]:
+    """Sequences that get a token."""
+    slots = set(flight.batch.sampled_slots())
+    return [r for r in flight.rows if slots.intersection(r.slots)]
+
+
+def waits_for_host(request: Request) -> bool:
     """Of those that are drawn here."""
     sampling, output = request.sampling, request.output
     describes = output.return_log_probs or output.num_top_log_probs or output.return_generation_logits

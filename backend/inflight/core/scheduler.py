@@ -224,11 +224,15 @@ class Scheduler:
         return built
 
     def _samples_on_device(self, selected: MicroBatch) -> bool:
-        """Whether no sequence that gets a token of this batch needs the host for the next one."""
+        """Whether another batch is to be made before this one is back: somebody who gets a token goes on alone.
+
+        Or nobody gets a token, as in the middle of a context.
+        """
         if not self._overlaps_iterations:
             return False
         finishing = (llm_request for llm_request, _ in selected.context if not llm_request.in_context)
-        return not any(llm_request.needs_host for llm_request in (*selected.generation, *finishing))
+        sampled = (*selected.generation, *finishing)
+        return not sampled or any(not llm_request.needs_host for llm_request in sampled)
 
     def _start(self, llm_request: LlmRequest, num_reused_tokens: int, batch: BatchBuilder) -> None:
         if not llm_request.has_started:

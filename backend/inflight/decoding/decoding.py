@@ -28,9 +28,9 @@ from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsP
 from inflight.decoding.nan_check import check_peaks
 from inflight.decoding.pipeline import pipeline_steps, process
 from inflight.decoding.row_kernels import RowKernels
-from inflight.decoding.rows import Needs, RawLogits, Rows, SlotParameters, select_rows
+from inflight.decoding.rows import Failures, Needs, RawLogits, Rows, SlotParameters, select_rows
 from inflight.decoding.top_k_top_p import Drawn, samples_of
-from inflight.decoding.transfer import Arriving, to_host
+from inflight.decoding.transfer import Arriving, to_host, upload
 from inflight.guided.grammars import Grammars
 
 _WORTH_SHARING = 1 << 22
@@ -65,16 +65,48 @@ class _Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The tokens of a batch that the device chooses by itself.
+class _Choosing:
+    """Rows whose tokens the device chooses, until the host has seen the tokens.
 
     Attributes:
-        tokens: [sampled slots] int64 on the device, to be fed; where none is possible, any.
-        arriving: Tokens, NO_TOKEN where none is possible, and highest logits.
+        layout: Whose rows these are.
+        rows: Processed.
+        raw: Their logits before that.
+        failed: Those that have failed, by index.
+        ends: [rows] whether a row can only end, without an end id.
+        ranked: [rows] whether a row is of a beam search, which gets no token.
+        guesses: Tokens that may have to be drawn again.
+    """
+
+    layout: _Layout
+    rows: Rows
+    raw: RawLogits
+    failed: Failures
+    ends: NDArray[np.bool_]
+    ranked: NDArray[np.bool_]
+    guesses: list[Drawn]
+
+    def beside(self) -> list[Tensor]:
+        """[n] bool for each guess on the device: what the host is to be sent beside tokens and highest logits."""
+        return [guess.is_final for guess in self.guesses if guess.is_final is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of a batch that samples on the device.
+
+    Attributes:
+        tokens: [sampled slots] int64 on the device, to be fed; where none is possible, and for slots that need
+            the host, any.
+        arriving: Tokens, NO_TOKEN where none is possible, highest logits, and `_Choosing.beside`.
+        host_slots: Slots that need the host: what they are fed next is known when the host has seen the tokens.
+        choosing: What `finish` needs for them; None without such slots.
     """
 
     tokens: Tensor
     arriving: Arriving
+    host_slots: frozenset[int] = frozenset()
+    choosing: _Choosing | None = None
 
 
 class Decoding:
@@ -147,50 +179,57 @@ class Decoding:
             FloatingPointError: Logits of rows whose tokens are used are no numbers; nothing was remembered.
         """
         slots = batch.sampled_slots()
-        num_rows = len(slots) + sum(chunk.num_draft_tokens for chunk in batch.context if chunk.is_last)
-        self._check(num_rows, logits, positions)
-        if num_rows == 0:
+        self._check(batch, logits, positions)
+        if not slots:
             return ModelOutput(batch.iteration)
         peaks = self._kernels.find_peaks(logits)
-        if num_rows == len(slots) and not batch.beam_groups and self._slots.demanding.isdisjoint(slots):
+        if self._is_plain(batch, slots):
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         with threads_for(logits):
             layout = _Layout.from_batch(batch, slots)
-            rows = self._rows(layout, logits.contiguous(), positions)
-            return self._decode(batch, layout, rows, peaks.highest)
+            tokens, choosing = self._start_choosing(batch, layout, logits.contiguous(), positions)
+            return self._answer(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
-        """Let the device choose the tokens of a batch without the host, and send them; `finish` waits for them.
+        """Let the device choose the tokens of a batch, and send them; `finish` waits for them.
 
-        The same tokens as `decode`'s. Takes what that takes, with at least one row; logits are changed in place.
+        The same tokens as `decode`'s. Takes what that takes, with at least one row; logits are changed in place
+        where no row needs the host, and copied where one does, as the next forward pass may write over them.
 
         Raises:
-            ValueError: As `decode`; or the batch has rows that need the host.
+            ValueError: As `decode`.
         """
         slots = batch.sampled_slots()
-        self._check(len(slots), logits, positions)
-        if batch.beam_groups or (self._slots.numbers["needs"][slots] & int(Needs.HOST)).any():
-            raise ValueError(
-                f"iteration {batch.iteration} is to sample on the device, but has rows for the host"
-            )
+        self._check(batch, logits, positions)
         highest, tokens = self._kernels.find_peaks(logits)
-        fed = tokens
-        if not self._slots.demanding.isdisjoint(slots):
-            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
-            failures = process(rows, self._slots)
-            assert not failures, f"rows that may fail need the host: {failures}"
-            tokens = self._choose(rows, np.arange(len(rows.slots)), may_guess=False)[0]
-            fed = tokens.clamp(min=0)
-        return Choice(fed, Arriving.send(tokens, highest))
+        if self._is_plain(batch, slots):
+            return Choice(tokens, Arriving.send(tokens, highest))
+        layout = _Layout.from_batch(batch, slots)
+        needs_host = self._slots.numbers["needs"][layout.slots] & int(Needs.HOST) != 0
+        logits = logits.clone() if needs_host.any() else logits
+        tokens, choosing = self._start_choosing(batch, layout, logits.contiguous(), positions)
+        first = tokens[upload(layout.first_rows, tokens.device)] if layout.drafted else tokens
+        arriving = Arriving.send(tokens, highest, *choosing.beside())
+        if needs_host.any():
+            host_slots = frozenset(layout.slots[needs_host].tolist())
+            return Choice(first.clamp(min=0), arriving, host_slots, choosing)
+        assert not (choosing.failed or choosing.guesses), "rows that may fail or be drawn again need the host"
+        return Choice(first.clamp(min=0), arriving)
 
+    @torch.inference_mode()
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
-        """Wait for what `begin` had the device choose. Since then slots may have been given to other sequences.
+        """Wait for what `begin` had the device choose, then do what the host has to do for rows that need it.
+
+        Since then slots may have been given to other sequences, but those of rows that need the host may not.
 
         Raises:
             FloatingPointError: As `decode`.
         """
-        return _plain_output(batch, batch.sampled_slots(), positions, choice.arriving.wait())
+        arrived = choice.arriving.wait()
+        if choice.choosing is None:
+            return _plain_output(batch, batch.sampled_slots(), positions, arrived)
+        return self._answer(batch, choice.choosing, arrived)
 
     @torch.inference_mode()
     def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
@@ -217,20 +256,37 @@ class Decoding:
                     np.full_like(positions, slot), positions, np.array(tokens, dtype=np.int64)
                 )
 
-    def _check(self, num_rows: int, logits: Tensor, positions: NDArray[np.int64]) -> None:
+    def _check(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
+        num_rows = len(batch.sampled_slots()) + _num_drafts(batch)
         if logits.shape != (num_rows, self._vocab_size) or positions.shape != (num_rows,):
             raise ValueError(
                 f"logits {list(logits.shape)} and positions {list(positions.shape)} for {num_rows} rows of a "
                 f"vocabulary of {self._vocab_size}"
             )
 
-    def _decode(self, batch: ScheduledBatch, layout: _Layout, rows: Rows, peaks: Tensor) -> ModelOutput:
+    def _is_plain(self, batch: ScheduledBatch, slots: list[int]) -> bool:
+        """Whether each of the sampled slots gets the token of its highest logit, and nothing else."""
+        return not batch.beam_groups and self._slots.demanding.isdisjoint(slots) and _num_drafts(batch) == 0
+
+    def _start_choosing(
+        self, batch: ScheduledBatch, layout: _Layout, logits: Tensor, positions: NDArray[np.int64]
+    ) -> tuple[Tensor, _Choosing]:
+        """Process the rows, and choose [rows] int64 tokens on the device, of which some may be guesses."""
+        rows = self._rows(layout, logits, positions)
         raw = RawLogits(rows)
         failed = process(rows, self._slots)
         ends = self._guides.take_ends(len(rows.slots))
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
+        may_guess = logits.device.type != "cpu"
+        tokens, guesses = self._choose(rows, np.flatnonzero(~ranked), may_guess)
+        return tokens, _Choosing(layout, rows, raw, failed, ends, ranked, guesses)
+
+    def _answer(self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]) -> ModelOutput:
+        """The answer to a batch from tokens, highest logits and `_Choosing.beside`; remembers the tokens."""
+        layout, rows, raw = choosing.layout, choosing.rows, choosing.raw
+        failed, ends, ranked = choosing.failed, choosing.ends, choosing.ranked
         emitted = ~ranked
-        chosen, highest = self._choose_on_host(rows, np.flatnonzero(emitted), peaks)
+        chosen, highest = self._choose_on_host(rows, choosing.guesses, arrived)
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
         used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
@@ -254,25 +310,21 @@ class Decoding:
         return output
 
     def _choose_on_host(
-        self, rows: Rows, wanted: NDArray[np.int64], beside: Tensor
+        self, rows: Rows, guesses: list[Drawn], arrived: list[NDArray[Any]]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Choose a token for each of the rows `wanted`, and copy them and `beside` [rows] float32 to the host.
+        """Draw again for rows whose top_p takes many tokens, and so whose tokens were guessed wrong.
 
         Returns:
-            [rows] tokens, NO_TOKEN where all are banned, anything for rows that are not wanted; and `beside`. All
-            of it comes back in one copy, unless a row's top_p takes many tokens: then it is drawn for again.
+            [rows] tokens, NO_TOKEN where all are banned, anything for rows that get none; and highest logits.
         """
-        on_device, guesses = self._choose(rows, wanted, may_guess=rows.logits.device.type != "cpu")
-        tokens, beside_on_host, *are_final = to_host(
-            on_device, beside, *(guess.is_final for guess in guesses if guess.is_final is not None)
-        )
+        tokens, highest, *are_final = arrived
         again = [
             guess.rows[~is_final & (tokens[guess.rows] != NO_TOKEN)]
             for guess, is_final in zip(guesses, are_final, strict=True)
         ]
         for drawn in itertools.chain.from_iterable(self._kernels.draw(rows, part) for part in again):
             (tokens[drawn.rows],) = to_host(drawn.tokens)
-        return tokens, beside_on_host
+        return tokens, highest
 
     def _choose(self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool) -> tuple[Tensor, list[Drawn]]:
         """Choose [rows] int64 tokens on the device, NO_TOKEN where all are banned; and say which are guesses.
@@ -397,6 +449,10 @@ class Decoding:
 
     def _looks_back(self, slot: int) -> bool:
         return bool(self._slots.numbers["needs"][slot] & int(Needs.HISTORY))
+
+
+def _num_drafts(batch: ScheduledBatch) -> int:
+    return sum(chunk.num_draft_tokens for chunk in batch.context if chunk.is_last)
 
 
 def _plain_output(

@@ -37,7 +37,7 @@ class Needs(IntFlag):
     CHANGES = 32  # a step of the pipeline changes its logits
     BANS = 64  # and may ban every token
     GUIDE = 128
-    HOST = HISTORY | TOP_P_RESET | DETAILS | GUIDE
+    HOST = 256  # sees a token before the next one is chosen
 
 
 _NUMBERS = [each.name for each in fields(SamplingConfig) if isinstance(each.default, int | float)]
@@ -134,7 +134,7 @@ class SlotParameters:
         return found
 
     def _note_demands(self, slot: int) -> None:
-        if self.numbers["needs"][slot]:
+        if self.numbers["needs"][slot] & ~int(Needs.HOST):  # what that is for, drafts too, is known otherwise
             self.demanding.add(slot)
         else:
             self.demanding.discard(slot)
@@ -232,6 +232,7 @@ def _needs(request: Request) -> Needs:
         Needs.DETAILS: output.wants_details,
         Needs.RAW_LOGITS: output.wants_details or output.wants_context,
         Needs.GUIDE: request.guide is not None,
+        Needs.HOST: request.needs_host,
     }
     needs = Needs(0)
     for need, is_asked in asked.items():

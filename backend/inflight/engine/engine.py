@@ -102,8 +102,8 @@ class Pending:
     """A batch between `forward` and `decode`, which may come after the next `forward`.
 
     Attributes:
-        result: The tokens that the device has chosen, if the batch samples on the device; else the logits to
-            choose from, as `Runner.run` returns them.
+        result: The tokens that the device has chosen, if the batch samples on the device, and what is left to do
+            for its rows that need the host; else the logits to choose from, as `Runner.run` returns them.
         positions: [rows] on the host: where in its sequence the token belongs that each row chooses.
         outputs: What the forward pass has made beside.
     """
@@ -172,6 +172,8 @@ class ModelEngine:
         """
         if isinstance(pending.result, Choice):
             output = self.sampler.finish(batch, pending.result, pending.positions)
+            if pending.result.host_slots:  # the others have been fed, and their next rows may be in flight
+                self.runner.slots.remember(batch, output, pending.result.host_slots)
         else:
             output = self.sampler.decode(batch, pending.result, pending.positions)
             self.runner.slots.remember(batch, output)

@@ -12,7 +12,7 @@ before anything is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -83,15 +83,17 @@ class SlotTable:
         begins = np.repeat(counts.cumsum() - counts, counts)
         return np.repeat(first, counts) + np.arange(len(begins)) - begins
 
-    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+    def remember(
+        self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None
+    ) -> None:
         """Take over what was chosen: accepted drafts are certain, the last new token is the next to be fed.
 
-        Beam searches have no token yet: the moves of their next batch carry it.
+        Beam searches have no token yet: the moves of their next batch carry it. With `only`, of these slots.
         """
         slots: list[int] = []
         last: list[int] = []
         for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
-            if token_ids:
+            if token_ids and (only is None or slot in only):
                 slots.append(slot)
                 last.append(token_ids[-1])
                 if len(token_ids) > 1:
@@ -107,7 +109,10 @@ class SlotTable:
         return self.last_tokens.numpy()[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
-        """Feed `tokens` next, [sampled slots] int64 on the device, of a batch that samples on the device."""
+        """Feed `tokens` next, [sampled slots] int64 on the device, of a batch that samples on the device.
+
+        `remember` follows for slots that need the host, before they have another row.
+        """
         self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
 
     def _move(self, batch: ScheduledBatch) -> None:

@@ -136,8 +136,8 @@ class ScheduledBatch:
         generation_slots: Slots that feed back their own last token; no slot is also in `context`.
         beam_groups: The sampled rows that belong to beam searches.
         samples_on_device: Whether the device is to remember the tokens that it chooses before `decode` tells
-            them: the next batch, which feeds them, is forwarded first. No row of such a batch needs the host
-            (`Request.needs_host`).
+            them: the next batch, which feeds them, is forwarded first. That one has no row that depends on a
+            token of a sequence that needs the host (`Request.needs_host`).
     """
 
     iteration: int
