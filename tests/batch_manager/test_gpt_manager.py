@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+
+import pytest
 
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
@@ -216,11 +219,15 @@ def test_an_idle_loop_does_not_iterate():
     harness.manager.shutdown()
 
 
-def test_when_the_loop_itself_dies_everyone_is_answered():
+@pytest.mark.parametrize("error", [ZeroDivisionError(), asyncio.CancelledError()])
+def test_when_the_loop_itself_dies_everyone_is_answered(error: BaseException):
+    def die(_):
+        raise error
+
     harness = Harness()
     harness.pending.append(Request(1, (1, 2), 9))
     harness.manager.step()
-    harness.manager._scheduler.accept = lambda _: 1 / 0
+    harness.manager._scheduler.accept = die
     harness.manager._loop()
     assert isinstance(harness.responses[-1].error, Unavailable) and harness.responses[-1].is_final
     assert len(harness.deaths) == 1

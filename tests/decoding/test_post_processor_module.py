@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ def test_a_file(module: Path, more: str, names: tuple[str, ...], replicate: bool
     module.write_text(USABLE + more)
     found = load_post_processors(str(module))
     assert (found.names, found.replicate) == (names, replicate)
+
+
+def test_a_file_may_have_dataclasses_and_the_name_of_another_module(tmp_path: Path) -> None:
+    file = tmp_path / "json.py"
+    text = "from dataclasses import dataclass\n@dataclass\nclass State:\n    seen: int = 0\n"
+    file.write_text("from __future__ import annotations\n" + text + USABLE)
+    assert load_post_processors(str(file)).names == ("first", "second")
+    assert json.loads("[1]") == [1] and sys.modules["json"] is json
 
 
 def test_a_module_that_can_be_imported(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:

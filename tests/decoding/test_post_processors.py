@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -290,6 +291,11 @@ def raising(error: BaseException) -> Callable:
     return process
 
 
+class WithoutText(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 def resizing(req_id, logits, ids, stream_ptr, client_id):
     logits.resize_(1, 1, 3)
 
@@ -309,6 +315,13 @@ WRONG = [
     (raising(ValueError("no")), "raised ValueError: no"),
     (raising(SystemExit(3)), "raised SystemExit: 3"),
     (raising(torch.cuda.OutOfMemoryError("much")), "raised OutOfMemoryError: much"),
+    (raising(asyncio.CancelledError()), "raised CancelledError: "),
+    (raising(WithoutText()), "raised WithoutText: (its text raised RuntimeError)"),
+    (raising(ValueError("x" * 3000)), f"raised ValueError: {'x' * 2000}…"),
+    (
+        lambda a, logits, *rest: logits > 0,
+        "returned a tensor of torch.bool, expected logits: floating-point numbers",
+    ),
     (lambda *five: sys, "returned a module, expected None or a tensor [1, 1, 12]"),
     (lambda *five: np.zeros((1, 1, 12)), "returned a ndarray, expected None or a tensor [1, 1, 12]"),
     (lambda a, logits, *rest: logits[0], "returned a tensor [1, 12], expected None or a tensor [1, 1, 12]"),

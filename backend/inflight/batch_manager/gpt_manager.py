@@ -169,7 +169,7 @@ class GptManager:
         except Unavailable as error:
             _log.error("the generation loop ends: %s", error)
             self._die(error)
-        except Exception:  # a bug, and those who wait have to be answered
+        except BaseException:  # a bug, and those who wait have to be answered
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
             self._die(Unavailable("the generation loop died; see the server's log"))
 

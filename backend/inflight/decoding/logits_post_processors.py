@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,15 +136,21 @@ def _import(source: str) -> ModuleType:
         if source.endswith(".py"):
             return _execute(Path(native(source)))
         return importlib.import_module(source)
-    except (Exception, SystemExit) as error:  # whatever the operator's code does
+    except BaseException as error:  # whatever the operator's code does
         raise _refused(source, f"importing it raised {type(error).__name__}: {error}") from error
 
 
 def _execute(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # No other module has this name: a file json.py must not take the place of Python's own.
+    spec = importlib.util.spec_from_file_location(f"logits_post_processor_module.{path.stem}", path)
     assert spec is not None and spec.loader is not None, "the name of a file of source code ends with .py"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(spec.name, None)
+        raise
     return module
 
 

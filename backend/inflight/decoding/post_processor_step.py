@@ -28,6 +28,8 @@ from inflight.errors import InflightError, StepFailed
 
 _log = logging.getLogger(__name__)
 
+_MAX_ERROR_TEXT = 2000  # characters; a message travels in the header of an answer
+
 
 class _WrongResult(Exception):
     """What a post-processor has left is not what was asked of it; the message goes on after its name."""
@@ -149,7 +151,7 @@ def _call_one(call: _Call, stream: int) -> dict[int, InflightError]:
         else:
             returned = process(request_id, call.logits, call.token_ids, stream, *client_id)
         _take(call, returned)
-    except (Exception, SystemExit) as error:  # whatever the operator's code does
+    except BaseException as error:  # whatever the operator's code does, asyncio.CancelledError for one
         return _failed(call, error)
     return {}
 
@@ -166,7 +168,7 @@ def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightErro
             *client_ids,
         )
         each_returned = _as_list(returned, len(calls))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         others = f"; it does not say for which of the {len(calls)} requests of this call, so all of them end"
         failures: dict[int, InflightError] = {}
         for call in calls:
@@ -203,6 +205,8 @@ def _take(call: _Call, returned: object) -> None:
         return
     if not isinstance(returned, Tensor) or returned.shape != call.shape:
         raise _WrongResult(f"returned {_shown(returned)}, expected None or a tensor {expected}")
+    if not returned.is_floating_point():
+        raise _WrongResult(f"returned a tensor of {returned.dtype}, expected logits: floating-point numbers")
     call.logits.copy_(returned)
 
 
@@ -232,9 +236,20 @@ def _failed(
         _log.log(
             level, "the logits post-processor %r failed for request %d", name, request_id, exc_info=error
         )
-    did = str(error) if isinstance(error, _WrongResult) else f"raised {type(error).__name__}: {error}"
+    did = (
+        str(error) if isinstance(error, _WrongResult) else f"raised {type(error).__name__}: {_text_of(error)}"
+    )
     failure = StepFailed(f"the logits post-processor {name!r} {did}{others}")
     return dict.fromkeys(call.rows, failure)
+
+
+def _text_of(error: BaseException) -> str:
+    """An error's text, cut where it is too long for a message; its class may be the operator's own."""
+    try:
+        text = str(error)
+    except BaseException as second:
+        return f"(its text raised {type(second).__name__})"
+    return text if len(text) <= _MAX_ERROR_TEXT else f"{text[:_MAX_ERROR_TEXT]}…"
 
 
 def _shown(value: object) -> str:

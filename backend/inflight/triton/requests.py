@@ -360,8 +360,8 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
         if name not in naming.requested or not is_additional(name):
             known = ", ".join(sorted(filter(is_additional, naming.requested))) or "none"
             raise InvalidArgument(
-                f"additional_outputs has {name!r}, expected names of this model's additional outputs: {known} "
-                "(parameter additional_model_outputs)"
+                f"additional_outputs has {name[:100]!r}, expected names of this model's additional outputs: "
+                f"{known} (parameter additional_model_outputs)"
             )
         yield name
 
