@@ -163,7 +163,7 @@ def test_two_ranks_have_the_post_processors_of_one(server, exact_server):
 
 def test_two_ranks_follow_guides_and_wait_for_them_together(server, exact_server):
     """A guide that fails ends its request on both, and one that was held starts on both."""
-    request = {"input_ids": PROMPT, "request_output_len": 30, "top_p": 1.0, "temperature": 1.0}
+    request = {"input_ids": PROMPT, "request_output_len": 30, "runtime_top_p": 1.0, "random_seed": 3}
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "([a-f]{2,4} ){3}end"}
     by_ranks, by_one = (completion(one.grpc, **guide, **request) for one in (server, exact_server))
     assert by_ranks.ids == by_one.ids
