@@ -112,6 +112,7 @@ class Compiler:
 
     def __init__(self):
         self.asked = []
+        self.forgotten = []
 
     def submit(self, request_id, guide):
         self.asked.append((request_id, guide))
@@ -119,12 +120,27 @@ class Compiler:
     def events(self):
         return tuple(GuideEvent(request_id) for request_id, _ in self.asked)
 
+    def forget(self, request_id):
+        self.forgotten.append(request_id)
+
 
 def test_the_input_of_an_iteration_carries_what_became_of_guides():
     scheduler, compiler = make_scheduler(), Compiler()
     inputs = OwnInputs(scheduler, lambda room: (guided(1), make_request(2)), None, lambda: 0, None, compiler)
     assert inputs.next().guides == (GuideEvent(1),)
     assert compiler.asked == [(1, GUIDE)]
+
+
+def test_guides_of_requests_that_have_ended_are_forgotten():
+    scheduler, compiler, new = make_scheduler(), Compiler(), [guided(1), guided(2)]
+    inputs = OwnInputs(scheduler, lambda room: tuple(new), None, lambda: 0, None, compiler)
+    scheduler.accept(inputs.next())
+    new.clear()
+    accept(scheduler, stops=[StopSignal(1, StopReason.CANCELLED)])
+    new.append(guided(1))
+    inputs.next()
+    assert compiler.forgotten == [1], "before the next request of that number"
+    assert [request_id for request_id, _ in compiler.asked] == [1, 2, 1]
 
 
 def test_without_a_tokenizer_a_guide_is_refused_by_name():

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import jsonschema
@@ -112,6 +114,49 @@ def test_what_cannot_be_followed_is_refused(demo_server, model, kind, text, mess
         demo_server.grpc, model, **request, guided_decoding_guide_type=kind, guided_decoding_guide=text
     )
     assert message in str(answer.error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("regex", "[ab]{5}", "[ab]{5}"),
+        ("json_schema", '{"type": "string", "pattern": "^(a+)+$", "maxLength": 3}', '"a{1,3}"'),
+    ],
+)
+def test_guides_by_http(demo_server, kind, text, expected):
+    done = generate(demo_server, guided_decoding_guide_type=kind, guided_decoding_guide=text)
+    assert re.fullmatch("x = " + expected, done["text_output"]), done
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("REGEX", "[ab]", "guided_decoding_guide_type is 'REGEX', expected one of"),
+        (["regex", "regex"], ["a", "b"], "batch size does not match"),
+        ("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000, "guided_decoding_guide"),
+        ("regex", "(" * 3000 + "a" + ")" * 3000, "guided_decoding_guide"),
+        ("json_schema", '{"$ref": "#"}', "guided_decoding_guide"),
+        ("json_schema", '{"$ref": "file:///etc/hostname"}', "guided_decoding_guide"),
+        ("json_schema", '{"x-guidance": {"item_separator": ";"}}', "x-guidance"),
+    ],
+)
+def test_what_http_clients_get_wrong_is_refused(demo_server, kind, text, message):
+    done = generate(demo_server, guided_decoding_guide_type=kind, guided_decoding_guide=text)
+    assert "text_output" not in done
+    assert message in done["error"]
+
+
+def generate(server, **parameters) -> dict:
+    """What the generate endpoint answers, errors too."""
+    body = {"text_input": "x = ", "max_tokens": 30, **parameters}
+    request = urllib.request.Request(
+        f"http://{server.http}/v2/models/ensemble/generate", json.dumps(body).encode()
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
 
 
 def test_a_guide_without_a_type_is_refused(demo_server):

@@ -161,6 +161,17 @@ def test_two_ranks_have_the_post_processors_of_one(server, exact_server):
     assert tokens(server) == tokens(exact_server)
 
 
+def test_two_ranks_follow_guides_and_wait_for_them_together(server, exact_server):
+    """A guide that fails ends its request on both, and one that was held starts on both."""
+    request = {"input_ids": PROMPT, "request_output_len": 30, "runtime_top_p": 1.0, "random_seed": 3}
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "([a-f]{2,4} ){3}end"}
+    by_ranks, by_one = (completion(one.grpc, **guide, **request) for one in (server, exact_server))
+    assert by_ranks.ids == by_one.ids
+    (refused,) = ask(server.grpc, **request, **{**guide, "guided_decoding_guide": "(a"})
+    assert "unclosed group" in str(refused.error)
+    assert tokens(server) == tokens(exact_server)
+
+
 def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
     def num_seen() -> float:
         page = urllib.request.urlopen(f"http://{server.metrics}/metrics").read().decode()

@@ -50,6 +50,17 @@ def make_case(seed: int) -> Case:
     return make_tags(rng)
 
 
+def make_cases(first_seed: int, number: int) -> dict[int, Case]:
+    """That many with guides that all differ, by their seeds."""
+    cases: dict[Guide, tuple[int, Case]] = {}
+    seed = first_seed
+    while len(cases) < number:
+        case = make_case(seed)
+        cases.setdefault(case.guide, (seed, case))
+        seed += 1
+    return dict(cases.values())
+
+
 def make_schema(rng: random.Random, depth: int) -> dict[str, Any]:
     """A schema whose texts are short."""
     kinds = ["integer", "number", "boolean", "null", "string", "enum", "pattern"]

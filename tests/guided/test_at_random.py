@@ -14,7 +14,7 @@ from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.text.tokenizer import Tokenizer
 from tests.engine.serving import Served, config_of, serve
-from tests.guided.at_random import Case, make_case
+from tests.guided.at_random import Case, make_cases
 from tests.guided.factories import (
     check_tokens,
     load,
@@ -27,7 +27,7 @@ from tests.guided.factories import (
 from tests.models.zoo import Zoo
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/demo_model"
-NUM_TINY, NUM_DEMO = 260, 60
+NUM_TINY, NUM_DEMO = 300, 60
 
 
 def check(
@@ -59,8 +59,7 @@ def check(
 def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     model = zoo["llama-gqa"]
-    seeds = range(NUM_TINY) if name == "llguidance" else range(1000, 1060)
-    cases = {seed: make_case(seed) for seed in seeds}
+    cases = make_cases(0, NUM_TINY) if name == "llguidance" else make_cases(1000, 60)
     if name == "xgrammar":  # it lets free text be no UTF-8
         cases = {n: case for n, case in cases.items() if case.guide.type is not GuideType.STRUCTURAL_TAG}
     requests = [make_request(n, model.prompt(3 + n % 7, n), case.guide) for n, case in cases.items()]
@@ -85,7 +84,7 @@ def test_texts_of_the_demo_model() -> None:
 
     engine = load(DEMO_MODEL, 600, 32, make_grammars=make_grammars)
     (vocabulary,) = found
-    cases = {seed: make_case(seed) for seed in range(2000, 2000 + NUM_DEMO)}
+    cases = make_cases(2000, NUM_DEMO)
     requests = [
         make_request(n, prompt, case.guide, num_tokens=40, end_ids=engine.eos_token_ids)
         for n, case in cases.items()

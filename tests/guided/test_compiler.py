@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -98,15 +101,68 @@ def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    "schema", ['{"not": {}}', '{"items": {"uniqueItems": true}}', '{"properties": {"a": {"if": {}}}}']
+    "schema",
+    [
+        '{"not": {}}',
+        '{"type": "array", "items": {"uniqueItems": true}}',
+        '{"type": "object", "properties": {"a": {"if": {}}}}',
+        '{"minimum": 5}',
+        '{"type": "string", "pattern": "^a*$", "minLength": 2}',
+        '{"type": "object", "properties": {"a": {}}, "minProperties": 2}',
+        '{"type": "object", "properties": {"a": {}}, "required": ["b"]}',
+        '{"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer"}}}',
+        '{"$ref": "#anchor"}',
+        '{"$ref": "http://localhost/schema"}',
+    ],
 )
 def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword"):
         tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, schema))
     tiny_backend("xgrammar").compile(
-        Guide(GuideType.JSON_SCHEMA, '{"properties": {"not": {"enum": [{"if": 1}]}}}')
+        Guide(
+            GuideType.JSON_SCHEMA,
+            '{"type": "object", "properties": {"not": {"enum": [{"if": 1}]}}, "required": ["not"]}',
+        )
     )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_taken"),
+    [("a^b", False), ("(a$|b)", False), (r"\Aab", False), (r"^[$^]\^\\\$[^^\]]$", True), (r"\d\w", True)],
+)
+def test_what_xgrammar_would_read_otherwise_in_a_regex_is_refused(pattern: str, is_taken: bool) -> None:
+    pytest.importorskip("xgrammar", reason="the other library is not installed")
+    for guide in (
+        Guide(GuideType.REGEX, pattern),
+        Guide(GuideType.JSON_SCHEMA, json.dumps({"type": "string", "pattern": pattern})),
+    ):
+        if is_taken:
+            tiny_backend("xgrammar").compile(guide)
+            continue
+        with pytest.raises(InvalidArgument, match="xgrammar does not know"):
+            tiny_backend("xgrammar").compile(guide)
+
+
+@pytest.mark.parametrize(
+    ("guide", "reason"),
+    [
+        (Guide(GuideType.JSON_SCHEMA, f'{{"type": "integer", "minimum": {2**70}}}'), "in magnitude"),
+        (Guide(GuideType.JSON_SCHEMA, f'{{"anyOf": [{{"const": {{"a": [{-(2**54)}]}}}}]}}'), "in magnitude"),
+        (Guide(GuideType.JSON_SCHEMA, '{"x-guidance": {"item_separator": ";"}}'), "x-guidance"),
+    ],
+)
+def test_what_llguidance_would_follow_in_its_own_way_is_refused(guide: Guide, reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=reason):
+        tiny_backend().compile(guide)
+    tags = {
+        "structures": [{"begin": "<f>", "schema": json.loads(guide.text), "end": "</f>"}],
+        "triggers": ["<f"],
+    }
+    with pytest.raises(InvalidArgument, match=reason):
+        tiny_backend().compile(Guide(GuideType.STRUCTURAL_TAG, json.dumps(tags)))
+    named = '{"properties": {"x-guidance": {"minimum": 9007199254740992, "type": "integer"}}}'
+    tiny_backend().compile(Guide(GuideType.JSON_SCHEMA, named))
 
 
 def test_a_guide_that_is_too_long_reaches_no_process() -> None:
@@ -130,18 +186,58 @@ def test_a_guide_that_takes_too_long_is_killed_and_the_next_one_compiled() -> No
         assert len(children()) == 1
 
 
-def test_a_process_that_ends_fails_its_guide_alone() -> None:
-    with compiling() as it:
+def test_a_process_that_ends_harms_the_guide_it_compiles_alone() -> None:
+    with compiling(bounds=GuideBounds(timeout_s=600)) as it:
         it.submit(1, GOOD)
         assert it.next() == (GuideEvent(1),)
-        (child,) = children()
-        child.kill()
-        child.wait()
+        kill_child()
         it.submit(2, Guide(GuideType.REGEX, "x"))
+        assert it.next() == (GuideEvent(2),), "it had nothing to do: another one was started"
+        it.submit(3, make_bomb())
+        kill_child(is_busy=True)
         (event,) = it.next()
-        assert event.request_id == 2 and "more memory" in event.error
-        it.submit(3, Guide(GuideType.REGEX, "x"))
-        assert it.next() == (GuideEvent(3),), "it is tried again in a new process"
+        assert (event.request_id, event.error_code) == (3, "INVALID_ARG")
+        assert "ended with -9" in event.error
+        it.submit(4, Guide(GuideType.REGEX, "y"))
+        assert it.next() == (GuideEvent(4),)
+
+
+def kill_child(is_busy: bool = False) -> None:
+    (child,) = children()
+    used = child.cpu_times().user
+    while is_busy and child.cpu_times().user < used + 0.05:
+        pass
+    child.kill()
+    if not is_busy:  # nobody else waits for it yet; its status is left for the compiler
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_slow_guide_lets_new_ones_go_first() -> None:
+    with compiling(bounds=GuideBounds(timeout_s=4.0)) as it:
+        bombs = [replace(make_bomb(), text=f"{make_bomb().text}\n# {n}") for n in range(3)]
+        for number, bomb in enumerate(bombs):
+            it.submit(number, bomb)
+        it.submit(7, GOOD)
+        assert it.next() == (GuideEvent(7),), "behind a tenth of the time of each of the others"
+        it.compiler.forget(0)
+        it.compiler.forget(1)
+        (event,) = it.next()
+        assert event.request_id == 2 and "longer to compile than 4000 ms" in event.error
+
+
+def test_what_nobody_waits_for_is_not_compiled() -> None:
+    """The jobs of cancelled requests are dropped, and their numbers may be used again."""
+    grammars = tiny_grammars()
+    with compiling(grammars, bounds=GuideBounds(timeout_s=2.0)) as it:
+        it.submit(1, make_bomb())
+        it.submit(2, Guide(GuideType.REGEX, "dropped"))
+        it.submit(3, Guide(GuideType.REGEX, "wanted"))
+        it.submit(4, Guide(GuideType.REGEX, "wanted"))
+        for number in (1, 2, 3):
+            it.compiler.forget(number)
+        it.submit(2, Guide(GuideType.REGEX, "last"))
+        assert it.next() + it.next() == (GuideEvent(4), GuideEvent(2))
+        assert Guide(GuideType.REGEX, "dropped") not in grammars
 
 
 def test_a_process_that_cannot_start_is_said_so() -> None:
@@ -165,3 +261,19 @@ def test_kept_guides_are_bounded_and_made_again() -> None:
     assert [guide in grammars for guide in guides] == [False, True, True]
     grammars.matcher(guides[0])
     assert [guide in grammars for guide in guides] == [True, False, True]
+
+
+def test_guides_of_requests_that_have_not_ended_are_kept() -> None:
+    """However many there are between a guide that is ready and its request's turn."""
+    grammars = Grammars(tiny_backend(), tiny_vocabulary(), most_kept=2)
+    guides = [Guide(GuideType.REGEX, letter) for letter in "abcdef"]
+    with compiling(grammars) as it:
+        for number, guide in enumerate(guides):
+            it.submit(number, guide)
+        events: list[GuideEvent] = []
+        while len(events) < len(guides):
+            events += it.next()
+        assert all(guide in grammars for guide in guides)
+        for number in range(len(guides)):
+            it.compiler.forget(number)
+        assert [guide in grammars for guide in guides] == [False] * 4 + [True] * 2

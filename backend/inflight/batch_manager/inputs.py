@@ -56,6 +56,7 @@ class OwnInputs:
         self._poll_stop_signal = poll_stop_signal
         self._ranks = ranks
         self._guides = guides
+        self._guided: set[int] = set()  # ids of the requests whose guides have been submitted
         self._iteration = 0
         self._stops: tuple[StopSignal, ...] = ()
 
@@ -80,8 +81,12 @@ class OwnInputs:
         ]
         if self._guides is None:
             return tuple(GuideEvent(request_id, Unsupported.code, _NO_GUIDES) for request_id, _ in guided)
+        for request_id in [each for each in self._guided if not self._scheduler.is_active(each)]:
+            self._guides.forget(request_id)
+            self._guided.remove(request_id)
         for request_id, guide in guided:
             self._guides.submit(request_id, guide)
+            self._guided.add(request_id)
         return self._guides.events()
 
     def look_ahead(self) -> bool:

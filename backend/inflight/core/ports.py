@@ -83,6 +83,10 @@ class GuideCompiler(Protocol):
         """What has become of guides since the last call. One whose guide is known has its event at once."""
         ...
 
+    def forget(self, request_id: int) -> None:
+        """A request has ended: nothing more is said of it. A guide that nobody waits for need not be compiled."""
+        ...
+
 
 class Ranks(Protocol):
     """The ranks that run one model in step. Each has a GptManager of its own; all see the same IterationInputs.

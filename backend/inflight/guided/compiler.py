@@ -12,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _START_S = 120.0
 """How long the process may take to import its library and read the vocabulary."""
+_SHARE_OF_TIME = 0.1
+"""How much of its time a guide gets before those behind it, if there are any, get their turns first."""
 _MOST_FAILURES = 256
 _ANSWER = msgspec.msgpack.Decoder(Answer)
 
@@ -47,6 +49,11 @@ class GuideBounds:
 
 class ChildCompiler:
     """Has guides compiled one after another, and the result put where tokens are chosen.
+
+    A guide that takes longer than a tenth of its time while others wait is stopped, and tried again, with all of
+    its time, when no guide waits for its first try. So a new guide waits for one slow guide at most, and for a
+    tenth of that time, and a start of the process, for each guide that is new too. One that was asked for by
+    requests that have all ended since is not compiled. The guides of requests that have not ended are kept.
 
     A guide that is known to be wrong is refused at once the next time. One that took too long is tried again: the
     machine may have been busy.
@@ -76,7 +83,9 @@ class ChildCompiler:
         self._waiting: dict[Guide, list[int]] = {}  # ids of the requests that wait for a guide
         self._failures: OrderedDict[Guide, InflightError] = OrderedDict()
         self._events: list[GuideEvent] = []
+        self._guides: dict[int, Guide] = {}  # of the requests that have not ended
         self._jobs: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
+        self._slow: deque[Guide] = deque()  # to be tried again; of the thread alone
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
         self._thread.start()
@@ -84,24 +93,36 @@ class ChildCompiler:
     def submit(self, request_id: int, guide: Guide) -> None:
         """As `GuideCompiler.submit`."""
         num_bytes = len(guide.text.encode(errors="surrogatepass"))
-        if num_bytes > self._bounds.max_bytes:
-            error = InvalidArgument(
-                f"guided_decoding_guide has {num_bytes} bytes, expected at most {self._bounds.max_bytes} "
-                "(guided_decoding_max_guide_bytes)"
-            )
-            self._events.append(GuideEvent(request_id, error.code, str(error)))
-            return
         with self._lock:
             failure = self._failures.get(guide)
+            if num_bytes > self._bounds.max_bytes:
+                failure = InvalidArgument(
+                    f"guided_decoding_guide has {num_bytes} bytes, expected at most {self._bounds.max_bytes} "
+                    "(guided_decoding_max_guide_bytes)"
+                )
             if failure is not None:
                 self._events.append(GuideEvent(request_id, failure.code, str(failure)))
-            elif guide in self._waiting:
+                return
+            self._guides[request_id] = guide
+            self._grammars.pin(guide)
+            if guide in self._waiting:
                 self._waiting[guide].append(request_id)
             elif guide in self._grammars:
                 self._events.append(GuideEvent(request_id))
             else:
                 self._waiting[guide] = [request_id]
                 self._jobs.put(guide)
+
+    def forget(self, request_id: int) -> None:
+        """As `GuideCompiler.forget`."""
+        with self._lock:
+            guide = self._guides.pop(request_id, None)
+            if guide is None:
+                return
+            self._grammars.unpin(guide)
+            if request_id in self._waiting.get(guide, ()):
+                self._waiting[guide].remove(request_id)
+            self._events = [each for each in self._events if each.request_id != request_id]
 
     def events(self) -> tuple[GuideEvent, ...]:
         """As `GuideCompiler.events`."""
@@ -123,10 +144,19 @@ class ChildCompiler:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while (guide := self._jobs.get()) is not None and not self._is_closed:
+        while not self._is_closed:
+            is_slow = bool(self._slow) and self._jobs.empty()
+            guide = self._slow.popleft() if is_slow else self._jobs.get()
+            if guide is None:
+                break
+            if self._is_unwanted(guide):
+                continue
             error: InflightError | None = None
             try:
-                self._grammars.add(guide, self._compile(guide))
+                self._grammars.add(guide, self._compile(guide, is_slow))
+            except _LetOthersFirst:
+                self._slow.append(guide)
+                continue
             except InflightError as failure:
                 error = failure
             except Exception as failure:  # of a library: its guide alone fails
@@ -135,21 +165,35 @@ class ChildCompiler:
             self._tell(guide, error)
         self._end_child()
 
+    def _is_unwanted(self, guide: Guide) -> bool:
+        """Whether all requests that have asked for a guide have ended; then it is dropped."""
+        with self._lock:
+            is_unwanted = not self._waiting[guide]
+            if is_unwanted:
+                del self._waiting[guide]
+            return is_unwanted
+
     def _tell(self, guide: Guide, error: InflightError | None) -> None:
         code, message = ("", "") if error is None else (error.code, str(error))
         with self._lock:
-            self._events += [GuideEvent(each, code, message) for each in self._waiting.pop(guide)]
+            told = [GuideEvent(each, code, message) for each in self._waiting.pop(guide)]
+            self._events += told
             if isinstance(error, InvalidArgument) and not isinstance(error, _OutOfBounds):
                 self._failures[guide] = error
                 while len(self._failures) > _MOST_FAILURES:
                     self._failures.popitem(last=False)
-        self._notify()
+        if told:
+            self._notify()
 
-    def _compile(self, guide: Guide) -> bytes:
+    def _compile(self, guide: Guide, is_slow: bool) -> bytes:
         """What the process makes of a guide; it is killed if that takes too long."""
         child = self._started()
+        may_go_on = (lambda: True) if is_slow else self._jobs.empty
         try:
-            answer = child.ask(Job(guide), self._bounds.timeout_s)
+            answer = child.ask(Job(guide), self._bounds.timeout_s, may_go_on)
+        except _LetOthersFirst:
+            self._end_child()
+            raise
         except (TimeoutError, OSError) as error:
             self._end_child()
             raise _out_of_bounds(guide, child, error, self._bounds) from None
@@ -158,16 +202,22 @@ class ChildCompiler:
         return answer.compiled
 
     def _started(self) -> _Child:
-        """The process, which is started again if it was killed."""
+        """The process, which is started again if it has ended."""
         if self._child is not None:
-            return self._child
+            if not self._child.has_ended:
+                return self._child
+            _log.warning(
+                "the process that compiles guides ended with %s while it had nothing to do",
+                self._child.status,
+            )
+            self._end_child()
         child = _Child(self._command)
         with self._lock:
             self._child = child
             if self._is_closed:
                 child.kill()
         try:
-            child.ask(self._grammars.vocabulary, _START_S)
+            child.ask(self._grammars.vocabulary, _START_S, lambda: True)
         except (TimeoutError, OSError) as error:
             self._end_child()
             raise StepFailed(
@@ -183,6 +233,10 @@ class ChildCompiler:
             child.close()
 
 
+class _LetOthersFirst(Exception):
+    """A guide has had its share of time, and others wait; the process has been killed."""
+
+
 class _OutOfBounds(InvalidArgument):
     """A guide took too much time or memory; it may be tried again."""
 
@@ -196,7 +250,10 @@ def _out_of_bounds(guide: Guide, child: _Child, error: Exception, bounds: GuideB
             "send a simpler one"
         )
     _log.warning("the process that compiles guides ended with %s", child.status)
-    return _OutOfBounds(f"{what} takes more memory to compile than there may be: send a simpler one")
+    return _OutOfBounds(
+        f"{what} was not compiled: the process that did so ended with {child.status}. It may have taken more "
+        "memory than there may be: send a simpler one"
+    )
 
 
 class _Child:
@@ -208,37 +265,56 @@ class _Child:
         )
 
     @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
     def status(self) -> int | None:
         """How it ended, as `Popen.returncode`."""
         return self._process.wait()
 
-    def ask(self, message: GuideVocabulary | Job, timeout_s: float) -> Answer:
+    def ask(self, message: GuideVocabulary | Job, timeout_s: float, may_go_on: Callable[[], bool]) -> Answer:
         """Send a message and wait for the answer.
 
+        Args:
+            message: The vocabulary first, then jobs.
+            timeout_s: How long to wait, in seconds.
+            may_go_on: Called after a tenth of that, on another thread: whether to wait for the rest.
+
         Raises:
+            _LetOthersFirst: It may not; the process has been killed.
             TimeoutError: It took too long; the process has been killed.
             OSError: The process has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        has_expired = threading.Event()
+        has_answered = threading.Event()
+        reasons: list[Exception] = []
 
-        def expire() -> None:
-            has_expired.set()
+        def watch() -> None:
+            first_s = timeout_s * _SHARE_OF_TIME
+            if has_answered.wait(first_s):
+                return
+            if not may_go_on():
+                reasons.append(_LetOthersFirst())
+            elif has_answered.wait(timeout_s - first_s):
+                return
+            else:
+                reasons.append(TimeoutError(f"no answer in {timeout_s} s"))
             self._process.kill()
 
-        timer = threading.Timer(timeout_s, expire)
-        timer.daemon = True
-        timer.start()
+        watcher = threading.Thread(target=watch, name="guide-watcher", daemon=True)
+        watcher.start()
         try:
             with contextlib.suppress(BrokenPipeError):
                 write_frame(self._process.stdin, message)
             body = read_frame(self._process.stdout)
         finally:
-            timer.cancel()
+            has_answered.set()
+            watcher.join()
+        if reasons:
+            self._process.wait()  # it may have answered in its last moment
         if body is None:
-            if has_expired.is_set():
-                raise TimeoutError(f"no answer in {timeout_s} s")
-            raise OSError("the process has ended")
+            raise reasons[0] if reasons else OSError("the process has ended")
         return _ANSWER.decode(body)
 
     def kill(self) -> None:

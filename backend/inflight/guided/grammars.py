@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ _MOST_KEPT = 256
 
 
 class Grammars:
-    """Matchers of guides, by a backend. The latest used guides are kept.
+    """Matchers of guides, by a backend. Pinned guides are kept, and the latest used of the others.
 
     Attributes:
         vocabulary: Of the masks.
@@ -31,6 +32,7 @@ class Grammars:
         self._backend = backend
         self._most_kept = most_kept
         self._kept: OrderedDict[Guide, Matcher] = OrderedDict()
+        self._pins: Counter[Guide] = Counter()
         self._lock = threading.Lock()
 
     def add(self, guide: Guide, compiled: bytes) -> None:
@@ -39,8 +41,28 @@ class Grammars:
         with self._lock:
             self._kept[guide] = matcher
             self._kept.move_to_end(guide)
-            while len(self._kept) > self._most_kept:
-                self._kept.popitem(last=False)
+            self._drop_oldest()
+
+    def pin(self, guide: Guide) -> None:
+        """Keep a guide, now or when it is added, until each of its pins is taken out. Any thread."""
+        with self._lock:
+            self._pins[guide] += 1
+
+    def unpin(self, guide: Guide) -> None:
+        """Take out a pin. Any thread."""
+        with self._lock:
+            self._pins[guide] -= 1
+            if not self._pins[guide]:
+                del self._pins[guide]
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Forget the guides used longest ago, except pinned ones, down to what is kept."""
+        excess = len(self._kept) - self._most_kept
+        if excess > 0:
+            loose = (guide for guide in self._kept if guide not in self._pins)
+            for guide in list(islice(loose, excess)):
+                del self._kept[guide]
 
     def __contains__(self, guide: Guide) -> bool:
         """Whether a guide is kept, and so can be followed at once; then it counts as used. Any thread."""
@@ -52,14 +74,15 @@ class Grammars:
     def matcher(self, guide: Guide) -> Matcher:
         """A new matcher at the beginning of a guide.
 
-        One that is not kept, because there were many others since, or because another rank had it compiled, is
-        compiled here: it has been proved to be possible in bounded time. Raises InvalidArgument as `add`.
+        One that is not kept, because another rank had it compiled, is compiled here: it has been proved to be
+        possible in bounded time. Raises InvalidArgument as `add`.
         """
         with self._lock:
             kept = self._kept.get(guide)
         if kept is None:
-            self.add(guide, self._backend.compile(guide))
-            return self.matcher(guide)
+            compiled = self._backend.compile(guide)
+            self.add(guide, compiled)
+            return self._backend.load(guide, compiled)
         return kept.fork()
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:

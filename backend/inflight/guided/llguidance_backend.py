@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
-from inflight.guided.structural_tags import as_lark
+from inflight.guided.structural_tags import as_lark, refuse_misread
 from inflight.guided.vocabulary import GuideVocabulary
 
 _ANY_JSON = json.dumps({"type": ["object", "array"]})
@@ -118,6 +118,7 @@ class LLGuidanceBackend:
             if guide.type is GuideType.JSON:
                 return llguidance.LLMatcher.grammar_from_json_schema(_ANY_JSON)
             if guide.type is GuideType.JSON_SCHEMA:
+                refuse_misread(json.loads(guide.text))
                 return llguidance.LLMatcher.grammar_from_json_schema(guide.text)
             if guide.type is GuideType.REGEX:
                 return llguidance.LLMatcher.grammar_from_regex(guide.text)

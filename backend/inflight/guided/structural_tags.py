@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import llguidance
 
@@ -70,6 +70,8 @@ def read_tags(text: str) -> tuple[tuple[Structure, ...], tuple[str, ...]]:
 def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
     """The guide as llguidance's grammar. A trigger that is a special token of the model is that token."""
     structures, triggers = read_tags(text)
+    for one in structures:
+        refuse_misread(json.loads(one.schema))
     special = {vocabulary.tokens[index].decode(errors="replace") for index in vocabulary.special_ids}
     if any(trigger in special for trigger in triggers) and not all(
         trigger in special for trigger in triggers
@@ -85,6 +87,31 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
         for one in structures
     ]
     return llguidance.StructTag.to_grammar(tags, assume_special=triggers[0] in special)
+
+
+def refuse_misread(schema: Any) -> None:
+    """Raise InvalidArgument for what llguidance takes in a JSON schema and follows in a way of its own.
+
+    It rounds integers as float64 does, and lets `x-guidance` ask for texts that are no JSON.
+    """
+    if isinstance(schema, int) and abs(schema) > _LARGEST:
+        raise InvalidArgument(
+            f"guided_decoding_guide has the number {schema}, expected at most {_LARGEST} in magnitude"
+        )
+    if isinstance(schema, list):
+        for each in cast(list[Any], schema):
+            refuse_misread(each)
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in cast(dict[str, Any], schema).items():
+        if keyword == "x-guidance":
+            raise InvalidArgument("guided_decoding_guide has the keyword x-guidance, which is not supported")
+        is_named = keyword in _NAMED and isinstance(value, dict)
+        refuse_misread(list(cast(dict[str, Any], value).values()) if is_named else value)
+
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LARGEST = 2**53
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -81,6 +82,7 @@ class XGrammarBackend:
             _refuse_ignored(json.loads(guide.text))
             return self._compiler.compile_json_schema(guide.text, strict_mode=False)
         if guide.type is GuideType.REGEX:
+            _refuse_ignored_in_regex(guide.text)
             return self._compiler.compile_regex(guide.text)
         if guide.type is GuideType.EBNF_GRAMMAR:
             return self._compiler.compile_grammar(guide.text)
@@ -100,27 +102,76 @@ def _fill_behind(matcher: xgrammar.GrammarMatcher, job: MaskJob, masks: torch.Te
 
 
 def _refuse_ignored(schema: Any) -> None:
-    """Raise InvalidArgument for keywords of a JSON schema that xgrammar takes and does not enforce."""
+    """Raise InvalidArgument for what xgrammar takes in a JSON schema and does not enforce."""
     if isinstance(schema, list):
         for each in cast(list[Any], schema):
             _refuse_ignored(each)
         return
     if not isinstance(schema, dict):
         return
-    for keyword, value in cast(dict[str, Any], schema).items():
-        if keyword in _IGNORED:
-            raise refusal(f"xgrammar does not enforce the keyword {keyword} of JSON schemas")
+    keywords = cast(dict[str, Any], schema)
+    if ignored := _ignored(keywords):
+        raise refusal(f"xgrammar does not enforce the keyword {ignored} of JSON schemas here")
+    for keyword, value in keywords.items():
+        if keyword == "pattern":
+            _refuse_ignored_in_regex(str(value))
         if keyword in _NAMED:
             _refuse_ignored(list(value.values()) if isinstance(value, dict) else value)
         elif keyword not in _VALUES:
             _refuse_ignored(value)
 
 
+def _ignored(schema: dict[str, Any]) -> str:
+    """A keyword of a schema, those of its parts left out, that xgrammar ignores; "" if there is none."""
+    found = [keyword for keyword in schema if keyword in _IGNORED]
+    asserted = _TYPED & schema.keys()
+    if "type" not in schema or {"$ref", "anyOf", "enum", "const"} & schema.keys():
+        found += sorted(asserted)
+    if "pattern" in schema:
+        found += sorted(asserted & {"minLength", "maxLength"})
+    if "properties" in schema:
+        found += sorted(asserted & {"minProperties", "maxProperties"})
+        required = schema.get("required", [])
+        if not isinstance(required, list) or set(map(str, cast(list[Any], required))) - set(
+            schema["properties"]
+        ):
+            found.append("required")
+    reference = schema.get("$ref", "#")
+    if reference != "#" and not str(reference).startswith("#/"):
+        found.append("$ref")
+    return found[0] if found else ""
+
+
+def _refuse_ignored_in_regex(pattern: str) -> None:
+    """Raise InvalidArgument for what xgrammar takes for another thing than Python's and Rust's expressions do."""
+    if wrong := re.search(r"(?:^|[^\\])(?:\\\\)*(\\[A-Za-z])(?<![dDsSwWnrtfvxu])", pattern):
+        raise refusal(f"xgrammar does not know {wrong[1]} in regular expressions")
+    inner = pattern.removeprefix("^").removesuffix("$")
+    inner = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", inner, flags=re.DOTALL)
+    if "^" in inner or "$" in inner:
+        raise refusal("xgrammar does not know ^ and $ within regular expressions, but around them only")
+
+
 _IGNORED = frozenset(
     [
         *("not", "oneOf", "allOf", "if", "then", "else", "uniqueItems", "multipleOf", "format"),
         *("contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
-        *("unevaluatedItems", "unevaluatedProperties"),
+        *("unevaluatedItems", "unevaluatedProperties", "dependencies", "$dynamicRef", "$recursiveRef"),
+    ]
+)
+_TYPED = frozenset(
+    [
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern"),
+        *(
+            "minItems",
+            "maxItems",
+            "items",
+            "prefixItems",
+            "additionalItems",
+            "minProperties",
+            "maxProperties",
+        ),
+        *("properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
     ]
 )
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
