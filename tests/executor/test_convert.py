@@ -11,16 +11,23 @@ import pytest
 import torch
 
 import inflight.executor as trtllm
+from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.build import check_parameters
 from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument
-from inflight.executor.convert import DEFAULT_MAX_BATCH_SIZE, to_core_request, to_parameters
+from inflight.executor.convert import (
+    DEFAULT_MAX_BATCH_SIZE,
+    OWN_POST_PROCESSOR_NAME,
+    to_core_request,
+    to_parameters,
+)
 from inflight.executor.fields import FIELDS, Treatment
 
 VOCABULARY = 10
@@ -244,22 +251,42 @@ def test_generation_logits_of_streamed_beams_are_refused() -> None:
         )
 
 
-GUIDE = trtllm.GuidedDecodingParams(trtllm.GuidedDecodingParams.GuideType.JSON)
+Types = trtllm.GuidedDecodingParams.GuideType
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_decoding_params": GUIDE},
-        {"logits_post_processor_name": "a"},
-        {"logits_post_processor": print},
-        {"output_config": trtllm.OutputConfig(additional_model_outputs=[trtllm.AdditionalModelOutput("x")])},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_what_is_not_connected_is_refused_and_not_dropped(fields: dict[str, Any]) -> None:
-    with pytest.raises(trtllm.NotSupported, match="not built in this version"):
-        convert(**fields)
+@pytest.mark.parametrize("kind", [kind.name for kind in Types])
+def test_guides_go_by_name(kind: str) -> None:
+    text = None if kind == "JSON" else "a"
+    converted = convert(guided_decoding_params=trtllm.GuidedDecodingParams(Types[kind], text))
+    assert converted.guide == Guide(GuideType[kind], text or "")
+
+
+def test_an_output_of_the_model() -> None:
+    limits = replace(LIMITS, additional_outputs=(OfferedOutput("last_hidden_state", True, 4),))
+    wanted = [trtllm.AdditionalModelOutput("last_hidden_state", True)]
+    request = trtllm.Request([1], 1, output_config=trtllm.OutputConfig(additional_model_outputs=wanted))
+    found = to_core_request(request, limits).output.additional_outputs
+    assert found == (AdditionalModelOutput("last_hidden_state", True),)
+    with pytest.raises(InvalidArgument, match="no output 'last_hidden_state'"):
+        to_core_request(request, LIMITS)
+
+
+def test_logits_post_processors_go_by_name() -> None:
+    limits = replace(LIMITS, logits_post_processors=("a", OWN_POST_PROCESSOR_NAME))
+
+    def name(**fields: Any) -> str:
+        request = trtllm.Request([1], 1, **fields)
+        return to_core_request(request, limits).logits_post_processor_name
+
+    assert name(logits_post_processor_name="a") == "a"
+    assert name(logits_post_processor=print) == OWN_POST_PROCESSOR_NAME
+    for missing in ("b", OWN_POST_PROCESSOR_NAME):
+        with pytest.raises(trtllm.ExecutorError, match=f"^LogitsPostProcessor {missing} not found$"):
+            name(logits_post_processor_name=missing)
+    with pytest.raises(trtllm.ExecutorError, match=r"^Batched logits post processor is not defined$"):
+        name(logits_post_processor_name="batched")
+    with pytest.raises(trtllm.NotSupported, match="whole model is in this process"):
+        convert(logits_post_processor=print)
 
 
 # ---------------------------------------------------------------- configuration
@@ -366,17 +393,48 @@ def test_what_a_configuration_does_not_say_stays() -> None:
     assert (made.watchdog_timeout_ms, made.engine.dtype, made.engine.tokens_per_block) == (5, "float32", 16)
 
 
+Backend = trtllm.GuidedDecodingConfig.GuidedDecodingBackend
+
+
+def test_who_follows_guides() -> None:
+    base = Parameters(guided_decoding_backend="xgrammar")
+    config = trtllm.ExecutorConfig
+    guided = trtllm.GuidedDecodingConfig(Backend.LLGUIDANCE)
+    assert to_parameters(config(), "", base).guided_decoding_backend == "xgrammar"
+    assert (
+        to_parameters(config(guided_decoding_config=guided), "", base).guided_decoding_backend == "llguidance"
+    )
+    assert parameters(guided_decoding_config=trtllm.GuidedDecodingConfig(Backend.XGRAMMAR)) == replace(
+        parameters(), guided_decoding_backend="xgrammar"
+    )
+
+
+def test_tensors_of_the_model() -> None:
+    outputs = [
+        trtllm.AdditionalModelOutput("top_3_logits", True),
+        trtllm.AdditionalModelOutput("hidden_states_1"),
+    ]
+    debug = trtllm.DebugConfig(True, True, ["logits"], 3)
+    engine = parameters(additional_model_outputs=outputs, debug_config=debug).engine
+    assert engine.additional_model_outputs == (
+        AdditionalModelOutput("top_3_logits", True),
+        AdditionalModelOutput("hidden_states_1", False),
+    )
+    assert (engine.debug_input_tensors, engine.debug_output_tensors) == (True, True)
+    assert (engine.debug_tensor_names, engine.debug_tensors_max_iterations) == (("logits",), 3)
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "message"),
     [
-        {"guided_decoding_config": trtllm.GuidedDecodingConfig(
-            trtllm.GuidedDecodingConfig.GuidedDecodingBackend.XGRAMMAR)},
-        {"logits_post_processor_config": trtllm.LogitsPostProcessorConfig()},
-        {"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]},
-        {"debug_config": trtllm.DebugConfig()},
+        ({"additional_model_outputs": [trtllm.AdditionalModelOutput("x")]}, "no additional output 'x'"),
+        ({"additional_model_outputs": [trtllm.AdditionalModelOutput("hidden_states_0")] * 2}, "a name twice"),
+        (
+            {"debug_config": trtllm.DebugConfig(debug_tensor_names=["x"])},
+            "has 'x', expected some of input_ids",
+        ),
     ],
-    ids=lambda fields: next(iter(fields)),
-)  # fmt: skip
-def test_what_is_not_connected_in_a_configuration_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(trtllm.NotSupported, match="not built in this version"):
+)
+def test_a_tensor_that_there_is_not_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(trtllm.ExecutorError, match=message):
         parameters(**fields)

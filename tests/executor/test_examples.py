@@ -76,17 +76,18 @@ def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path) -
     assert rows(led) == outputs
 
 
-NOT_BUILT = "not built in this version"
-
-
 def test_debug(checkpoint: Path) -> None:
-    # MERGE: once debug tensors are built, assert on what it prints: the last two iterations' sequence_length.
-    with pytest.raises(AssertionError, match=NOT_BUILT):
-        run(checkpoint, "debug.py", "--max_iterations", "2")
+    lines = run(checkpoint, "debug.py", "--max_iterations", "2").splitlines()
+    assert [line.partition(": ")[2] for line in lines] == [
+        "sequence_length [1] [7]",
+        "sequence_length [1] [8]",
+    ]
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_logits_processor(checkpoint: Path, batched: bool) -> None:
-    # MERGE: once post-processors are built, assert that client 1 gets even ids, and client 7 even ids below 100.
-    with pytest.raises(AssertionError, match=NOT_BUILT):
-        run(checkpoint, "logits_processor.py", *(["--batched"] if batched else []))
+    out = run(checkpoint, "logits_processor.py", *(["--batched"] if batched else [])).splitlines()
+    first, bounded = (ast.literal_eval(line.partition(": ")[2])[4:] for line in out)
+    assert [line.partition(":")[0] for line in out] == ["client 1", "client 7"]
+    assert len(first) == len(bounded) == 8
+    assert all(token % 2 == 0 for token in first + bounded) and max(first) >= 100 > max(bounded)

@@ -316,7 +316,7 @@ def test_a_prompt_that_is_too_long_is_answered_with_an_error(executor) -> None:
 
 
 def test_an_unknown_post_processor_raises(executor) -> None:
-    with pytest.raises(trtllm.ExecutorError):
+    with pytest.raises(trtllm.ExecutorError, match=r"^LogitsPostProcessor nobody not found$"):
         executor.enqueue_requests([request(), request(logits_post_processor_name="nobody")])
     assert executor.await_responses(NO_TIME) == [], "all requests are enqueued, or none"
 

@@ -12,24 +12,35 @@ from typing import Any
 
 import numpy as np
 
+from inflight.additional_outputs import AdditionalModelOutput as CoreOutput
+from inflight.additional_outputs import are_distinct
+from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, Parameters
 from inflight.config import CapacitySchedulerPolicy as Policy
 from inflight.config import ContextChunkingPolicy as ChunkingPolicy
-from inflight.config import Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument
-from inflight.executor.config import ExecutorConfig, KvCacheConfig
+from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
-from inflight.executor.errors import NotSupported
-from inflight.executor.request import ExternalDraftTokensConfig, KvCacheRetentionConfig, Request
-from inflight.executor.sampling import OutputConfig
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.request import (
+    ExternalDraftTokensConfig,
+    GuidedDecodingParams,
+    KvCacheRetentionConfig,
+    Request,
+)
+from inflight.executor.sampling import AdditionalModelOutput, OutputConfig
 
 DEFAULT_MAX_BATCH_SIZE = 64
 """Sequences that run at once where the configuration does not say it, and has room for them."""
+
+OWN_POST_PROCESSOR_NAME = "callable of the request"
+"""The engine's name of what calls `Request.logits_post_processor`; no request may give it as a name."""
 
 _MS = timedelta(milliseconds=1)
 
@@ -40,14 +51,14 @@ _MS = timedelta(milliseconds=1)
 def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) -> CoreRequest:
     """The request as the engine takes it.
 
-    `logits_post_processor*`, `guided_decoding_params` and the outputs of the model that it names are converted by
-    functions of their own below. `return_all_generated_tokens` is for whoever makes the results.
+    A callable of its own gets the name OWN_POST_PROCESSOR_NAME; whoever submits it makes the callable known.
+    `return_all_generated_tokens` is for whoever makes the results.
 
     Raises:
         InvalidArgument: The engine cannot serve it; the message says why. A client gets it as a Response.
-        NotSupported: It asks for something that is not built.
+        ExecutorError: It names a logits post-processor that the engine does not have.
     """
-    refuse_unconnected(request)
+    check_post_processor(request, limits.logits_post_processors)
     sampling = to_core_sampling(request)
     if request.streaming and sampling.uses_beams and request.output_config.return_generation_logits:
         raise InvalidArgument(
@@ -66,11 +77,13 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         bad_words=_words(request.bad_words),
         embedding_bias=_embedding_bias(request.embedding_bias, limits.vocab_size),
         draft=_draft(request.external_draft_tokens_config),
+        logits_post_processor_name=_logits_post_processor(request),
         identity=PrefixIdentity(cache_salt_id=request.cache_salt_id or 0),
         retention=_retention(request.kv_cache_retention_config),
         priority=request.priority,
         client_id=request.client_id or 0,
         allotted_time_ms=_allotted_time_ms(request.allotted_time_ms),
+        guide=_guide(request.guided_decoding_params),
     )
     converted.validate(limits)
     return converted
@@ -107,13 +120,14 @@ def to_core_sampling(request: Request) -> CoreSamplingConfig:
 
 
 def to_core_output(config: OutputConfig) -> CoreOutputConfig:
-    """What comes back; the model's own tensors are `refuse_unconnected`'s."""
+    """What comes back."""
     return CoreOutputConfig(
         exclude_input_from_output=config.exclude_input_from_output,
         return_log_probs=config.return_log_probs,
         return_context_logits=config.return_context_logits,
         return_generation_logits=config.return_generation_logits,
         return_perf_metrics=config.return_perf_metrics,
+        additional_outputs=_additional_outputs(config.additional_model_outputs),
     )
 
 
@@ -180,49 +194,68 @@ def _allotted_time_ms(time: timedelta | None) -> int:
     return max(1, time // _MS)
 
 
-# ---------------------------------------------------------------------- what is connected elsewhere
+# ---------------------------------------------------------------------- guides, post-processors, tensors
 
 
-def refuse_unconnected(request: Request) -> None:
-    """Raise NotSupported for what the engine has, or will have, and `to_core_request` does not convert yet."""
-    _guide(request)
-    _logits_post_processor(request)
-    _additional_outputs(request)
-
-
-def _guide(request: Request) -> None:
-    # MERGE: return the core request's guide, made of `request.guided_decoding_params`.
-    if request.guided_decoding_params is not None:
-        raise NotSupported("Request.guided_decoding_params: guided decoding is not built in this version")
-
-
-def _logits_post_processor(request: Request) -> None:
-    # MERGE: return the core request's name of a post-processor; a callable of the request's own gets a name.
-    if request.logits_post_processor_name is not None or request.logits_post_processor is not None:
-        raise NotSupported("Request.logits_post_processor*: post-processors are not built in this version")
-
-
-def _additional_outputs(request: Request) -> None:
-    # MERGE: return the core output's names, made of `request.output_config.additional_model_outputs`.
-    if request.output_config.additional_model_outputs:
+def check_post_processor(request: Request, known: tuple[str, ...]) -> None:
+    """Raise ExecutorError unless an engine that has post-processors of these names has the request's."""
+    name = request.logits_post_processor_name
+    if request.logits_post_processor is not None and OWN_POST_PROCESSOR_NAME not in known:
         raise NotSupported(
-            "OutputConfig.additional_model_outputs: the model's own tensors are not built in this version"
+            "Request.logits_post_processor needs an engine whose whole model is in this process and that has no "
+            "logits_post_processor_module: use Request.logits_post_processor_name"
         )
+    if not name or (name in known and name != OWN_POST_PROCESSOR_NAME):
+        return
+    if name == request.BATCHED_POST_PROCESSOR_NAME:
+        raise ExecutorError("Batched logits post processor is not defined")
+    raise ExecutorError(f"LogitsPostProcessor {name} not found")
 
 
-_UNCONNECTED = (
-    "guided_decoding_config",
-    "logits_post_processor_config",
-    "additional_model_outputs",
-    "debug_config",
-)
+def _guide(params: GuidedDecodingParams | None) -> Guide | None:
+    return None if params is None else Guide(GuideType[params.guide_type.name], params.guide or "")
 
 
-def _refuse_unconnected_parameters(config: ExecutorConfig) -> None:
-    # MERGE: make parameters of these four, one by one.
-    for name in _UNCONNECTED:
-        if getattr(config, name):
-            raise NotSupported(f"ExecutorConfig.{name}: not built in this version")
+def _logits_post_processor(request: Request) -> str:
+    if request.logits_post_processor is not None:
+        return OWN_POST_PROCESSOR_NAME
+    return request.logits_post_processor_name or ""
+
+
+def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[CoreOutput, ...]:
+    return tuple(CoreOutput(each.name, each.gather_context) for each in outputs or ())
+
+
+def _model_outputs(config: ExecutorConfig) -> dict[str, Any]:
+    """Fields of EngineConfig: the outputs of the model that requests may ask for."""
+    if config.additional_model_outputs is None:
+        return {}
+    outputs = _additional_outputs(config.additional_model_outputs)
+    try:
+        if not are_distinct(outputs):
+            raise InvalidValue("ExecutorConfig.additional_model_outputs has a name twice")
+    except ValueError as error:
+        raise InvalidValue(f"ExecutorConfig.additional_model_outputs: {error}") from error
+    return {"additional_model_outputs": outputs}
+
+
+def _debug_fields(debug: DebugConfig | None) -> dict[str, Any]:
+    """Fields of EngineConfig."""
+    if debug is None:
+        return {}
+    known = (*DEBUG_INPUTS, *DEBUG_OUTPUTS)
+    names = tuple(debug.debug_tensor_names or ())
+    for name in names:
+        if name not in known:
+            raise InvalidValue(
+                f"DebugConfig.debug_tensor_names has {name!r}, expected some of {', '.join(known)}"
+            )
+    return {
+        "debug_input_tensors": debug.debug_input_tensors,
+        "debug_output_tensors": debug.debug_output_tensors,
+        "debug_tensor_names": names,
+        "debug_tensors_max_iterations": debug.debug_tensors_max_iterations,
+    }
 
 
 # ---------------------------------------------------------------------- configuration
@@ -247,9 +280,8 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
             ranks; parameters' defaults without it. Of several ranks, `parallel_config` says who starts them.
 
     Raises:
-        NotSupported: It asks for something that is not built.
+        InvalidValue: It names a tensor that there is not.
     """
-    _refuse_unconnected_parameters(config)
     base = base or Parameters()
     num_sequences = config.max_batch_size or _default_batch_size(config, base.engine.tokens_per_block)
     num_tokens = config.max_num_tokens or max(base.scheduler.max_num_tokens, num_sequences)
@@ -258,7 +290,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     policy = (
         Policy.STATIC_BATCH if is_static else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
     )
-    cache = config.kv_cache_config
+    cache, guides = config.kv_cache_config, config.guided_decoding_config
     scheduler = replace(
         base.scheduler,
         policy=policy,
@@ -277,6 +309,8 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
         max_num_sequences=num_sequences,
         max_num_tokens=num_tokens,
         **_cache_fields(cache),
+        **_model_outputs(config),
+        **_debug_fields(config.debug_config),
     )
     return replace(
         base,
@@ -285,6 +319,9 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
         request_stats_max_iterations=config.request_stats_max_iterations,
         scheduler=scheduler,
         engine=engine,
+        guided_decoding_backend=(
+            base.guided_decoding_backend if guides is None else guides.backend.name.lower()
+        ),
         **_parallel_fields(config, base),
     )
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from inflight.build import FollowingRank, LoadModel, RunningEngine, start_engine, start_following
 from inflight.config import Parameters
@@ -29,6 +29,9 @@ from inflight.ranks.job import Job
 from inflight.ranks.launch import num_ranks_around
 from inflight.ranks.orchestrator import Orchestrator, Surroundings
 
+if TYPE_CHECKING:
+    from inflight.engine.debug_tensors import DebugTensorsPerIteration
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +41,10 @@ class ExecutorEngine(Protocol):
     @property
     def client(self) -> EngineClient | None:
         """Takes requests; None on a rank that does not."""
+        ...
+
+    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        """What the iterations since the last call have written down on this rank, oldest first."""
         ...
 
     def close(self) -> None:
@@ -108,6 +115,9 @@ class _InProcess:
     def client(self) -> EngineClient:
         return self._running.client
 
+    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        return self._running.latest_debug_tensors()
+
     def close(self) -> None:
         self._running.close(0.0)
 
@@ -148,6 +158,9 @@ class _Leading:
         assert self.running is not None, "it is used once it runs"
         return self.running.client
 
+    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        return [] if self.running is None else self.running.latest_debug_tensors()
+
     def lose(self, error: Unavailable) -> None:
         """Another rank is lost; on the heartbeat's thread."""
         _log.error("the engine is lost: %s", error)
@@ -171,6 +184,9 @@ class _Following:
     @property
     def client(self) -> None:
         return None
+
+    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        return []
 
     def close(self) -> None:
         rank, self._rank = self._rank, None
@@ -205,6 +221,10 @@ class _Orchestrated:
     @property
     def client(self) -> EngineClient:
         return self._orchestrator.client
+
+    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        _log.warning("debug tensors stay with the ranks that an orchestrator starts: it has none")
+        return []
 
     def close(self) -> None:
         self._orchestrator.close()

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast, overload
 
-from inflight.build import LoadModel, load_model
 from inflight.config import Parameters
 from inflight.core.ports import EngineClient
 from inflight.core.report.reports import ReportKind, Reports
@@ -39,6 +38,7 @@ from inflight.executor.enums import BatchingType, ModelType
 from inflight.executor.errors import ExecutorError, NotSupported
 from inflight.executor.fields import FieldChecker, check_model_type
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
+from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
 from inflight.executor.mailbox import Mailbox
 from inflight.executor.request import Request
 from inflight.executor.response import Response
@@ -64,11 +64,13 @@ class _Prepared:
         request: For the engine; None if it cannot be served.
         error: Then, why not.
         answers: Its answers.
+        post_processor: The callable that it brings.
     """
 
     request: CoreRequest | None
     error: InvalidArgument | None
     answers: Answers
+    post_processor: Callable[..., Any] | None = None
 
 
 class Executor:
@@ -132,8 +134,10 @@ class Executor:
         parameters = replace(
             parameters, scheduler=replace(parameters.scheduler, kv_event_buffer_size=num_events)
         )
+        self._own_post_processors = OwnPostProcessors()
         try:
-            self._engine = engines.start(parameters, config.parallel_config, _loader(config))
+            load = loader(config, self._own_post_processors, parameters.logits_post_processor_module)
+            self._engine = engines.start(parameters, config.parallel_config, load)
         except ExecutorError:
             raise
         except InflightError as error:
@@ -359,8 +363,7 @@ class Executor:
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
         """Debug tensors of iterations since the last call, oldest first, as `debug_config` says."""
         self._client()
-        # MERGE: convert what the engine keeps. Without a debug_config, which is refused so far, there is nothing.
-        return []
+        return [reports.debug_tensors(each) for each in self._engine.latest_debug_tensors()]
 
     def get_kv_cache_event_manager(self) -> reports.KVCacheEventManager | None:
         """Where events of the KV cache can be fetched; None unless `event_buffer_max_size` keeps some."""
@@ -398,6 +401,8 @@ class Executor:
 
     def _prepare(self, request: Request) -> _Prepared:
         self._fields.check(request)
+        if request.logits_post_processor is not None:
+            has_client_id_argument(request.logits_post_processor)
         limits = self._described().limits
         try:
             converted = to_core_request(request, limits)
@@ -419,7 +424,8 @@ class Executor:
             request.client_id,
             converted.output,
         )
-        return _Prepared(converted, None, Answers(asked, converted.sampling.num_sequences))
+        answers = Answers(asked, converted.sampling.num_sequences)
+        return _Prepared(converted, None, answers, request.logits_post_processor)
 
     def _announce(self, num_sequences: int) -> None:
         bound = self._max_queue_size
@@ -428,15 +434,20 @@ class Executor:
 
     def _submit(self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]) -> int:
         """Give a request to the engine, or its refusal to `hand_on`; returns its id."""
-        answers, mailbox = prepared.answers, self._mailbox
+        answers, mailbox, own = prepared.answers, self._mailbox, self._own_post_processors
+        core, post_processor = prepared.request, prepared.post_processor
 
         def on_response(response: CoreResponse) -> None:
             if response.is_final:
                 mailbox.retract(answers.num_sequences)
+                if post_processor is not None:
+                    own.forget(response.request_id)
             hand_on(answers.add(response))
 
-        if prepared.request is not None:
-            return client.submit(prepared.request, on_response)
+        if core is not None and post_processor is not None:
+            return own.submit(post_processor, lambda: client.submit(core, on_response))
+        if core is not None:
+            return client.submit(core, on_response)
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
         return request_id
@@ -494,12 +505,6 @@ def _whose(
     if whose is None:
         return None, timeout
     return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
-
-
-def _loader(config: ExecutorConfig) -> LoadModel:
-    """What loads the model in this process."""
-    # MERGE: hand on config.logits_post_processor_config, which is refused so far.
-    return load_model
 
 
 def _end(mailbox: Mailbox, engine: engines.ExecutorEngine) -> None:

@@ -136,7 +136,7 @@ _REQUEST = _of(
     lookahead_config=_refused(_OWN_DRAFTS),
     kv_cache_retention_config=_works("by priority, then by last use"),
     logits_post_processor_name=_works("a name of LogitsPostProcessorConfig.processor_map, or `batched`"),
-    logits_post_processor=_works("for this request alone"),
+    logits_post_processor=_works("for this request alone; not with several ranks"),
     encoder_input_token_ids=_refused(_NO_ENCODER),
     client_id=_works("comes back in every response; clients of one priority get equal shares of the engine"),
     return_all_generated_tokens=_works("of a streamed beam search always, since beams change"),
@@ -149,7 +149,9 @@ _REQUEST = _of(
     num_return_sequences=_works("that of SamplingConfig, if it has none of its own"),
     eagle_config=_refused(_OWN_DRAFTS),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
-    guided_decoding_params=_works("not with beams"),
+    guided_decoding_params=_works(
+        "not with beams; without GuidedDecodingConfig by the checkpoint's tokenizer"
+    ),
     language_adapter_uid=_refused(_NO_LORA),
     allotted_time_ms=_works("from arrival, rounded down to milliseconds, at least one"),
     cache_salt_id=_works("0 and None are the same salt"),
@@ -322,16 +324,18 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         LogitsPostProcessorConfig,
-        processor_map=_works("called with or without the client id, by how many arguments one takes"),
-        processor_batched=_works("once in an iteration, for all requests that ask for it"),
+        processor_map=_works(
+            "called with or without the client id, by how many arguments one takes; not in orchestrator mode"
+        ),
+        processor_batched=_works("once in an iteration, for all that ask for it; not in orchestrator mode"),
         replicate=_works("on every rank that has logits, or on one"),
     ),
     *_of(
         DebugConfig,
         debug_input_tensors=_works("the inputs of every iteration"),
         debug_output_tensors=_works("the outputs of every iteration"),
-        debug_tensor_names=_works("by name"),
-        debug_tensors_max_iterations=_works("0: into files"),
+        debug_tensor_names=_works("input_ids, positions, sequence_length, logits"),
+        debug_tensors_max_iterations=_works("0: into files; else fetched, but not in orchestrator mode"),
     ),
     *_of(
         ExtendedRuntimePerfKnobConfig,
@@ -346,10 +350,10 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         GuidedDecodingConfig,
-        backend=_works("a library that has to be installed"),
-        encoded_vocab=_works("the checkpoint's by default"),
-        tokenizer_str=_works("the checkpoint's by default"),
-        stop_token_ids=_works("the checkpoint's end ids by default"),
+        backend=_works("LLGUIDANCE is installed with this package; XGRAMMAR has to be"),
+        encoded_vocab=_works("the checkpoint's by default; not in orchestrator mode"),
+        tokenizer_str=_works("the checkpoint's by default; not in orchestrator mode"),
+        stop_token_ids=_works("tokens of encoded_vocab that are no text; Request.end_id ends an output"),
     ),
     *_of(
         CacheTransceiverConfig,

@@ -1,9 +1,10 @@
-"""Statistics and events of the KV cache, from the engine's to the client's classes."""
+"""Statistics, events of the KV cache and debug tensors, from the engine's to the client's classes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from inflight.core.kv.kv_events import KvEvent
 from inflight.core.report import stats as core
@@ -23,6 +24,7 @@ from inflight.executor.kv_cache import (
     UniqueToken,
 )
 from inflight.executor.stats import (
+    DebugTensorsPerIteration,
     InflightBatchingStats,
     IterationStats,
     KvCacheStats,
@@ -31,6 +33,9 @@ from inflight.executor.stats import (
     SpecDecodingStats,
     StaticBatchingStats,
 )
+
+if TYPE_CHECKING:
+    from inflight.engine import debug_tensors as core_debug
 
 ReadReports = Callable[[ReportKind, float | None], Reports]
 
@@ -186,3 +191,11 @@ def _of_request(stats: core.RequestStats) -> RequestStats:
 
 def _per(count: int, of: int) -> float:
     return count / of if of else 0.0
+
+
+def debug_tensors(written: core_debug.DebugTensorsPerIteration) -> DebugTensorsPerIteration:
+    """The tensors that an iteration has written down."""
+    import torch
+
+    tensors = {name: torch.from_numpy(array) for name, array in written.debug_tensors.items()}
+    return DebugTensorsPerIteration(written.iter, tensors)

@@ -13,9 +13,11 @@ from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from inflight.additional_outputs import CONTEXT
 from inflight.core.request import request as core
 from inflight.core.request import response as core_response
 from inflight.executor.response import (
+    AdditionalOutput,
     KvCacheMetrics,
     RequestPerfMetrics,
     Response,
@@ -140,6 +142,7 @@ class Answer:
             is_sequence_final=result.is_sequence_final,
             decoding_iter=iterations,
             avg_decoded_tokens_per_iter=self.num_generated / iterations if iterations else 0.0,
+            additional_outputs=_additional_outputs(so_far if repeats else (result,)),
             request_perf_metrics=None if result.perf_metrics is None else _perf_metrics(result),
         )
 
@@ -175,6 +178,24 @@ def _generation_logits(asked: Asked, results: Sequence[core_response.Result]) ->
     for beam, rows in zip(whole, beams, strict=True):
         beam[: len(rows)] = rows
     return whole
+
+
+def _additional_outputs(results: Sequence[core_response.Result]) -> list[AdditionalOutput]:
+    """`context_<name>` [prompt tokens, width] and `generation_<name>` [1, tokens, width], rows joined by name."""
+    if not any(each.additional_outputs for each in results):
+        return []
+    import torch
+
+    rows: dict[str, list[torch.Tensor]] = {}
+    for output in chain.from_iterable(each.additional_outputs for each in results):
+        (tensor,) = output.tensors  # a search, which would have more, has no such outputs
+        rows.setdefault(output.name, []).append(_tensor(tensor))
+    found: list[AdditionalOutput] = []
+    for name, parts in rows.items():
+        filled = [part for part in parts if part.shape[0]]
+        joined = torch.cat(filled) if filled else parts[0]
+        found.append(AdditionalOutput(name, joined if name.startswith(CONTEXT) else joined.unsqueeze(0)))
+    return found
 
 
 def _tensor(tensor: core.FloatTensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""What an executor's model is loaded with beside parameters: callables that change logits, and a vocabulary.
+
+They are values of this process, so they cannot go to ranks that an orchestrator starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from inflight.build import LoadModel, guide_vocabulary, load_model
+from inflight.errors import ConfigError
+from inflight.executor.config import ExecutorConfig, GuidedDecodingConfig, LogitsPostProcessorConfig
+from inflight.executor.convert import OWN_POST_PROCESSOR_NAME
+from inflight.executor.enums import CommunicationMode
+from inflight.executor.errors import InvalidValue, NotSupported
+from inflight.ranks.launch import num_ranks_around
+
+if TYPE_CHECKING:
+    from inflight.guided.vocabulary import GuideVocabulary
+
+
+class OwnPostProcessors:
+    """The callables of `Request.logits_post_processor`, by request id. Any thread.
+
+    An engine knows its post-processors by name from its load on; this is one of them, which calls the request's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: dict[int, tuple[Callable[..., Any], bool]] = {}
+
+    def submit(self, process: Callable[..., Any], submit: Callable[[], int]) -> int:
+        """Submit a request that has a callable; returns its id. The engine waits until both are known."""
+        has_client_id = has_client_id_argument(process)
+        with self._lock:
+            request_id = submit()
+            self._by_id[request_id] = process, has_client_id
+        return request_id
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        with self._lock:
+            self._by_id.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __call__(self, request_id: int, logits: Any, token_ids: Any, stream: int, client_id: Any) -> Any:
+        """A logits post-processor; on the loop's thread."""
+        with self._lock:
+            process, has_client_id = self._by_id[request_id]
+        return process(request_id, logits, token_ids, stream, *([client_id] if has_client_id else []))
+
+
+def has_client_id_argument(process: Callable[..., Any]) -> bool:
+    """Whether a request's callable takes five arguments; raises ExecutorError unless that or four."""
+    from inflight.decoding.logits_post_processors import takes_client_id
+
+    try:
+        return takes_client_id("Request.logits_post_processor", process)
+    except ConfigError as error:
+        raise InvalidValue(str(error)) from error
+
+
+def loader(config: ExecutorConfig, own: OwnPostProcessors, module: str | None = None) -> LoadModel:
+    """What loads the model in this process.
+
+    Args:
+        config: Its callables and its vocabulary are handed on.
+        own: Serves requests that bring callables, where one process has the whole model.
+        module: The parameter `logits_post_processor_module`; with it there are no callables but the module's.
+
+    Raises:
+        ConfigError: Something is no logits post-processor, or `tokenizer_str` no tokenizer.
+        InvalidValue: A vocabulary is incomplete.
+        NotSupported: Callables or a vocabulary would have to go to other processes.
+    """
+    processors, guides = config.logits_post_processor_config, config.guided_decoding_config
+    if _starts_ranks(config):
+        _refuse_values(processors, guides)
+        return load_model
+    vocabulary = None if guides is None else _vocabulary(guides)
+    if module is not None and not _has_callables(processors):
+        return functools.partial(load_model, vocabulary=vocabulary)
+    from inflight.decoding import LogitsPostProcessors
+
+    found = processors or LogitsPostProcessorConfig()
+    by_name = {name: each for name, each in (found.processor_map or {}).items() if each is not None}
+    if OWN_POST_PROCESSOR_NAME in by_name:
+        raise InvalidValue(
+            f"a logits post-processor is named {OWN_POST_PROCESSOR_NAME!r}, which is reserved for callables of "
+            "requests"
+        )
+    if num_ranks_around() == 1:
+        by_name[OWN_POST_PROCESSOR_NAME] = own
+    made = LogitsPostProcessors(by_name, found.processor_batched, found.replicate)
+    return functools.partial(load_model, processors=made, vocabulary=vocabulary)
+
+
+def _starts_ranks(config: ExecutorConfig) -> bool:
+    parallel = config.parallel_config
+    return parallel is not None and parallel.communication_mode is CommunicationMode.ORCHESTRATOR
+
+
+def _has_callables(processors: LogitsPostProcessorConfig | None) -> bool:
+    return processors is not None and bool(processors.processor_map or processors.processor_batched)
+
+
+def _refuse_values(processors: LogitsPostProcessorConfig | None, guides: GuidedDecodingConfig | None) -> None:
+    if _has_callables(processors):
+        raise NotSupported(
+            "LogitsPostProcessorConfig: callables cannot go to the ranks of an orchestrator; the parameter "
+            "logits_post_processor_module names a module that they import"
+        )
+    if guides is not None and (guides.encoded_vocab or guides.tokenizer_str or guides.stop_token_ids):
+        raise NotSupported(
+            "GuidedDecodingConfig: a vocabulary cannot go to the ranks of an orchestrator; they read the "
+            "checkpoint's tokenizer, or that of the parameter tokenizer_dir"
+        )
+
+
+def _vocabulary(guides: GuidedDecodingConfig) -> GuideVocabulary | None:
+    """The vocabulary of the configuration; None for the checkpoint's."""
+    if guides.encoded_vocab or guides.tokenizer_str is not None:
+        return guide_vocabulary(guides.encoded_vocab or (), guides.tokenizer_str, guides.stop_token_ids or ())
+    if guides.stop_token_ids:
+        raise InvalidValue(
+            "GuidedDecodingConfig.stop_token_ids needs encoded_vocab or tokenizer_str: the checkpoint's tokenizer "
+            "names its own"
+        )
+    return None
