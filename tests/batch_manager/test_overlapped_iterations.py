@@ -62,10 +62,12 @@ def test_who_ends_unforeseen_has_a_row_in_vain_and_is_answered_when_that_is_back
     check_integrity(loop.scheduler)
 
 
-def test_one_that_needs_the_host_lets_all_come_back_and_loses_no_turn():
+def test_one_that_needs_the_host_takes_part_in_every_second_iteration_and_the_other_runs_ahead():
     loop = make_loop()
     loop.run(Request(1, (1, 2, 7), 12), Request(2, (2, 3, 7), 5, sampling=PENALIZED))
-    assert names(loop) == 5 * "fd" + "f" + 6 * "fd" + "d", "5 iterations of both, then 7 of one"
+    assert names(loop) == "f" + 11 * "fd" + "d", "12 iterations, each before the one before it is decoded"
+    in_each = [told["Scheduled Requests"] for told in loop.stats]
+    assert in_each == 4 * [2, 1] + [2, 1, 1, 1, 0]
     assert len(loop.responses) == 2
     for response, sampling, count in zip(loop.responses, (PENALIZED, None), (5, 12)):
         prompt = prompts(2)[response.request_id]
@@ -73,7 +75,7 @@ def test_one_that_needs_the_host_lets_all_come_back_and_loses_no_turn():
         assert response.result.output_token_ids[0] == (*prompt, *tokens)
 
 
-def test_one_that_comes_later_lets_the_batch_in_flight_come_back_too():
+def test_one_that_comes_later_leaves_the_batch_in_flight_where_it_is():
     loop = make_loop()
     loop.pending.append(Request(1, (1, 2, 7), 12))
     for _ in range(3):
@@ -81,8 +83,9 @@ def test_one_that_comes_later_lets_the_batch_in_flight_come_back_too():
     assert names(loop) == "ffdfd"
     loop.pending.append(Request(2, (2, 3, 7), 2, sampling=PENALIZED))
     loop.manager.step()
-    assert names(loop) == "ffdfdfdd"
+    assert names(loop) == "ffdfdfd"
     loop.run()
+    assert [told["Scheduled Requests"] for told in loop.stats] == [1, 1, 1, 2, 1, 2, *6 * [1], 0]
     assert sorted(response.request_id for response in loop.responses) == [1, 2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -204,7 +205,7 @@ def test_the_pages_example_runs(demo_server):
 
 def test_the_pages_command_runs(demo_server):
     (command,) = blocks("bash")
-    command = command.strip().replace(".venv/bin/python", sys.executable)
+    command = command.strip().replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(
         f"{command} --url {demo_server.grpc}", shell=True, capture_output=True, text=True, timeout=120
     )

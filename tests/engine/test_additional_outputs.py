@@ -259,7 +259,7 @@ def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.Mon
     for wanted, expected_calls in (([], [(0, 4)]), ([2, 3, 5], [(0, 1), (1, 3), (3, 4)])):
         calls.clear()
         between = HiddenStates(frozenset(wanted))
-        assert decoder.forward(nothing, nothing, nothing, None, between).tolist() == [[6.0, 6.0]] * 3
+        assert decoder.forward(nothing, nothing, None, between).tolist() == [[6.0, 6.0]] * 3
         assert calls == expected_calls
         assert {number: hidden[0, 0].item() for number, hidden in between.found.items()} == {
             number: number for number in wanted

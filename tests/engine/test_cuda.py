@@ -51,7 +51,7 @@ def test_where_nothing_is_recorded_the_log_says_why_once(
 ) -> None:
     decoder = mock.Mock(has_fixed_shapes=True)
     with caplog.at_level(logging.INFO):
-        assert _find_capture(EngineConfig("", **changes), decoder, mapping, CUDA) is None
+        assert _find_capture(EngineConfig("", **changes), decoder, mapping, CUDA, False) is None
     (record,) = caplog.records
     assert "without CUDA graphs" in record.message and reason in record.message
 
@@ -60,5 +60,5 @@ def test_one_gpu_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     recorder = object()
     monkeypatch.setattr("inflight.engine.torch.engine.GraphCapture", lambda device: recorder)
     decoder = mock.Mock(has_fixed_shapes=True)
-    assert _find_capture(EngineConfig(""), decoder, Mapping(), CUDA) is recorder
+    assert _find_capture(EngineConfig(""), decoder, Mapping(), CUDA, False) is recorder
     assert not caplog.records

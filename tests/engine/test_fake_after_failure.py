@@ -34,7 +34,6 @@ STAGES = [
     ("_decode", False, 0),
     ("_choose", True, 0),
     ("_choose", True, 1),
-    ("_verify", True, 0),
     ("_details", True, 0),
     ("_candidates", True, 0),
     ("_context_details", True, 0),

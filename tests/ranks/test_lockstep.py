@@ -126,6 +126,7 @@ def drawn(kind: Any, rng: random.Random) -> Any:
         int: [0, 1, -1, rng.randrange(1000), 2**63 - 1, 2**64 - 1],
         float: [0.0, 0.1, rng.random(), 1e-300, -math.inf],
         bytes: [b"", rng.randbytes(16)],
+        str: ["", "a guide", "\u00e9\n\U0001f600"],
     }
     return rng.choice(choices[kind])
 
