@@ -11,11 +11,12 @@ from inflight.server import runtime_directory
 from inflight.server.launch import TritonServer
 
 _STUB, _WORKER, _MPIRUN = "triton_python_backend_stub", "inflight.worker", "prterun"
+_GUIDES = "inflight.guided.child"
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Process ids; a name is of one rank, "mpirun", or "stub", which is the engine's model's."""
+    """Process ids; a name is of one rank, "mpirun", "stub", which is the engine's model's, or "guides"."""
 
     by_name: dict[str, int]
     all: frozenset[int]
@@ -25,6 +26,11 @@ class Processes:
         pids = [process.pid for process in runtime_directory.find_processes(server.repository.path.parent)]
         named = {name: pid for pid in pids if (name := _name(pid))}
         return cls(named, frozenset(pids))
+
+    @property
+    def always_there(self) -> frozenset[int]:
+        """All but the process that compiles guides, which is started for the first of them."""
+        return self.all - {self.by_name.get("guides")}
 
     def signal(self, name: str, number: int) -> None:
         os.kill(self.by_name[name], number)
@@ -51,6 +57,8 @@ def _name(pid: int) -> str:
     if _WORKER in arguments and Path(arguments[0]).name.startswith("python"):
         environment = dict(entry.partition("=")[::2] for entry in _read(pid, "environ").split("\0"))
         return f"rank {environment.get('OMPI_COMM_WORLD_RANK')}"
+    if _GUIDES in arguments:
+        return "guides"
     if _STUB in arguments[0]:
         return "stub" if "/tensorrt_llm/1/" in arguments[1] else ""
     return "mpirun" if Path(arguments[0]).name == _MPIRUN else ""
