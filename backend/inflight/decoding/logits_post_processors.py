@@ -37,7 +37,7 @@ _CLIENT_ID = 5
 
 @dataclass(frozen=True, slots=True)
 class LogitsPostProcessors:
-    """TensorRT-LLM's `LogitsPostProcessorConfig`.
+    """The functions that requests may name; TensorRT-LLM's `LogitsPostProcessorConfig`.
 
     Attributes:
         processor_map: Functions by name.

@@ -275,7 +275,7 @@ class GuidedDecodingConfig(Typed):
     """
 
     class GuidedDecodingBackend(Numbered):
-        """Libraries."""
+        """The library that says which tokens a guide allows next."""
 
         XGRAMMAR = 0
         LLGUIDANCE = 1

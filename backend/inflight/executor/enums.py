@@ -151,7 +151,7 @@ class DecodingMode:
 
     @classmethod
     def TopKTopP(cls) -> DecodingMode:
-        """Both."""
+        """Among the top_k likeliest tokens, those whose probability reaches p."""
         return cls("TopKTopP")
 
     @classmethod

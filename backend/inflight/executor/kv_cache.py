@@ -71,7 +71,7 @@ KVCacheEventData = KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData |
 
 @dataclass(frozen=True)
 class KVCacheEvent:
-    """One event.
+    """Something that happened to blocks of the KV cache, numbered in order.
 
     Attributes:
         event_id: Counts from 0, which is the Created event's.
