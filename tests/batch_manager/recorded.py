@@ -17,6 +17,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
 from inflight.testing.fake_model import expected_tokens
+from tests.simulation.host_cache import HostCache, with_adapters
 from tests.simulation.scenario import Scenario
 
 ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")
@@ -31,12 +32,15 @@ def record_run(scenario: Scenario, path: Path, keep_logits: bool = False) -> lis
     """Run `scenario` `ROUNDS` times on one server, record it, and return every response."""
     recorder = JsonRecorder(str(path), scenario.config, scenario.limits, keep_logits)
     scheduler, engine = Scheduler(scenario.config, scenario.limits), FakeEngine(scenario.limits)
+    adapters = HostCache(scenario.seed)
     in_flight: deque[tuple[ScheduledBatch, FakeLogits]] = deque()
     all_responses: list[Response] = []
     iteration = 0
     while iteration < GAP * ROUNDS or scheduler.num_active:
         was_active = scheduler.num_active > 0
         inputs = _inputs(scenario, iteration)
+        if was_active or inputs.new_requests:
+            inputs = with_adapters(adapters, inputs, scheduler.is_active)
         responses = scheduler.accept(inputs)
         batch = scheduler.schedule()
         if was_active or inputs.new_requests:  # the loop's rule

@@ -23,6 +23,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
 from tests.batch_manager.ranks_in_memory import make_ranks
+from tests.simulation.host_cache import HostCache
 from tests.simulation.scenario import Scenario
 
 ROUNDS, GAP = 2, 150
@@ -227,6 +228,7 @@ def _leader(scenario: Scenario, told: Outcomes, clients: _Clients, ranks: Ranks 
         instruments=Instruments(rings=rings),
         clock_ns=clients.clock_ns,
         ranks=ranks,
+        adapters=HostCache(scenario.seed),
         start=False,
     )
     return Rank(scheduler, rings, manager, stats, sent)

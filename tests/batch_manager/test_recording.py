@@ -18,6 +18,7 @@ from inflight.batch_manager.recording import (
     End,
     Header,
     JsonRecorder,
+    Load,
     Start,
     Trace,
     decode,
@@ -29,6 +30,15 @@ from inflight.batch_manager.recording import (
 from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.adapter import (
+    AdapterEvent,
+    AdapterUpdate,
+    LoraRequest,
+    LoraWeights,
+    Matrix,
+    RawBuffer,
+    StoredAdapter,
+)
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputConfig, Request
 from inflight.core.request.response import TopLogProbs
@@ -46,6 +56,7 @@ from inflight.core.schedule.batch import (
     TokenDetails,
 )
 from inflight.errors import ConfigError, InvalidArgument, StepFailed, Unavailable
+from tests.core.factories import make_table
 
 LIMITS = EngineLimits(
     vocab_size=3,
@@ -77,13 +88,23 @@ FULL_REQUEST = Request(
     draft=ExternalDraft((1,), FloatTensor((1, 3), TENSOR.data), 0.5),
     prompt_lookup_num_tokens=4,
     logits_post_processor_name="upper",
-    identity=PrefixIdentity(2**63, 7, b"\x00\xff", (0, 5, 2**63)),
+    identity=PrefixIdentity(2**63, (0, 5, 2**63)),
     retention=RetentionConfig((TokenRangeRetention(0, None, Retention(80, 1000)),), Retention(10)),
     priority=1.0,
     client_id=3,
     allotted_time_ms=50,
     arrival_time_ns=12345678901234567,
+    lora=LoraRequest(2**64 - 1),
+    prompt_table=make_table(b"\x00\xff"),
 )
+ADAPTER = StoredAdapter(
+    3,
+    b"\xff" * 16,
+    None,
+    2,
+    LoraWeights(Matrix((1, 6), "bfloat16", RawBuffer(bytes(12))), ((0, 1, 2),)),
+)
+ADAPTERS = AdapterUpdate((ADAPTER,), (AdapterEvent(5, 3), AdapterEvent(6, -1, "INTERNAL", "gone")), (1, 2))
 FULL_BATCH = ScheduledBatch(
     7,
     1,
@@ -114,7 +135,13 @@ FULL_OUTPUT = ModelOutput(
         Begin(IterationInput(0, 0)),
         Begin(IterationInput(1, 2, (Request(1, (0,), 1), FULL_REQUEST))),
         Begin(IterationInput(1, 2, (), (StopSignal(1), StopSignal(2, StopReason.TIMED_OUT, 1, 99)))),
-        Begin(IterationInput(1, 2), FULL_BATCH, (Start(1, 5), Start(2, 2**64 - 1, 1, (4, 5)))),
+        Begin(IterationInput(1, 2, adapters=ADAPTERS)),
+        Begin(
+            IterationInput(1, 2),
+            FULL_BATCH,
+            (Start(1, 5), Start(2, 2**64 - 1, 1, (4, 5), 8)),
+            (Load(3, (8, 1)),),
+        ),
         End(7, 2**62, FULL_OUTPUT),
         End(7, 1, None, "INTERNAL", 'a "message"\nof two lines, with null and ümlauts'),
     ],

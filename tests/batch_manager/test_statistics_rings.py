@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 from inflight.batch_manager.instruments import StatisticsRings
-from inflight.core.report.stats import IterationStats, RequestStage, RequestStats
+from inflight.core.report.executor_stats import iteration_stats
+from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStage, RequestStats
 
 
 def stats(iteration: int) -> IterationStats:
@@ -77,7 +77,7 @@ def test_json_has_the_time_of_the_iteration():
     rings = StatisticsRings(3, clock_s=lambda: next(clock))
     rings.add(stats(7))
     rings.add(stats(8))
-    first, second = (json.loads(json.dumps(kept.executor_fields())) for kept in rings.peek(5))
+    first, second = (iteration_stats(kept, MemoryUsage()).to_plain() for kept in rings.peek(5))
     assert (first["iter"], second["iter"]) == (7, 8)
     assert first["timestamp"].endswith("01.500000") and second["timestamp"].endswith("02.500000")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 from inflight.core.kv.block_keys import CacheRules
+from inflight.core.request.adapter import LoraWeights, Matrix, PromptTable, RawBuffer, StoredAdapter
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
@@ -21,6 +22,20 @@ def make_request(request_id: int = 1, prompt: int | tuple[int, ...] = 4, new: in
     return Request(request_id, ids, new, **fields)
 
 
+def make_adapter(
+    handle: int = 1, rank: int = 8, task_id: int | None = None, version: int = 0
+) -> StoredAdapter:
+    """A stored adapter without weights; its digest is another for every handle and version."""
+    digest = handle.to_bytes(8, "big") + version.to_bytes(8, "big")
+    weights = LoraWeights(Matrix((0, 0), "float32", RawBuffer(b"")), ())
+    return StoredAdapter(handle, digest, handle if task_id is None else task_id, rank, weights)
+
+
+def make_table(digest: bytes = b"a table") -> PromptTable:
+    """A prompt table of one row, for models of hidden size 1."""
+    return PromptTable(Matrix((1, 1), "float32", RawBuffer(bytes(4))), digest)
+
+
 def make_limits(
     num_blocks: int = 16,
     tokens_per_block: int = 4,
@@ -29,6 +44,8 @@ def make_limits(
     num_micro_batches: int = 1,
     overlaps_iterations: bool = False,
     logits_post_processors: tuple[str, ...] = (),
+    num_adapter_pages: int = 0,
+    hidden_size: int = 0,
 ) -> EngineLimits:
     return EngineLimits(
         1000,
@@ -39,7 +56,22 @@ def make_limits(
         num_micro_batches,
         overlaps_iterations,
         logits_post_processors=logits_post_processors,
+        num_adapter_pages=num_adapter_pages,
+        adapter_page_rank=8,
+        max_adapter_rank=64,
+        hidden_size=hidden_size,
     )
+
+
+def make_prompt_table(num_rows: int = 3, hidden_size: int = 2, fill: int = 0) -> PromptTable:
+    """A prompt table whose numbers are all of bytes `fill`."""
+    data = RawBuffer(bytes([fill]) * (4 * num_rows * hidden_size))
+    return PromptTable.of(Matrix((num_rows, hidden_size), "float32", data))
+
+
+def with_table(table: PromptTable | None = None, **fields: Any) -> Request:
+    """A request with a prompt table."""
+    return make_request(prompt_table=table or make_prompt_table(), **fields)
 
 
 def make_scheduler(

@@ -15,6 +15,7 @@ from inflight.core.kv.block_pool import BlockHeap, BlockPool
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.llm_request import RequestState
 from inflight.core.schedule import waiting_queue
+from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.core.schedule.running import Running, Slots
 from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.core.scheduler import Scheduler
@@ -118,9 +119,26 @@ def _(slots: Slots) -> None:
 
 
 @check_integrity.register
+def _(pages: AdapterPages) -> None:
+    """Every page is free, or of one adapter; adapters that nobody uses are idle, or their pages are free."""
+    used = set(pages._used_by.values())
+    residents = set(pages._residents.values())
+    owned = [page for resident in used | residents for page in resident.pages]
+    assert sorted(owned + pages._free) == list(range(pages._limits.num_adapter_pages))
+    assert Counter(map(id, pages._used_by.values())) == Counter({id(r): r.num_users for r in used})
+    assert residents - used == set(pages._idle.values())
+    assert all(resident.is_void == (resident not in residents) for resident in used | residents)
+    assert pages._num_idle_pages == sum(len(resident.pages) for resident in pages._idle.values())
+
+
+@check_integrity.register
 def _(running: Running) -> None:
     """The sequences and the slots agree."""
     check_integrity(running.slots)
+    check_integrity(running.adapter_pages)
+    users = {r.key: r.group.adapter.handle for r in running.sequences if r.group.adapter is not None}
+    held = running.adapter_pages._used_by
+    assert users == {key: resident.handle for key, resident in held.items()}
     assert {slot for r in running.sequences for slot in r.slots} == set(running.slots.owners)
 
 

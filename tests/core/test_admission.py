@@ -66,6 +66,13 @@ def test_a_place_that_is_free_again_can_be_taken():
     assert refused(driver.accept(make_request(5), make_request(6))) == [6]
 
 
+def test_what_continues_a_request_is_let_in_behind_a_full_queue():
+    driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=1))
+    assert driver.accept(make_request(1), make_request(2)) == []
+    later = [make_request(number, is_continuation=True) for number in (3, 4)]
+    assert refused(driver.accept(*later, make_request(5))) == [5]
+
+
 def test_a_higher_priority_does_not_see_the_lower_ones():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     driver.accept(*(make_request(number, priority=0.5) for number in range(3)))

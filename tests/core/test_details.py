@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from inflight.core.request.request import ExternalDraft, OutputConfig
 from inflight.core.request.response import Response, TopLogProbs, merge_responses
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.core.scheduler import Scheduler
+from inflight.errors import StepFailed
 from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
@@ -38,6 +39,20 @@ def test_log_probs_are_deltas_and_the_sum_grows():
         deltas += response.result.log_probs
     assert deltas == [(-1.0,), (-2.0,), ()]
     assert sums == [-1.0, -3.0, -3.0]
+
+
+def test_of_a_stopped_prompt_nothing_is_kept_that_was_computed_behind_a_failure():
+    policy = ContextChunkingPolicy.EQUAL_PROGRESS
+    scheduler = make_scheduler(max_num_tokens=8, chunked=True, chunking_policy=policy, num_micro_batches=2)
+    driver = Driver(scheduler)
+    outputs = (OutputConfig(return_context_logits=True), OutputConfig())
+    driver.accept(*(make_request(i, prompt=12, output=output) for i, output in enumerate(outputs, 1)))
+    failed, behind = scheduler.schedule(), scheduler.schedule()
+    chunk = behind.context[0]
+    assert (chunk.start, len(chunk.token_ids)) == (4, 4)
+    assert scheduler.fail(failed, StepFailed("boom")) == driver.accept(stop=(1,)) == []
+    (final,) = update(scheduler, behind, context={chunk.slot: ContextDetails(logits=bytes(4 * 2 * 4))})
+    assert final.request_id == 1 and final.error is None and not final.result.context_logits.data
 
 
 def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():

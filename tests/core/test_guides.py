@@ -161,3 +161,13 @@ def test_a_guide_comes_with_a_text_or_without(guide, message):
         return
     with pytest.raises(InvalidArgument, match=message):
         request.validate(make_scheduler().limits)
+
+
+def test_how_long_guides_took_and_which_failed_is_counted():
+    scheduler = make_scheduler()
+    accept(scheduler, guided(1), guided(2), now_ns=1_000_000_000)
+    events = [GuideEvent(1), GuideEvent(2, "INVALID_ARG", "guided_decoding_guide is wrong")]
+    accept(scheduler, guides=events, now_ns=1_500_000_000)
+    metrics = scheduler.metrics()
+    assert metrics.guides == {"ready": 1, "failed": 1}
+    assert (metrics.guide_wait.num_observations, metrics.guide_wait.total) == (1, pytest.approx(0.5))

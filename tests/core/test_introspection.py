@@ -25,6 +25,7 @@ def test_nothing_is_going_on():
         policy="guaranteed_no_evict",
         slots=4,
         free_slots=4,
+        generated_tokens=0,
         suspects=(),
         waiting=(),
         running=(),
@@ -95,11 +96,22 @@ def test_one_generates_one_is_in_its_context_and_one_waits():
         policy="guaranteed_no_evict",
         slots=2,
         free_slots=0,
+        generated_tokens=2,
         suspects=(),
         waiting=(WAITS,),
         running=(GENERATES, IN_CONTEXT),
         blocks=BlockMapState(total=16, held=4, cached=0, empty=12, reserved=3, shared=0, tokens_per_block=4),
     )
+
+
+def test_tokens_of_those_that_have_ended_stay_counted():
+    driver = Driver(make_scheduler())
+    driver.accept(make_request(1, SHORT, 3), make_request(2, SHORT, 8))
+    for _ in range(5):
+        driver.step()
+    state = driver.scheduler.state()
+    assert [one.request_id for one in state.running] == [2]
+    assert state.generated_tokens == 3 + state.running[0].generated_tokens == 8
 
 
 def test_who_is_paused_says_what_it_has():

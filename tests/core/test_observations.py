@@ -257,6 +257,9 @@ def test_drafts():
     assert (stats.num_context_tokens, stats.num_generated_tokens, stats.num_context_requests) == (8, 4, 2)
     stats = observed.iterate(2, 3)
     assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_drafted_requests) == (0, 0, 0)
+    metrics = observed.metrics
+    assert (metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 2)
+    assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (8, 6)
 
 
 def test_an_iteration_without_a_batch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from random import Random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -20,11 +21,25 @@ SIZE = 4
 TOKENS = (5, 6, 7, 8, 9, 10, 11, 12)
 
 
-def rules(identity: PrefixIdentity) -> CacheRules:
-    return CacheRules(identity.scope(ROOT_SCOPE), identity.extra_ids, prompt_length=len(TOKENS))
+class Identity(NamedTuple):
+    """All that a prompt's keys and values depend on besides its tokens."""
+
+    own: PrefixIdentity = PrefixIdentity()
+    adapter: bytes = b""
+    table: bytes = b""
+
+    def scope(self, root: bytes) -> bytes:
+        return self.own.scope(root, self.adapter, self.table)
 
 
-def shared_blocks(first: PrefixIdentity, second: PrefixIdentity, tokens: Sequence[int] = TOKENS) -> int:
+def rules(identity: Identity | PrefixIdentity) -> CacheRules:
+    extra_ids = identity.own.extra_ids if isinstance(identity, Identity) else identity.extra_ids
+    return CacheRules(identity.scope(ROOT_SCOPE), extra_ids, prompt_length=len(TOKENS))
+
+
+def shared_blocks(
+    first: Identity | PrefixIdentity, second: Identity | PrefixIdentity, tokens: Sequence[int] = TOKENS
+) -> int:
     """Full blocks of `tokens` that a request of the second identity finds after one of the first."""
     cache = KvCacheManager(8, SIZE)
     cache.admit(1, cache.match_prefix(1, tokens, rules(first)), 3, rules(first))
@@ -37,20 +52,20 @@ def shared_blocks(first: PrefixIdentity, second: PrefixIdentity, tokens: Sequenc
 # ---------------------------------------------------------------------- scopes
 
 IDENTITIES = (
-    PrefixIdentity(),
-    PrefixIdentity(cache_salt_id=1),
-    PrefixIdentity(cache_salt_id=1 << 63),
-    PrefixIdentity(lora_task_id=0),
-    PrefixIdentity(lora_task_id=1),
-    PrefixIdentity(cache_salt_id=1, lora_task_id=1),
-    PrefixIdentity(prompt_table_digest=b"\x01"),
-    PrefixIdentity(prompt_table_digest=(1).to_bytes(8, "big")),
-    PrefixIdentity(prompt_table_digest=b"a table's digest"),
-    PrefixIdentity(lora_task_id=1, prompt_table_digest=(1).to_bytes(8, "big")),
-    PrefixIdentity(extra_ids=(1, *[0] * 7)),
-    PrefixIdentity(extra_ids=(0, 1, *[0] * 6)),
-    PrefixIdentity(extra_ids=(1 << 63, *[0] * 7)),
-    PrefixIdentity(cache_salt_id=1, extra_ids=(1, *[0] * 7)),
+    Identity(),
+    Identity(PrefixIdentity(cache_salt_id=1)),
+    Identity(PrefixIdentity(cache_salt_id=1 << 63)),
+    Identity(adapter=b"\x00"),
+    Identity(adapter=b"\x01"),
+    Identity(PrefixIdentity(cache_salt_id=1), b"\x01"),
+    Identity(table=b"\x01"),
+    Identity(table=(1).to_bytes(8, "big")),
+    Identity(table=b"a table's digest"),
+    Identity(adapter=b"\x01", table=(1).to_bytes(8, "big")),
+    Identity(PrefixIdentity(extra_ids=(1, *[0] * 7))),
+    Identity(PrefixIdentity(extra_ids=(0, 1, *[0] * 6))),
+    Identity(PrefixIdentity(extra_ids=(1 << 63, *[0] * 7))),
+    Identity(PrefixIdentity(cache_salt_id=1, extra_ids=(1, *[0] * 7))),
 )
 
 
@@ -76,17 +91,17 @@ def test_scopes_within_private_ones_stay_private():
 
 
 def test_a_scope_is_a_function_of_its_parts():
-    whole = PrefixIdentity(3, 4, b"digest")
-    assert whole.scope(ROOT_SCOPE) == PrefixIdentity(3, 4, b"digest").scope(ROOT_SCOPE)
+    whole = Identity(PrefixIdentity(3), b"adapter", b"table")
+    assert whole.scope(ROOT_SCOPE) == Identity(PrefixIdentity(3), b"adapter", b"table").scope(ROOT_SCOPE)
     assert len(whole.scope(ROOT_SCOPE)) == len(ROOT_SCOPE) == 16
 
 
 @given(
     st.lists(
         st.builds(
-            PrefixIdentity,
-            st.sampled_from((0, 1, 1 << 32, (1 << 64) - 1)),
-            st.sampled_from((None, 0, 1, (1 << 64) - 1)),
+            Identity,
+            st.builds(PrefixIdentity, st.sampled_from((0, 1, 1 << 32, (1 << 64) - 1))),
+            st.binary(max_size=17),
             st.binary(max_size=17),
         ),
         min_size=2,
@@ -95,7 +110,7 @@ def test_a_scope_is_a_function_of_its_parts():
     )
 )
 @settings(deadline=None)
-def test_no_two_identities_have_one_scope(identities: list[PrefixIdentity]):
+def test_no_two_identities_have_one_scope(identities: list[Identity]):
     assert len({identity.scope(ROOT_SCOPE) for identity in identities}) == len(identities)
 
 
@@ -128,8 +143,8 @@ def test_generated_tokens_have_no_extra_ids():
 
 def test_digests_at_admission_and_at_publication_agree():
     """The first are computed while a sequence waits, the second as its generated tokens fill blocks."""
-    cache, identity = KvCacheManager(8, SIZE), PrefixIdentity(2, 3, b"t", extra_ids=(0, 0, 1, 0, 0, 5))
-    say = rules(identity)
+    cache, identity = KvCacheManager(8, SIZE), PrefixIdentity(2, extra_ids=(0, 0, 1, 0, 0, 5))
+    say = rules(Identity(identity, b"a", b"t"))
     cache.admit(1, cache.match_prefix(1, TOKENS[:6], say), 3, say)
     cache.extend(1, 8)
     cache.publish(1, TOKENS, 8)
@@ -190,7 +205,6 @@ def test_extra_ids_of_some_tokens_only_are_an_assertion():
     [
         (PrefixIdentity(cache_salt_id=-1), r"cache_salt_id must be in \[0, 2\*\*64\), got -1"),
         (PrefixIdentity(cache_salt_id=1 << 64), "cache_salt_id must be in"),
-        (PrefixIdentity(lora_task_id=-2), r"lora_task_id must be in \[0, 2\*\*64\), got -2"),
         (PrefixIdentity(extra_ids=(1, 2)), "one id for each of the 3 prompt tokens, got 2"),
         (PrefixIdentity(extra_ids=(0, -7, 0)), "prompt_table_extra_ids must be in .* got -7"),
         (PrefixIdentity(extra_ids=(0, 1 << 64, 0)), "prompt_table_extra_ids must be in"),
@@ -203,7 +217,7 @@ def test_what_no_key_can_be_made_of_is_refused(identity: PrefixIdentity, message
 
 def test_the_extremes_are_valid_and_make_keys():
     largest = (1 << 64) - 1
-    identity = PrefixIdentity(largest, largest, b"digest", (largest,) * 3)
+    identity = PrefixIdentity(largest, (largest,) * 3)
     identity.validate(prompt_length=3)
     assert len(rules(identity).digest(identity.scope(ROOT_SCOPE), (1, 2, 3), 0, 3)) == 16
 
@@ -227,11 +241,8 @@ def _play(seed: int) -> int:
     for key in range(60):
         identity = random.choice(IDENTITIES[:2] + IDENTITIES[3:5] + IDENTITIES[10:12])
         tokens = random.choices((0, 1), weights=(6, 1), k=random.randrange(5, 14))
-        identity = PrefixIdentity(
-            identity.cache_salt_id,
-            identity.lora_task_id,
-            extra_ids=(*identity.extra_ids, *[0] * 16)[: len(tokens)],
-        )
+        extra_ids = (*identity.own.extra_ids, *[0] * 16)[: len(tokens)]
+        identity = identity._replace(own=PrefixIdentity(identity.own.cache_salt_id, extra_ids))
         match = cache.match_prefix(key, tokens, rules(identity))
         while cache.blocks_for(len(tokens)) - match.num_held > cache.num_unreserved:
             cache.release(running.pop(0))
@@ -249,14 +260,14 @@ def _play(seed: int) -> int:
     return num_reused
 
 
-def _meaning(tokens: list[int], identity: PrefixIdentity, index: int) -> tuple:
+def _meaning(tokens: list[int], identity: Identity, index: int) -> tuple:
     """All that the keys and values of a block follow from."""
     end = (index + 1) * SIZE
     return (
-        identity.cache_salt_id,
-        identity.lora_task_id,
+        identity.own.cache_salt_id,
+        identity.adapter,
         tuple(tokens[:end]),
-        identity.extra_ids[:end],
+        identity.own.extra_ids[:end],
     )
 
 

@@ -8,12 +8,13 @@ from math import inf, prod
 import pytest
 
 from inflight.config import SchedulerConfig
+from inflight.core.request.adapter import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.errors import InvalidArgument, error_from_code
+from inflight.errors import InvalidArgument, Unsupported, error_from_code
 
-from .factories import make_request
+from .factories import make_prompt_table, make_request, with_table
 
 LIMITS = ModelLimits(
     vocab_size=100,
@@ -66,7 +67,8 @@ def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chun
         (make_request(new=0), ["request_output_len", "at least 1", "got 0"]),
         (make_request(prompt=(1, 100)), ["input_ids", "[0, 99]", "got 100", "position 1"]),
         (make_request(prompt=(1, -3)), ["input_ids", "got -3"]),
-        (make_request(end_ids=(100,)), ["end_id", "got 100"]),
+        (make_request(end_ids=(100,)), ["end_id", "[0, 99]", "got 100"]),
+        (make_request(end_ids=(3, -1)), ["end_id must be in [0, 99], got -1;", "empty end_ids"]),
         (make_request(prompt=(1,) * 21), ["input_ids", "21 tokens", "at most 20"]),
         (make_request(prompt=(1,) * 20, new=13), ["request_output_len", "13", "at most 12"]),
         (make_request(prompt=(1,) * 20, new=6), ["request_output_len", "24", "at most 5"]),
@@ -177,3 +179,63 @@ def test_errors_survive_a_process_boundary():
     error = error_from_code("INVALID_ARG", "why")
     assert isinstance(error, InvalidArgument) and str(error) == "why"
     assert error_from_code("no such code", "why").code == "INTERNAL"
+
+
+# ---------------------------------------------------------------- prompt tables
+
+TABLES = replace(LIMITS, hidden_size=2)
+
+
+def test_ids_beyond_the_vocabulary_are_rows_of_the_table_and_need_not_be_there():
+    with_table(prompt=(102, 5, 100, 100, 101)).validate(TABLES)
+    with_table(prompt=(1, 2, 3)).validate(TABLES)
+    with_table(prompt=(1, 2), output=OutputConfig(return_prompt_log_probs=True)).validate(TABLES)
+    with_table(prompt=(102,), output=OutputConfig(return_context_logits=True)).validate(TABLES)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (with_table(prompt=(1, 103)), ["input_ids", "[0, 102]", "got 103", "position 1"]),
+        (with_table(prompt=(1, -1)), ["input_ids", "got -1"]),
+        (
+            make_request(prompt=(1, 100)),
+            ["input_ids", "[0, 99]", "got 100", "prompt_embedding_table", "missing"],
+        ),
+        (with_table(make_prompt_table(3, 4)), ["prompt_embedding_table", "[1, rows, 2]", "got [1, 3, 4]"]),
+        (
+            with_table(make_prompt_table(0, 2)),
+            ["prompt_embedding_table", "at least one row", "got [1, 0, 2]"],
+        ),
+        (
+            with_table(prompt=(1, 100), output=OutputConfig(return_prompt_log_probs=True)),
+            ["return_prompt_log_probs", "prompt_embedding_table", "no probability"],
+        ),
+        (with_table(end_ids=(100,)), ["end_id", "got 100"]),
+        (with_table(stop_words=((100,),)), ["stop_words_list", "got 100"]),
+        (with_table(bad_words=((1, 102),)), ["bad_words_list", "got 102"]),
+        (with_table(draft=ExternalDraft((100,))), ["draft_input_ids", "got 100"]),
+    ],
+)
+def test_what_no_table_allows_is_refused(request_, words):
+    with pytest.raises(InvalidArgument) as error:
+        request_.validate(TABLES)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_engine_without_tables_refuses_them():
+    with pytest.raises(Unsupported, match="prompt_embedding_table"):
+        with_table().validate(LIMITS)
+
+
+def test_a_tables_digest_is_of_its_numbers_type_and_shape():
+    tables = [
+        make_prompt_table(),
+        make_prompt_table(fill=1),
+        make_prompt_table(2, 3),
+        make_prompt_table(6, 1),
+    ]
+    halves = replace(make_prompt_table().rows, shape=(3, 4), dtype="float16")
+    digests = [table.digest for table in tables] + [PromptTable.of(halves).digest]
+    assert len(set(digests)) == 5 and {len(digest) for digest in digests} == {16}
+    assert make_prompt_table().digest == make_prompt_table().digest

@@ -161,10 +161,10 @@ def test_a_request_that_cannot_even_be_looked_at_is_refused_alone(monkeypatch):
     driver = Driver(make_scheduler())
     original = Scheduler._rules
 
-    def raising(self, request):
+    def raising(self, request, *others):
         if request.request_id == 1:
             raise ValueError("no such token")
-        return original(self, request)
+        return original(self, request, *others)
 
     monkeypatch.setattr(Scheduler, "_rules", raising)
     (refused,) = driver.accept(make_request(1), make_request(2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
+
 from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ExternalDraft, IterationInput, OutputConfig
@@ -15,7 +17,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed
 from tests.core.integrity import check_integrity
 
-from .factories import Driver, make_request, make_scheduler
+from .factories import Driver, make_request, make_scheduler, with_table
 
 TWO_BEAMS = SamplingConfig(beam_width=2)
 
@@ -284,6 +286,28 @@ def test_a_draft_stands_behind_the_context_and_what_was_accepted_counts():
     assert (metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 2)
 
 
+@pytest.mark.parametrize("accepted", [(), (5,), (5, 6, 7)])
+def test_a_draft_may_end_its_sequence_once_it_is_verified(accepted):
+    scheduler = make_scheduler()
+    Driver(scheduler).accept(
+        make_request(prompt=3, new=9, draft=ExternalDraft((5, 6, 7), ends_sequence=True))
+    )
+    (final,) = update(scheduler, scheduler.schedule(), (*accepted, 9))
+    assert final.is_final and final.result.finish_reasons == (FinishReason.LENGTH,)
+    assert final.result.output_token_ids[0][3:] == (*accepted, 9)
+    assert scheduler.num_active == 0
+    check_integrity(scheduler)
+
+
+def test_an_end_id_in_such_a_draft_ends_it_as_any_other():
+    scheduler = make_scheduler()
+    draft = ExternalDraft((5, 6, 7), ends_sequence=True)
+    Driver(scheduler).accept(make_request(prompt=3, new=9, end_ids=(6,), draft=draft))
+    (final,) = update(scheduler, scheduler.schedule(), (5, 6, 8))
+    assert final.result.finish_reasons == (FinishReason.END_ID,)
+    assert final.result.output_token_ids[0][3:] == (5,)
+
+
 def test_nothing_of_a_sequence_is_scheduled_behind_a_draft_in_flight():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_drafted(5, 6, new=6))
@@ -330,6 +354,17 @@ def test_prompt_lookup_drafts_what_followed_before():
     update(scheduler, batch, (4, 9))
     batch = scheduler.schedule()
     assert batch.context == () and batch.generation_slots == (0,)
+
+
+@pytest.mark.parametrize(("behind", "drafted"), [((1000,), ()), ((4, 1002, 6), (4,)), ((4, 6, 1001), (4, 6))])
+def test_prompt_lookup_stops_before_rows_of_a_prompt_table(behind, drafted):
+    scheduler = make_scheduler(hidden_size=2)
+    request = with_table(prompt=(1000, 1, 2, 3, *behind, 1, 2), new=9, prompt_lookup_num_tokens=4)
+    Driver(scheduler).accept(request)
+    update(scheduler, scheduler.schedule(), (3,))
+    batch = scheduler.schedule()
+    assert [chunk.token_ids for chunk in batch.context] == ([(3, *drafted)] if drafted else [])
+    assert batch.generation_slots == (() if drafted else (0,))
 
 
 def test_a_draft_never_reaches_beyond_the_length_limit():

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from inflight.core.request.adapter_command import AdapterState
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
+from inflight.errors import NotFound, Unavailable
 
 PATIENCE_S = 10.0
 
@@ -74,18 +76,58 @@ class Inbox:
         return [token for r in self.responses if r.result for token in r.result.output_token_ids[0]]
 
 
+class FakeAdapters:
+    """Adapters that are nothing but their names; `calls` has what was asked.
+
+    Attributes:
+        max_bytes: Of a request's weights.
+        waiting: Bytes of weights by request id.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.max_bytes = 1000
+        self.waiting: dict[int, int] = {}
+        self._loaded: dict[str, AdapterState] = {}
+
+    def expect_weights(self, request_id: int, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise Unavailable("too many weights wait")
+        self.waiting[request_id] = num_bytes
+
+    def give_up_weights(self, request_id: int) -> None:
+        self.waiting.pop(request_id, None)
+
+    def list_adapters(self) -> list[AdapterState]:
+        return list(self._loaded.values())
+
+    def load(self, name: str, path: str, timeout_s: float) -> None:
+        self.calls.append(("load", name, path, timeout_s))
+        self._loaded[name] = AdapterState(name, None, path, True, 8, 100)
+
+    def unload(self, name: str, task_id: int | None) -> None:
+        self.calls.append(("unload", name, task_id))
+        if self._loaded.pop(name, None) is None:
+            raise NotFound(f"there is no adapter {name or task_id}")
+
+
 class Batcher:
     """A LocalEngineClient whose loop is the test itself.
 
     Attributes:
         read_state: What it says of itself, until a test says otherwise.
+        adapters: Its adapters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, description: EngineDescription = DESCRIPTION) -> None:
         self._work = threading.Semaphore(0)
         self.read_state: Callable[[float], str] = lambda timeout_s: json.dumps({"timeout_s": timeout_s})
+        self.adapters = FakeAdapters()
         self.client = LocalEngineClient(
-            DESCRIPTION, self._work.release, lambda timeout_s: self.read_state(timeout_s)
+            description,
+            self._work.release,
+            lambda timeout_s: self.read_state(timeout_s),
+            adapters=self.adapters,
         )
 
     def take(self) -> Request:

@@ -12,6 +12,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from inflight.core.request.adapter import (
+    ITEM_SIZES,
+    LoraRequest,
+    LoraWeights,
+    Matrix,
+    PromptTable,
+    RawBuffer,
+)
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import StopReason
@@ -21,15 +29,16 @@ from inflight.endpoint.frames import (
     BadFrame,
     FromEngine,
     FromFrontEnd,
+    FrontEndFrames,
     Hello,
     ReadState,
     State,
     Stop,
     Submit,
     decode_from_engine,
-    decode_from_front_end,
     encode,
     encode_response,
+    encode_submit,
     read_frame,
     read_response,
 )
@@ -66,7 +75,16 @@ def float_tensors(draw: st.DrawFn) -> FloatTensor:
     return FloatTensor(shape, draw(st.binary(min_size=size, max_size=size)))
 
 
+@st.composite
+def matrices(draw: st.DrawFn) -> Matrix:
+    shape = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+    dtype = draw(st.sampled_from(sorted(ITEM_SIZES)))
+    size = ITEM_SIZES[dtype] * prod(shape)
+    return Matrix(shape, dtype, RawBuffer(draw(st.binary(min_size=size, max_size=size))))
+
+
 st.register_type_strategy(FloatTensor, float_tensors())
+st.register_type_strategy(Matrix, matrices())
 
 
 def response_travelled(response: Response) -> Response:
@@ -87,6 +105,25 @@ def response_travelled(response: Response) -> Response:
     return back
 
 
+def decode_from_front_end(body: bytes) -> FromFrontEnd:
+    with socket.socket() as unused:
+        return FrontEndFrames(unused).decode(body)[0]
+
+
+def submit_travelled(request: Request) -> Request:
+    """A request, with its buffers, through a socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=lambda: [ours.sendall(part) for part in encode_submit(request)])
+        sender.start()
+        frame = FrontEndFrames(theirs).read()
+        sender.join()
+        ours.shutdown(socket.SHUT_WR)
+        assert theirs.recv(1) == b""  # all of it was taken
+    assert isinstance(frame, Submit)
+    return frame.request
+
+
 def travelled(frame: FromEngine | FromFrontEnd) -> Any:
     (body,) = received(encode(frame))
     decode = decode_from_engine if isinstance(frame, FromEngine) else decode_from_front_end
@@ -95,7 +132,7 @@ def travelled(frame: FromEngine | FromFrontEnd) -> Any:
 
 @given(st.from_type(Request))
 def test_every_field_of_a_request_survives(request: Request) -> None:
-    back = travelled(Submit(request)).request
+    back = submit_travelled(request)
     assert dataclasses.asdict(back) == dataclasses.asdict(request)
     assert type(back.input_token_ids) is tuple
 
@@ -141,6 +178,26 @@ def test_logits_are_sent_as_they_are() -> None:
     logits = FloatTensor((2, 3), bytes(24))
     _, *tensors = encode_response(Response(1, make_result(5, context_logits=logits)))
     assert tensors[0] is logits.data
+
+
+def test_an_adapter_follows_its_request_as_it_is() -> None:
+    data = bytes(range(256)) * (1 << 14)
+    weights = LoraWeights(Matrix((1, len(data) // 2), "float16", RawBuffer(data)), ((1, 0, 8),))
+    request = Request(1, (5,), 1, lora=LoraRequest(task_id=3, weights=weights))
+    frame, buffer = encode_submit(request)
+    assert len(frame) < 2000 and memoryview(buffer).obj is data
+    assert submit_travelled(request) == request
+
+
+def test_a_buffer_cut_short_is_an_error() -> None:
+    table = PromptTable(Matrix((2, 4), "float32", RawBuffer(bytes(32))), b"digest")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frame, buffer = encode_submit(Request(1, (5,), 1, prompt_table=table))
+        ours.sendall(frame + bytes(buffer)[:-1])
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(BadFrame, match="inside a buffer, 1 bytes"):
+            FrontEndFrames(theirs).read()
 
 
 def test_logits_cut_short_are_an_error() -> None:

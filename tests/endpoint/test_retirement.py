@@ -12,7 +12,7 @@ import pytest
 
 from inflight.endpoint import client as endpoint_client
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
-from inflight.endpoint.frames import Retire, decode_from_front_end, read_frame
+from inflight.endpoint.frames import FrontEndFrames, Retire, read_frame
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.path import listen, peer_has_this_parent, remove
 from inflight.endpoint.server import EndpointServer
@@ -107,7 +107,7 @@ def test_an_engine_that_takes_no_requests_any_more_and_says_no_hello_is_told_to_
     def hear_one() -> None:
         connected, _ = listening.accept()
         with connected:
-            told.append(decode_from_front_end(read_frame(connected)))
+            told.append(FrontEndFrames(connected).read())
 
     with listen(path) as listening:
         thread = threading.Thread(target=hear_one)

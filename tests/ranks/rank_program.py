@@ -69,10 +69,10 @@ class Clients:
 
 
 def main() -> None:
-    folder, tp_size, pp_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    folder, (tp_size, pp_size, moe_ep_size) = sys.argv[1], map(int, sys.argv[2:])
     torch.set_num_threads(1)
     world = MpiWorld()
-    mapping = world.mapping(tp_size, pp_size)
+    mapping = world.mapping(tp_size, pp_size, moe_ep_size)
     # The others would have room for more blocks than the last rank.
     blocks = requests.NUM_BLOCKS + world.size - 1 - world.rank
     config = EngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)

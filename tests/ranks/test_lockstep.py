@@ -13,11 +13,20 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
+from inflight.core.request.adapter import (
+    AdapterEvent,
+    AdapterUpdate,
+    LoraWeights,
+    Matrix,
+    RawBuffer,
+    StoredAdapter,
+)
 from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.errors import Unavailable
 from inflight.ranks.lockstep import Lockstep
+from inflight.raw_buffers import BufferedEncoder
 from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all
 
 
@@ -88,6 +97,26 @@ def test_what_is_shared_is_followed_with_one_broadcast_each():
     assert (wakes.num_wakes, wakes.num_waits) == (1, 1)
 
 
+def test_an_adapter_follows_its_iterations_message_and_is_no_part_of_it():
+    data = bytes(range(256)) * 4096
+    weights = LoraWeights(Matrix((2, len(data) // 4), "float16", RawBuffer(data)), ((1, 0, 8), (1, 1, 8)))
+    stored = StoredAdapter(7, b"digest", 3, 8, weights)
+    inputs = IterationInput(0, 1, adapters=AdapterUpdate((stored,), (AdapterEvent(1, 7),), (5, 6)))
+    worlds = make_worlds(2)
+
+    def work(rank: int) -> IterationInput | None:
+        ranks = Lockstep(worlds[rank], Wakes())
+        if rank:
+            return ranks.follow(is_asleep=False)
+        ranks.share(inputs, are_asleep=False)
+        return None
+
+    followed = on_all(2, work)[1]
+    assert followed == inputs
+    message, (buffer,) = BufferedEncoder().encode(inputs)
+    assert len(message) < 300 and buffer == data
+
+
 def test_the_heartbeat_is_told_how_far_the_loop_has_come():
     """A loop that begins an iteration, which it may not share, has ended those before it."""
     worlds, wakes = make_worlds(2), [Wakes(), Wakes()]
@@ -116,6 +145,8 @@ def drawn(kind: Any, rng: random.Random) -> Any:
         return tuple(drawn(get_args(kind)[0], rng) for _ in range(rng.randrange(3)))
     if kind is FloatTensor:
         return FloatTensor((2, 3), rng.randbytes(24))
+    if kind is Matrix:
+        return Matrix((2, 3), "bfloat16", RawBuffer(rng.randbytes(12)))
     if is_dataclass(kind):
         return kind(**{name: drawn(field, rng) for name, field in get_type_hints(kind).items()})
     if issubclass(kind, Enum):

@@ -23,10 +23,12 @@ def plain(found: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("case", "tp_size", "pp_size"),
-    [("llama-gqa", 2, 1), ("gpt2", 1, 2), ("mistral-window", 2, 2)],
+    ("case", "tp_size", "pp_size", "moe_ep_size"),
+    [("llama-gqa", 2, 1, 1), ("gpt2", 1, 2, 1), ("mistral-window", 2, 2, 1), ("mixtral-even", 2, 1, 2)],
 )
-def test_ranks_in_step_answer_as_one(zoo: Zoo, case: str, tp_size: int, pp_size: int) -> None:
+def test_ranks_in_step_answer_as_one(
+    zoo: Zoo, case: str, tp_size: int, pp_size: int, moe_ep_size: int
+) -> None:
     folder = str(zoo[case].folder)
     config = EngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
     alone = TorchEngine.load(config)
@@ -34,7 +36,8 @@ def test_ranks_in_step_answer_as_one(zoo: Zoo, case: str, tp_size: int, pp_size:
     stopped, faulty = requests.make_doomed()
     whole = serve(alone, requests.CONFIG, [stopped]).tokens(requests.STOPPED)
 
-    said = run_ranks(tp_size * pp_size, "tests.ranks.rank_program", folder, str(tp_size), str(pp_size))
+    sizes = map(str, (tp_size, pp_size, moe_ep_size))
+    said = run_ranks(tp_size * pp_size, "tests.ranks.rank_program", folder, *sizes)
 
     ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     ranks.sort(key=lambda rank: rank["rank"])

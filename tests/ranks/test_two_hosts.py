@@ -88,7 +88,7 @@ def ask(url: str, *on_host: str) -> list[int]:
 def serve_on(hosts: TwoHosts, mode: str) -> Iterator[subprocess.Popen[str]]:
     """`scripts/serve` on the first host, with two ranks."""
     ports = [word for service in ("http", "grpc", "metrics") for word in (f"--{service}-port", "0")]
-    arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", *ports]
+    arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", *ports, "--no-openai"]
     cache = ["--set", "max_tokens_in_paged_kv_cache=4096"]
     over_hosts = ["--mpirun-arguments", shlex.join(hosts.mpirun_arguments)]
     command = [sys.executable, "-m", "inflight.server", *arguments, *cache, *over_hosts]

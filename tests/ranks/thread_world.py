@@ -25,6 +25,11 @@ class ThreadWorld:
         self.num_broadcasts += 1
         return self.all_gather(message)[0]
 
+    def broadcast_buffer(self, buffer: memoryview) -> None:
+        sent = self.all_gather(bytes(buffer))[0]
+        if self.rank:
+            buffer[:] = sent
+
     def all_gather(self, message: bytes) -> list[bytes]:
         self._messages[self.rank] = message
         self._barrier.wait(PATIENCE_S)

@@ -106,11 +106,12 @@ class Accounts:
             for r in sequences_of(self._scheduler)
             if r.state is RequestState.PAUSED or (r.state is RequestState.WAITING and self._is_queued(r))
         ]
+        held = [group for group in self._scheduler._groups.values() if group.is_held]
         assert stats.num_active_requests == self._scheduler.num_active == len(self._active)
         assert stats.num_completed_requests == self._num_completed
         assert stats.num_new_requests == len(self._queue.starts) - self._num_first_starts
         assert stats.num_paused_requests == self.num_pauses - self._num_pauses_before
-        assert stats.num_waiting_requests == len(waiting)
+        assert stats.num_waiting_requests == len(waiting) + len(held)
         assert stats.num_scheduled_requests == len(rows)
         assert stats.num_context_requests + stats.num_generation_requests == len(rows)
         assert 0 <= stats.num_accepted_draft_tokens <= stats.num_generated_tokens
@@ -121,7 +122,7 @@ class Accounts:
         assert stats.num_missed_blocks == self._scheduler.kv_cache.num_missed_blocks
 
     def _is_queued(self, llm_request: LlmRequest) -> bool:
-        return llm_request.leads or llm_request.group.has_context
+        return not llm_request.group.is_held and (llm_request.leads or llm_request.group.has_context)
 
     def check_state(self) -> None:
         """Every sequence is somewhere, once, and it is said why it is there."""

@@ -10,6 +10,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.testing.fake_model import (
+    Conditions,
     describe_tokens,
     expected_beam_steps,
     expected_logits,
@@ -43,22 +44,22 @@ class Expected:
         )
 
 
-def sequence_alone(request: Request, sequence_index: int, vocab_size: int) -> Expected:
-    """A sequence that is no beam search."""
-    prompt, identity = request.input_token_ids, request.identity
+def sequence_alone(request: Request, sequence_index: int, vocab_size: int, adapter: bytes) -> Expected:
+    """A sequence that is no beam search; `adapter` is the digest of its adapter, empty without one."""
+    prompt, conditions = request.input_token_ids, Conditions.of(request, adapter)
     generated = expected_tokens(
         prompt,
         request.max_new_tokens,
         vocab_size,
         request.sampling,
         sequence_index=sequence_index,
-        identity=identity,
+        conditions=conditions,
     )
     count, reason = _end(request, generated)
     tokens = tuple(generated[:count])
     if not request.output.wants_details:
         return Expected(tokens, reason)
-    logits = expected_logits(prompt, tokens, vocab_size, identity=identity)
+    logits = expected_logits(prompt, tokens, vocab_size, conditions=conditions)
     details = describe_tokens(logits, tokens, request.output)
     log_probs = details.log_probs
     return Expected(tokens, reason, log_probs, sum(log_probs), details.top_log_probs, details.logits)
@@ -74,9 +75,10 @@ def _end(request: Request, generated: list[int]) -> tuple[int, FinishReason]:
     return len(generated), FinishReason.LENGTH
 
 
-def search_alone(request: Request, vocab_size: int) -> list[list[Expected]]:
+def search_alone(request: Request, vocab_size: int, adapter: bytes) -> list[list[Expected]]:
     """A beam search's outputs after each of its steps."""
-    return [[_of(beam) for beam in beams] for beams in expected_beam_steps(request, vocab_size)]
+    steps = expected_beam_steps(request, vocab_size, adapter=adapter)
+    return [[_of(beam) for beam in beams] for beams in steps]
 
 
 def _of(beam: Hypothesis) -> Expected:
@@ -90,12 +92,13 @@ def _of(beam: Hypothesis) -> Expected:
     )
 
 
-def compare_context(request: Request, first: Result, vocab_size: int, is_whole: bool) -> None:
+def compare_context(request: Request, first: Result, vocab_size: int, adapter: bytes, is_whole: bool) -> None:
     """The prompt's log probabilities and logits, in the first result; their beginning, if it may be no more."""
     prompt, output = request.input_token_ids, request.output
     logits = []
     if output.wants_context:
-        logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size, identity=request.identity)
+        conditions = Conditions.of(request, adapter)
+        logits = expected_logits(prompt[:1], (*prompt[1:], 0), vocab_size, conditions=conditions)
     if output.return_prompt_log_probs:
         found = [log_softmax(values)[token] for values, token in zip(logits, prompt[1:])]
         assert first.prompt_log_probs is not None

@@ -61,8 +61,13 @@ class Flight:
         )
 
     def names(self, sequences: Iterable[LlmRequest]) -> bool:
-        """Whether one of these has a row or a start in it."""
-        return any(one in self.rows or one in self.started for one in sequences)
+        """Whether one of these has a row or a start in it, or an adapter that it loads."""
+        return any(one in self.rows or one in self.started or self.loads(one) for one in sequences)
+
+    def loads(self, llm_request: LlmRequest) -> bool:
+        """Whether a sequence's adapter is put on the device with it."""
+        adapter = llm_request.group.adapter
+        return adapter is not None and any(load.adapter == adapter for load in self.batch.adapter_loads)
 
     def live(self) -> list[LlmRequest]:
         """The rows that count, before it comes back."""
@@ -108,6 +113,7 @@ class Blame:
         self.num_failed += 1
         for other in behind:
             other.void |= {row.key for row in (*flight.rows, *flight.started)}
+            other.void |= {row.key for row in other.rows if flight.loads(row)}
         live = flight.live()
         requests = {row.request_id for row in live}
         self._most_suspects = max(self._most_suspects, len(requests))

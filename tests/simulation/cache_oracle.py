@@ -8,7 +8,7 @@ known prefix; later, no more than these. Knows no digests and no block ids.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 from inflight.config import SchedulerConfig
 from inflight.core.kv.kv_cache_manager import PrefixMatch
@@ -21,6 +21,7 @@ class CacheOracle:
     """Follows what is computed and what is found.
 
     Attributes:
+        adapters: By request id, the digest of its adapter's content.
         num_reused, num_missed: Full blocks by (request id, sequence index), over all its starts.
         num_copied: Blocks of which it found a beginning, likewise.
         num_tokens: Tokens that starts found.
@@ -28,7 +29,8 @@ class CacheOracle:
         num_exact: Starts of which it is certain what they had to find.
     """
 
-    def __init__(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
+    def __init__(self, scheduler: Scheduler, config: SchedulerConfig, adapters: Mapping[int, bytes]) -> None:
+        self.adapters = adapters
         self.num_reused: Counter[tuple[int, int]] = Counter()
         self.num_missed: Counter[tuple[int, int]] = Counter()
         self.num_copied: Counter[tuple[int, int]] = Counter()
@@ -50,10 +52,15 @@ class CacheOracle:
 
     def _scope(self, llm_request: LlmRequest) -> Hashable:
         """Who shares blocks with whom; None: with nobody."""
-        identity = llm_request.request.identity
+        request = llm_request.request
         if self._shares_all:
-            return (identity.cache_salt_id, identity.lora_task_id, identity.prompt_table_digest)
-        return (llm_request.request_id,) if llm_request.request.sampling.num_sequences > 1 else None
+            adapter = self.adapters.get(request.request_id)
+            return (
+                request.identity.cache_salt_id,
+                adapter,
+                request.prompt_table and request.prompt_table.digest,
+            )
+        return (llm_request.request_id,) if request.sampling.num_sequences > 1 else None
 
     def _prefixes(self, llm_request: LlmRequest, num_tokens: int) -> list[int]:
         """A number for each full block of its first `num_tokens` tokens: for all that the block depends on."""
@@ -140,7 +147,8 @@ class CacheOracle:
             f"request {llm_request.request_id} found a beginning that nobody computed"
         )
         assert counts.missed == sought - num_full
-        if self.is_complete and self._num_taken <= self._kv_cache.pool.num_blocks:
+        # Those that were let in together with this one have taken blocks, too.
+        if self.is_complete and self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks:
             self.num_exact += 1
             assert num_full == found, f"request {llm_request.request_id} did not find what there is"
             assert num_begun == longest, "a beginning was not found that there is"

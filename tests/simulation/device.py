@@ -67,7 +67,7 @@ class SimulatedDevice(FakeEngine):
         """Raise, somewhere in an iteration."""
         self._unheard.update(batch.released_slots)
         kind = self._rng.choice([_Breakdown.HEARD_NOTHING, _Breakdown.HEARD_SOME, *_COMPUTED])
-        with self._forgotten_on_failure(batch, batch.starts):
+        with self._forgotten_on_failure(batch, batch.starts, batch.adapter_loads):
             if kind is _Breakdown.HEARD_SOME:
                 self._apply(self._some_of(batch))
             elif kind in _COMPUTED:
@@ -86,6 +86,7 @@ class SimulatedDevice(FakeEngine):
 
         return replace(
             batch,
+            adapter_loads=some(batch.adapter_loads),
             released_slots=some(batch.released_slots),
             starts=some(batch.starts),
             block_copies=some(batch.block_copies),

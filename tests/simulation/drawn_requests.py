@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.adapter import LoraRequest, PromptTable
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.testing.fake_model import PLAIN, expected_tokens
+from inflight.testing.fake_model import Conditions, expected_tokens
+from tests.core.factories import make_table
 
-_TABLES = (b"", b"one table", b"another table")
+from .host_cache import NUM_TASKS, digest_of
+
+_TABLES = (None, make_table(b"one table"), make_table(b"another table"))
 _EXTRA_IDS = (0, 7, 8)
 
 
@@ -23,7 +27,7 @@ class Habits:
         vocab_size: Small ones make a fake model that repeats itself, so that n-grams are found again and guesses
             come true.
         num_slots: No search has more beams.
-        identities, priorities, client_ids: One of each is a request's.
+        identities, tables, adapters, priorities, client_ids: One of each is a request's.
         retains: How many of the requests say something about their blocks.
         searches: How many are beam searches.
         expires: How many have a deadline.
@@ -32,6 +36,8 @@ class Habits:
     vocab_size: int
     num_slots: int
     identities: tuple[PrefixIdentity, ...]
+    tables: tuple[PromptTable | None, ...]
+    adapters: tuple[LoraRequest | None, ...]
     priorities: tuple[float, ...]
     client_ids: tuple[int, ...]
     retains: float
@@ -48,20 +54,16 @@ def draw_habits(rng: random.Random) -> Habits:
     return Habits(
         vocab_size=rng.choice([3, 7, 23]),
         num_slots=rng.choice([1, 2, 4, 6, 8, 12]),
-        identities=sometimes((PLAIN, *(_draw_identity(rng) for _ in range(2)))),
+        identities=sometimes((PrefixIdentity(), PrefixIdentity(1), PrefixIdentity(2))),
+        tables=sometimes(_TABLES),
+        adapters=sometimes(
+            (None, *map(LoraRequest, rng.sample(range(NUM_TASKS), rng.randint(1, NUM_TASKS))))
+        ),
         priorities=sometimes((0.5, 0.5, 0.0, 1.0)),
         client_ids=sometimes((0, 1, 2)),
         retains=rng.choice([0.0, 0.0, 0.6]),
         searches=rng.choice([0.0, 0.2, 0.4]),
         expires=rng.choice([0.0, 0.0, 0.4]),
-    )
-
-
-def _draw_identity(rng: random.Random) -> PrefixIdentity:
-    return PrefixIdentity(
-        cache_salt_id=rng.choice([0, 0, 1, 2]),
-        lora_task_id=rng.choice([None, None, 0, 1]),
-        prompt_table_digest=rng.choice(_TABLES),
     )
 
 
@@ -103,10 +105,25 @@ def _draw_request(
         priority=rng.choice(habits.priorities),
         client_id=rng.choice(habits.client_ids),
         allotted_time_ms=rng.randint(1, 200) if rng.random() < habits.expires else 0,
+        lora=rng.choice(habits.adapters),
+        prompt_table=rng.choice(habits.tables),
     )
+    if request.prompt_table is not None:
+        request = _with_rows(request, request.prompt_table.num_rows, vocab_size)
     if alone and new > 1 and rng.random() < 0.2:
         request = replace(request, draft=_draw_draft(rng, vocab_size, request))
     return request
+
+
+def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
+    """The same request with rows of its table in places of its prompt, the same ones where prompts begin alike."""
+    ids = request.input_token_ids
+    prompt = tuple(
+        vocab_size + token_id % num_rows if sum(ids[: place + 1]) % 3 == 0 else token_id
+        for place, token_id in enumerate(ids)
+    )
+    output = replace(request.output, return_prompt_log_probs=False)  # a row has none
+    return replace(request, input_token_ids=prompt, output=output)
 
 
 def draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
@@ -170,8 +187,9 @@ def _draw_worth(rng: random.Random) -> Retention:
 def _draw_draft(rng: random.Random, vocab_size: int, request: Request) -> ExternalDraft:
     """What will come, with a mistake somewhere or nowhere."""
     count = rng.randint(1, min(6, request.max_new_tokens - 1))
+    conditions = Conditions.of(request, digest_of(request.lora) if request.lora else b"")
     tokens = expected_tokens(
-        request.input_token_ids, count, vocab_size, request.sampling, identity=request.identity
+        request.input_token_ids, count, vocab_size, request.sampling, conditions=conditions
     )
     if rng.random() < 0.7:
         tokens[rng.randrange(count)] = rng.randrange(vocab_size)

@@ -32,11 +32,15 @@ def check_endings(scenario: Scenario, outcome: Outcome) -> None:
 
 
 def _check_error(scenario: Scenario, outcome: Outcome, last: Response) -> None:
-    """Errors are for those who want what cannot be, find the queue full, or were alone in a failed iteration."""
+    """Errors are for those who want what cannot be, find the queue full, lack their adapter, or were alone in a
+    failed iteration.
+    """
     if last.request_id in scenario.invalid:
         assert isinstance(last.error, InvalidArgument)
     elif last.request_id in outcome.refused:
         assert isinstance(last.error, Unavailable)
+    elif last.request_id in outcome.without_adapter:
+        assert last.error is not None and last.error.code == outcome.without_adapter[last.request_id]
     else:
         assert (last.error is not None) == (last.request_id in outcome.convicted), last.error
         assert not isinstance(last.error, InvalidArgument)
@@ -56,17 +60,23 @@ def _check_results(
     if not results:
         return
     _check_metrics(outcome, request, results[-1])
+    adapter = outcome.adapters.get(request.request_id, b"")
     if request.sampling.uses_beams:
-        _check_search(scenario, request, results)
+        _check_search(scenario, request, results, adapter)
     else:
-        _check_sequence(scenario, request, index, results, merge_responses(responses).result)
+        _check_sequence(scenario, request, index, results, merge_responses(responses).result, adapter)
 
 
 def _check_sequence(
-    scenario: Scenario, request: Request, index: int, results: list[Result], whole: Result | None
+    scenario: Scenario,
+    request: Request,
+    index: int,
+    results: list[Result],
+    whole: Result | None,
+    adapter: bytes,
 ) -> None:
     vocab_size = scenario.limits.vocab_size
-    alone = sequence_alone(request, index, vocab_size)
+    alone = sequence_alone(request, index, vocab_size, adapter)
     final = results[-1]
     reason = final.finish_reasons[0]
     if not final.is_sequence_final:
@@ -80,16 +90,17 @@ def _check_sequence(
         alone = alone.stopped_after(num_tokens, reason)
     compare_outputs(request, whole, [alone], vocab_size)
     assert whole.finish_reasons == (alone.reason,)
-    compare_context(request, whole, vocab_size, is_whole=bool(num_tokens) or reason not in ENDED_FROM_OUTSIDE)
+    is_whole = bool(num_tokens) or reason not in ENDED_FROM_OUTSIDE
+    compare_context(request, whole, vocab_size, adapter, is_whole)
 
 
-def _check_search(scenario: Scenario, request: Request, results: list[Result]) -> None:
+def _check_search(scenario: Scenario, request: Request, results: list[Result], adapter: bytes) -> None:
     """A streamed search says after every step what it would answer; its last response is its last step.
 
     One that is cut short says what it would have answered after the last step that it took.
     """
     vocab_size = scenario.limits.vocab_size
-    steps = search_alone(request, vocab_size)
+    steps = search_alone(request, vocab_size, adapter)
     final = results[-1]
     whole = [result for result in results if not result.was_cut_short]
     if final.was_cut_short:
@@ -100,7 +111,8 @@ def _check_search(scenario: Scenario, request: Request, results: list[Result]) -
         assert len(whole) == (len(steps) if request.streaming else 1)
     for result, beams in zip(whole, steps if request.streaming else steps[-1:]):
         compare_outputs(request, result, beams, vocab_size)
-    compare_context(request, results[0], vocab_size, is_whole=bool(whole) or any(final.num_output_tokens))
+    is_whole = bool(whole) or any(final.num_output_tokens)
+    compare_context(request, results[0], vocab_size, adapter, is_whole)
 
 
 def _check_search_cut_short(

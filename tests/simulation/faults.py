@@ -11,6 +11,7 @@ from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ScheduledBatch
+from tests.simulation.faults_of_adapters import FAULTS_OF_ADAPTERS, FAULTS_OF_ADAPTERS_IN_PIPELINES
 from tests.simulation.faults_of_batches import (
     copy_of_nothing,
     move_to_the_wrong_parent,
@@ -19,6 +20,7 @@ from tests.simulation.faults_of_batches import (
     released_slots_not_told_again,
     siblings_with_the_same_random_numbers,
     streamed_twice_after_a_pause,
+    table_rows_drafted,
     tokens_of_void_rows_kept,
 )
 from tests.simulation.faults_of_blocks import (
@@ -27,12 +29,12 @@ from tests.simulation.faults_of_blocks import (
     freed_while_in_flight,
     held_block_evicted,
     identity_ignored,
-    lora_task_id_ignored,
     missing_copy_on_write,
     missing_reference_count,
     parents_evicted_before_children,
     pause_without_free,
     prefix_not_waited_for,
+    table_ignored,
     unchained_block_hash,
     wrong_block_boundary,
 )
@@ -118,7 +120,7 @@ FAULTS = (
     unchained_block_hash,
     colliding_digests,
     identity_ignored,
-    lora_task_id_ignored,
+    table_ignored,
     extra_ids_ignored,
     prefix_not_waited_for,
     missing_reference_count,
@@ -133,6 +135,7 @@ FAULTS = (
     only_the_prompt_looked_back_at,
     siblings_with_the_same_random_numbers,
     released_slots_not_told_again,
+    table_rows_drafted,
     streamed_twice_after_a_pause,
     rejected_draft_token_kept,
     tokens_of_void_rows_kept,
@@ -156,6 +159,7 @@ FAULTS = (
     not_waited_for_before_a_pause,
     failed_rows_overlooked,
     failed_row_ends_its_sequence_alone,
+    *FAULTS_OF_ADAPTERS,
 )
 
 FAULTS_OF_PIPELINES = (
@@ -166,4 +170,5 @@ FAULTS_OF_PIPELINES = (
     oldest_always_first,
     micro_batches_without_numbers,
     freed_while_in_flight,
+    *FAULTS_OF_ADAPTERS_IN_PIPELINES,
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import inflight.core.outcomes as outcomes
+import inflight.core.schedule.batch_builder as batch_builder
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.batch import BeamMove, ModelOutput, ScheduledBatch
 from inflight.core.schedule.running import Slots
@@ -47,6 +48,11 @@ def siblings_with_the_same_random_numbers(patch: Patch) -> None:
 
 def released_slots_not_told_again(patch: Patch) -> None:
     patch.setattr(Slots, "tell_again", lambda *_: None)
+
+
+def table_rows_drafted(patch: Patch) -> None:
+    """An n-gram is followed by a row of the prompt table."""
+    patch.setattr(batch_builder, "takewhile", lambda _, draft: draft)
 
 
 def _change_starts(patch: Patch, fields: Callable) -> None:

@@ -31,15 +31,13 @@ def colliding_digests(patch: Patch) -> None:
 
 
 def identity_ignored(patch: Patch) -> None:
-    patch.setattr(PrefixIdentity, "scope", lambda identity, root: root)
+    patch.setattr(PrefixIdentity, "scope", lambda identity, root, adapter=b"", table=b"": root)
 
 
-def lora_task_id_ignored(patch: Patch) -> None:
+def table_ignored(patch: Patch) -> None:
     scope = PrefixIdentity.scope
     patch.setattr(
-        PrefixIdentity,
-        "scope",
-        lambda identity, root: scope(dataclasses.replace(identity, lora_task_id=None), root),
+        PrefixIdentity, "scope", lambda identity, root, adapter=b"", table=b"": scope(identity, root, adapter)
     )
 
 

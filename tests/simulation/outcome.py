@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from inflight.core.request.response import Response
@@ -21,6 +22,8 @@ class Outcome:
         final_iterations: When a request had its final response.
         sequence_ends: When a sequence had its last result.
         refused: Requests that found the queue full.
+        adapters: By request id, the digest of the adapter that it has.
+        without_adapter: By request id, the code of the error that it ends with for want of its adapter.
         convicted: Requests that were alone in an iteration that failed.
         started: (request id, sequence index), in order of their first start.
         reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
@@ -31,6 +34,8 @@ class Outcome:
         num_ahead: Batches that began while the one before was in flight, on a device that overlaps iterations.
         num_shared_generations: Batches in which not all generated that could, to leave some for other stages.
         num_mixed_batches: With beams of several widths, or beams beside other rows in generation.
+        num_adapter_loads, num_adapter_evictions: Adapters put on the device, and taken off it to make room.
+        num_adapter_waits: Iterations that somebody began waiting for room for an adapter.
     """
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
@@ -39,6 +44,8 @@ class Outcome:
     final_iterations: dict[int, int] = field(default_factory=dict)
     sequence_ends: dict[tuple[int, int], int] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
+    adapters: Mapping[int, bytes] = field(default_factory=dict)
+    without_adapter: Mapping[int, str] = field(default_factory=dict)
     convicted: set[int] = field(default_factory=set)
     started: list[tuple[int, int]] = field(default_factory=list)
     reused: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -59,6 +66,9 @@ class Outcome:
     num_rejected: int = 0
     num_mixed_batches: int = 0
     max_rows: int = 0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
+    num_adapter_waits: int = 0
 
     def record(self, iteration: int, responses: list[Response]) -> None:
         """Take the responses of an iteration."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.core.request.adapter import AdapterEvent
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.request import Request
 from inflight.core.scheduler import Scheduler
@@ -38,9 +39,12 @@ class Shares:
         """What counts when it is about turns."""
         return self._settled[client] + self._promised[client]
 
-    def arrive(self, client: int) -> None:
-        """One that nobody waited for begins where the one served last stands, or where it stood, if further."""
+    def hold(self, client: int) -> None:
+        """A request has come that is not queued yet."""
         self._enter(client)
+
+    def queue(self, client: int) -> None:
+        """One that nobody waited for begins where the one served last stands, or where it stood, if further."""
         if not self._queued[client]:
             self._settled[client] = max(self._settled[client], self._virtual_time)
         self._queued[client] += 1
@@ -61,20 +65,18 @@ class Shares:
         self._promised[request.client_id] += cost_of(request)
 
     def leave(self, llm_request: LlmRequest, has_started: bool) -> None:
-        """A sequence has ended."""
+        """A sequence has ended that ran."""
         request = llm_request.request
         client = request.client_id
-        if not has_started:
-            self.give_up(client)
-            return
+        assert has_started, "it was charged nothing"
         unused = request.max_new_tokens - llm_request.num_generated
         self._promised[client] -= cost_of(request)
         self._settled[client] += cost_of(request) - unused * request.sampling.beam_width
         self._depart(client)
 
-    def give_up(self, client: int) -> None:
+    def give_up(self, client: int, was_queued: bool = True) -> None:
         """A request has ended that never ran."""
-        self._queued[client] -= 1
+        self._queued[client] -= was_queued
         self._depart(client)
 
     def _depart(self, client: int) -> None:
@@ -107,6 +109,7 @@ class QueueOracle:
         cache: CacheOracle,
     ) -> None:
         self.shares = Shares()
+        self.num_adapter_waits = 0  # how often admission left somebody waiting for room for an adapter
         self.starts: list[LlmRequest] = []  # first starts, in order
         self.ended: list[LlmRequest] = []
         self._scheduler = scheduler
@@ -114,6 +117,8 @@ class QueueOracle:
         self._cache = cache
         self._started: set[int] = set()  # keys
         self._present: dict[int, LlmRequest] = {}
+        self._held: dict[int, Request] = {}  # by id
+        self._queued_at: dict[int, int] = {}  # by request id, its place among all that were queued
         self._admit = scheduler._admission.admit
         scheduler._admission.admit = self._watched_admit
 
@@ -123,6 +128,9 @@ class QueueOracle:
         """Which of the requests of this iteration find the queue full."""
         bound = self._config.max_queue_size
         waiting = [r.request for r in self._waiting() if _is_new(r)]
+        waiting += [
+            request for request in self._held.values() if self._scheduler.is_active(request.request_id)
+        ]
         refused = set()
         for request in requests:
             ahead = [other for other in waiting if other.priority >= request.priority]
@@ -133,16 +141,35 @@ class QueueOracle:
                 waiting.append(request)
         return refused
 
-    def accepted(self, requests: Collection[Request]) -> None:
-        """These were queued; some may have ended already."""
+    def accepted(self, requests: Collection[Request], events: Collection[AdapterEvent]) -> None:
+        """These were queued, or held for their adapters, of which there is news; some have ended already."""
         first = {r.request_id: r for r in sequences_of(self._scheduler) if r.sequence_index == 0}
         for request in requests:
-            self.shares.arrive(request.client_id)
+            self.shares.hold(request.client_id)
+            if request.lora is None:
+                self._queue(request)
+            else:
+                self._held[request.request_id] = request
             if request.request_id in first:
                 self._present[first[request.request_id].key] = first[request.request_id]
+        for event in events:
+            request = self._held.get(event.request_id)
+            if request is not None and event.request_id in self._cache.adapters:
+                del self._held[event.request_id]
+                leader = first.get(event.request_id)
+                if leader is None or leader.key in self._present:  # else another one computes the prompt
+                    self._queue(request)
         for request in requests:
             if request.request_id not in first:
-                self.shares.give_up(request.client_id)
+                self._give_up(request)
+
+    def _queue(self, request: Request) -> None:
+        self._queued_at[request.request_id] = len(self._queued_at)
+        self.shares.queue(request.client_id)
+
+    def _give_up(self, request: Request) -> None:
+        self._held.pop(request.request_id, None)
+        self.shares.give_up(request.client_id, request.request_id in self._queued_at)
 
     def settle(self) -> None:
         """After any call: who has ended gives back what it did not generate."""
@@ -150,7 +177,12 @@ class QueueOracle:
             if llm_request.state is RequestState.FINISHED and not llm_request.slots:
                 del self._present[llm_request.key]
                 self.ended.append(llm_request)
-                self.shares.leave(llm_request, llm_request.key in self._started)
+                if llm_request.key in self._started:
+                    self.shares.leave(llm_request, True)
+                else:
+                    self.shares.give_up(
+                        llm_request.request.client_id, llm_request.request_id in self._queued_at
+                    )
 
     # ---------------------------------------------------------------- who starts
 
@@ -179,15 +211,20 @@ class QueueOracle:
             if other is llm_request or not self._precedes(other, llm_request):
                 continue
             excused = retrying and other.request_id not in retrying
-            assert excused or self._is_delayed(other), (
+            assert excused or self._is_delayed(other, retrying), (
                 f"request {other.request_id} was overtaken by request {llm_request.request_id}"
             )
+            adapter = llm_request.group.adapter
+            assert (
+                excused or adapter is None or not self._lacks_pages(other) or adapter.handle in self._in_use()
+            ), f"request {llm_request.request_id} takes what request {other.request_id} waits for"
 
     def _check_end(self, claimed_blocks: int, retrying: Collection[int], is_closed: bool) -> None:
         waiting = self._waiting()
         self._cache.check_promises(waiting)
         allowed = [r for r in waiting if not retrying or r.request_id in retrying]
-        undelayed = [r for r in allowed if not self._is_delayed(r)]
+        self.num_adapter_waits += any(map(self._lacks_pages, allowed))
+        undelayed = [r for r in allowed if not self._is_delayed(r, retrying)]
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
@@ -208,9 +245,15 @@ class QueueOracle:
             return never_ran and one.group is other.group and one.key < other.key
         clients = one.request.client_id, other.request.client_id
         if clients[0] == clients[1]:
-            return one.key < other.key
+            return self._queued_at[one.request_id] < self._queued_at[other.request_id]
         served = [self.shares.served(client) for client in clients]
-        return (served[0], one.key) < (served[1], other.key)
+        if served[0] == served[1]:
+            return one.key < other.key and self._queued_in_order()
+        return served[0] < served[1]
+
+    def _queued_in_order(self) -> bool:
+        """Whether all were queued in the order in which they came: then equal clients take turns in it, too."""
+        return list(self._queued_at) == sorted(self._queued_at)
 
     def _fits(self, llm_request: LlmRequest, claimed_blocks: int, is_closed: bool) -> bool:
         if is_closed and _is_new(llm_request):
@@ -235,16 +278,37 @@ class QueueOracle:
 
     # ---------------------------------------------------------------- who waits
 
-    def _is_delayed(self, llm_request: LlmRequest) -> bool:
-        """Whether it had better wait for somebody else's prompt; a static batch would be over by then."""
+    def _is_delayed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
+        """Whether its adapter has no room, or may not be used because somebody before it waits for room; or it had
+        better wait for somebody else's prompt, unless a static batch would be over by then.
+        """
+        if self._lacks_pages(llm_request):
+            return True
+        if llm_request.group.adapter is not None and any(
+            self._lacks_pages(other) and not self._precedes(llm_request, other)
+            for other in self._waiting()
+            if not retrying or other.request_id in retrying
+        ):
+            return True
         is_static = self._config.policy is CapacitySchedulerPolicy.STATIC_BATCH
         return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
+
+    def _lacks_pages(self, llm_request: LlmRequest) -> bool:
+        """Whether its adapter is not on the device, and has no room there either."""
+        adapter = llm_request.group.adapter
+        return adapter is not None and not self._scheduler._running.adapter_pages.may_start(adapter, None)
+
+    def _in_use(self) -> set[int]:
+        """Handles of adapters of running sequences."""
+        running = self._scheduler.running_sequences
+        return {r.group.adapter.handle for r in running if r.group.adapter is not None}
 
     def _waiting(self) -> list[LlmRequest]:
         """All that may start as soon as there is room; siblings wait for their prompt."""
         return [
             llm_request
             for llm_request in sequences_of(self._scheduler)
+            if llm_request.request_id not in self._held
             if llm_request.state is RequestState.PAUSED
             or (llm_request.state is RequestState.WAITING and _has_prompt(llm_request))
         ]

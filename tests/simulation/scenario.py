@@ -12,6 +12,7 @@ from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
 
 from .drawn_requests import Habits, draw_habits, draw_requests
+from .host_cache import MOST_RANKS
 
 _MS = 1_000_000
 _ITERATION_NS = 5 * _MS
@@ -166,7 +167,18 @@ def _without_host(request: Request) -> Request:
 def _draw_limits(rng: random.Random, habits: Habits, requests: list[Request]) -> EngineLimits:
     size = rng.choice([1, 2, 3, 4, 8])
     num_blocks = max(request.max_kv_blocks(size) for request in requests) + rng.choice([0, 1, 4, 15, 60])
-    return EngineLimits(habits.vocab_size, 200, habits.num_slots, num_blocks, size)
+    page_rank = rng.choice([1, 3, MOST_RANKS])
+    return EngineLimits(
+        habits.vocab_size,
+        200,
+        habits.num_slots,
+        num_blocks,
+        size,
+        hidden_size=1,
+        num_adapter_pages=-(-MOST_RANKS // page_rank) + rng.choice([0, 1, 3, 20]),
+        adapter_page_rank=page_rank,
+        max_adapter_rank=MOST_RANKS,
+    )
 
 
 def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Request]) -> SchedulerConfig:

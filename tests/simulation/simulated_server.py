@@ -25,6 +25,7 @@ from .blame import Blame, Flight
 from .cache_oracle import CacheOracle
 from .device import Breakdown, SimulatedDevice
 from .endings import check_endings
+from .host_cache import HostCache, with_adapters
 from .outcome import Outcome
 from .queue_oracle import QueueOracle
 from .rows_oracle import RowsOracle
@@ -50,7 +51,9 @@ class SimulatedServer:
         self.scenario = scenario
         self.outcome = Outcome()
         self.scheduler = Scheduler(scenario.config, scenario.limits)
-        self.cache = CacheOracle(self.scheduler, scenario.config)
+        self.adapters = HostCache(scenario.seed)
+        self.outcome.adapters, self.outcome.without_adapter = self.adapters.given, self.adapters.failed
+        self.cache = CacheOracle(self.scheduler, scenario.config, self.adapters.given)
         self.queue = QueueOracle(self.scheduler, scenario.config, self.cache)
         self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits)
         self.stages = StagesOracle(self.scheduler, scenario.limits)
@@ -71,6 +74,7 @@ class SimulatedServer:
         assert self._iteration < _MOST_ITERATIONS, "the scheduler makes no progress"
         was_active = self.scheduler.num_active > 0
         inputs = self.scenario.inputs(self._iteration)
+        inputs = with_adapters(self.adapters, inputs, self.scheduler.is_active)
         self._accept(inputs)
         flight = self._schedule()
         is_full = len(self._in_flight) == self.scenario.depth > 1
@@ -105,6 +109,10 @@ class SimulatedServer:
         outcome.num_shared_generations = self.rows.num_shared
         outcome.num_failed_iterations = self.blame.num_failed
         outcome.num_pauses = self.accounts.num_pauses
+        adapters = self.scheduler.stats(None).adapters
+        assert not adapters.num_used_pages, "pages leaked"
+        outcome.num_adapter_loads, outcome.num_adapter_evictions = adapters.num_loads, adapters.num_evictions
+        outcome.num_adapter_waits = self.queue.num_adapter_waits
         outcome.convicted = self.blame.convicted
         outcome.started = [(r.request_id, r.sequence_index) for r in self.queue.starts]
         self.cache.check()
@@ -120,7 +128,7 @@ class SimulatedServer:
         self.outcome.refused |= refused
         self.accounts.accepts(inputs, refused | self.scenario.invalid)
         responses = self.scheduler.accept(inputs)
-        self.queue.accepted([r for r in valid if r.request_id not in refused])
+        self.queue.accepted([r for r in valid if r.request_id not in refused], inputs.adapters.events)
         self._answered(responses)
 
     def _schedule(self) -> Flight | None:

@@ -11,6 +11,7 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import (
+    AdapterLoad,
     BeamGroup,
     BeamMove,
     ContextChunk,
@@ -21,14 +22,18 @@ from inflight.core.schedule.batch import (
 )
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import (
+    PLAIN,
+    Conditions,
     expected_beam_steps,
     expected_log_probs,
     expected_logits,
     expected_tokens,
     log_softmax,
 )
+from tests.core.factories import make_adapter, make_table
 
 VOCAB_SIZE = 31
+ADAPTER, TABLE = make_adapter(rank=10), make_table()
 PROMPT = (3, 1, 4, 1, 5)
 EVERYTHING = OutputConfig(
     return_log_probs=True,
@@ -40,7 +45,9 @@ EVERYTHING = OutputConfig(
 
 
 def make_engine(attend_to_all: bool = True) -> FakeEngine:
-    return FakeEngine(EngineLimits(VOCAB_SIZE, 64, 4, 12, 4), attend_to_all=attend_to_all)
+    return FakeEngine(
+        EngineLimits(VOCAB_SIZE, 64, 4, 12, 4, num_adapter_pages=4), attend_to_all=attend_to_all
+    )
 
 
 def make_request(**fields) -> Request:
@@ -52,12 +59,21 @@ def run(engine: FakeEngine, **fields) -> ModelOutput:
     return engine.decode(batch, engine.forward(batch))
 
 
-def start(engine: FakeEngine, request: Request, drafts: tuple[int, ...] = (), **fields) -> ModelOutput:
-    """The whole prompt in slot 0 and blocks 0 to 3, with drafts behind it."""
+def start(
+    engine: FakeEngine,
+    request: Request,
+    drafts: tuple[int, ...] = (),
+    load: AdapterLoad | None = None,
+    **fields,
+) -> ModelOutput:
+    """The whole prompt in slot 0 and blocks 0 to 3, with drafts behind it, and with the adapter that is loaded."""
     chunk = ContextChunk(0, 0, PROMPT + drafts, True, len(drafts), wants_context=request.output.wants_context)
     token_ids = PROMPT if request.looks_back else ()
-    starts = (SlotStart(0, request, fields.pop("sequence_index", 0), token_ids),)
-    return run(engine, starts=starts, new_blocks=((0, (0, 1, 2, 3)),), context=(chunk,), **fields)
+    index, adapter = fields.pop("sequence_index", 0), load.pages[0] if load else -1
+    starts = (SlotStart(0, request, index, token_ids, adapter),)
+    loads = (load,) if load else ()
+    blocks = ((0, (0, 1, 2, 3)),)
+    return run(engine, starts=starts, adapter_loads=loads, new_blocks=blocks, context=(chunk,), **fields)
 
 
 @pytest.mark.parametrize("attend_to_all", [True, False])
@@ -80,30 +96,47 @@ def test_tokens_are_the_expected_ones(sampling, attend_to_all):
 
 
 @pytest.mark.parametrize(
-    "identity",
+    "conditions",
     [
-        PrefixIdentity(cache_salt_id=1),
-        PrefixIdentity(lora_task_id=0),
-        PrefixIdentity(prompt_table_digest=b"table"),
-        PrefixIdentity(extra_ids=(0, 0, 7, 0, 0)),
+        Conditions(PrefixIdentity(cache_salt_id=1)),
+        Conditions(PrefixIdentity(extra_ids=(0, 0, 7, 0, 0))),
+        Conditions(adapter=ADAPTER.digest),
+        Conditions(prompt_table=TABLE.digest),
     ],
 )
-def test_another_identity_is_another_prompt(identity):
-    """So that a block that is shared across identities gives wrong tokens."""
-    request = make_request(identity=identity, output=EVERYTHING)
+def test_another_identity_is_another_prompt(conditions):
+    """So that a block that is shared across identities, adapters or tables gives wrong tokens."""
+    table = TABLE if conditions.prompt_table else None
+    request = make_request(identity=conditions.identity, prompt_table=table, output=EVERYTHING)
     engine = make_engine()
-    output = start(engine, request)
+    output = start(engine, request, load=AdapterLoad(ADAPTER, (3, 1)) if conditions.adapter else None)
     tokens = list(output.token_ids[0])
     while len(tokens) < 6:
         tokens += run(engine, generation_slots=(0,)).token_ids[0]
-    assert tokens == expected_tokens(PROMPT, 6, VOCAB_SIZE, identity=identity)
+    assert tokens == expected_tokens(PROMPT, 6, VOCAB_SIZE, conditions=conditions)
     assert tokens != expected_tokens(PROMPT, 6, VOCAB_SIZE)
     logits = [
-        expected_logits(PROMPT[:1], (*PROMPT[1:], 0), VOCAB_SIZE, identity=which)
-        for which in (identity, PrefixIdentity())
+        expected_logits(PROMPT[:1], (*PROMPT[1:], 0), VOCAB_SIZE, conditions=which)
+        for which in (conditions, PLAIN)
     ]
     assert output.context[0].logits == b"".join(values.tobytes() for values in logits[0])
-    assert [one == other for one, other in zip(*logits)] == [identity.extra_ids != ()] * 2 + [False] * 3
+    assert [one == other for one, other in zip(*logits)] == [conditions.identity.extra_ids != ()] * 2 + [
+        False
+    ] * 3
+
+
+def test_an_adapter_that_is_overwritten_gives_other_tokens():
+    for pages in ((3, 1), (1, 0), (3,)):
+        engine = make_engine()
+        start(engine, make_request(), load=AdapterLoad(ADAPTER, (3, 1)))
+        other = make_adapter(2, rank=8 * len(pages))
+        tokens = [
+            *run(engine, generation_slots=(0,)).token_ids[0],
+            *run(engine, adapter_loads=(AdapterLoad(other, pages),), generation_slots=(0,)).token_ids[0],
+            *run(engine, generation_slots=(0,)).token_ids[0],
+        ]
+        alone = expected_tokens(PROMPT, 4, VOCAB_SIZE, conditions=Conditions(adapter=ADAPTER.digest))[1:]
+        assert tokens[0] == alone[0] and tokens != alone
 
 
 @pytest.mark.parametrize("num_right", range(4))

@@ -18,7 +18,7 @@ from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRet
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.testing.fake_model import PLAIN
+from tests.core.factories import make_table
 
 from .drawn_requests import draw_tokens
 from .outcome import Outcome
@@ -34,7 +34,7 @@ def draw_family(seed: int) -> Scenario:
     rng = random.Random(seed)
     size, slots = rng.choice([2, 3, 5]), rng.choice([2, 4, 8])
     stems = [draw_tokens(rng, VOCAB_SIZE, size * rng.randint(1, 6)) for _ in range(2)]
-    identities = (PLAIN, PrefixIdentity(cache_salt_id=3), PrefixIdentity(lora_task_id=0))
+    identities = (PrefixIdentity(), PrefixIdentity(cache_salt_id=3))
     arrivals: dict[int, tuple[Request, ...]] = {}
     for request_id in range(rng.randint(4, 12)):
         stem = rng.choice(stems)
@@ -50,6 +50,7 @@ def draw_family(seed: int) -> Scenario:
             sampling=SamplingConfig(num_return_sequences=rng.choice([1, 1, 3])),
             output=OutputConfig(return_perf_metrics=True),
             identity=_with_extra_ids(rng, rng.choice(identities), len(prompt)),
+            prompt_table=rng.choice([None, None, make_table()]),
         )
         arrivals[at] = (*arrivals.get(at, ()), request)
     config = SchedulerConfig(
@@ -58,7 +59,9 @@ def draw_family(seed: int) -> Scenario:
         enable_chunked_context=True,
         context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
     )
-    limits = EngineLimits(VOCAB_SIZE, 100, slots, 2000, size, overlaps_iterations=rng.choice([False, True]))
+    limits = EngineLimits(
+        VOCAB_SIZE, 100, slots, 2000, size, overlaps_iterations=rng.choice([False, True]), hidden_size=1
+    )
     return Scenario(seed, limits, config, arrivals, {})
 
 
@@ -70,7 +73,7 @@ def _with_extra_ids(rng: random.Random, identity: PrefixIdentity, prompt_length:
 def prefixes_of(request: Request, tokens_per_block: int) -> list[Hashable]:
     """All that each full block of a prompt depends on, but the last token's."""
     identity, prompt = request.identity, request.input_token_ids
-    scope = identity.cache_salt_id, identity.lora_task_id, identity.prompt_table_digest
+    scope = identity.cache_salt_id, request.prompt_table
     extra_ids = identity.extra_ids or (0,) * len(prompt)
     ends = range(tokens_per_block, len(prompt), tokens_per_block)
     return [(scope, prompt[:end], extra_ids[:end]) for end in ends]

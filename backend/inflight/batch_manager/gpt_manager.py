@@ -18,6 +18,7 @@ from inflight.batch_manager.inputs import Inputs, LeadersInputs, OwnInputs
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Inspections, Instruments
 from inflight.batch_manager.send_window import SendWindow
 from inflight.core.ports import (
+    AdapterCache,
     Engine,
     GetInferenceRequestsCallback,
     GuideCompiler,
@@ -63,6 +64,7 @@ class GptManager:
         wait_until_sent: For an engine that computes on all processors: what was handed to `send_response` is sent
             between two iterations (`SendWindow`). None: while the engine computes.
         guides: Compiles the guides of requests; without it requests with guides are refused.
+        adapters: Finds or stores the adapters of requests; without it requests with adapters are refused.
         start: Whether to start the worker thread; without it, call `step`.
     """
 
@@ -81,6 +83,7 @@ class GptManager:
         ranks: Ranks | None = None,
         wait_until_sent: WaitUntilSent | None = None,
         guides: GuideCompiler | None = None,
+        adapters: AdapterCache | None = None,
         start: bool = True,
     ) -> None:
         self._engine = engine
@@ -88,7 +91,7 @@ class GptManager:
         if ranks is None or ranks.is_leader:
             self._send_response = send_response
             self._inputs: Inputs = OwnInputs(
-                scheduler, get_inference_requests, poll_stop_signal, clock_ns, ranks, guides
+                scheduler, get_inference_requests, poll_stop_signal, clock_ns, ranks, guides, adapters
             )
         else:
             self._send_response = _drop
@@ -169,12 +172,12 @@ class GptManager:
         except Unavailable as error:
             _log.error("the generation loop ends: %s", error)
             self._die(error)
-        except BaseException:  # a bug, and those who wait have to be answered
+        except BaseException:  # whatever a bug raises, those who wait have to be answered
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
             self._die(Unavailable("the generation loop died; see the server's log"))
 
     def _seconds_to_deadline(self) -> float | None:
-        """How long a loop without work may rest: requests that wait for their guides may time out."""
+        """How long a loop without work may rest: requests that are held may time out."""
         deadline_ns = self._scheduler.next_deadline_ns
         if deadline_ns is None or not self._scheduler.num_active:
             return None
@@ -197,15 +200,15 @@ class GptManager:
         """One iteration: get, schedule, run, decode, update, send, stop, report.
 
         Returns whether there was anything to do. Only when there was not can the loop rest: requests that had to
-        wait for room are fetched by the iteration after the one that made it. Where all requests wait for their
-        guides, there is nothing to do until one is ready, which `notify` tells, or a request times out. A follower
-        rests in its leader's call instead, and is done when there was nothing.
+        wait for room are fetched by the iteration after the one that made it. Where all requests wait for guides
+        or adapters, there is nothing to do until one is ready, which `notify` tells, or a request times out. A
+        follower rests in its leader's call instead, and is done when there was nothing.
         """
         was_active = self._scheduler.num_active > 0
         inputs = self._inputs.next()
         if inputs is None:
             return False
-        is_idle = not (was_active or inputs.new_requests)
+        is_idle = not (was_active or inputs.new_requests or inputs.adapters)
         if not is_idle:
             self._instruments.begin(inputs.iteration, self._scheduler)
         responses = self._scheduler.accept(inputs)

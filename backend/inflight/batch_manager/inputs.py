@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from inflight.core.ports import GetInferenceRequestsCallback, GuideCompiler, PollStopSignalCallback, Ranks
+from inflight.core.ports import (
+    AdapterCache,
+    GetInferenceRequestsCallback,
+    GuideCompiler,
+    PollStopSignalCallback,
+    Ranks,
+)
+from inflight.core.request.adapter import AdapterEvent, AdapterUpdate
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopSignal
@@ -19,6 +26,7 @@ _NO_GUIDES = (
     "guided_decoding_guide_type: there is no tokenizer to follow guides with: the parameter tokenizer_dir names "
     "the folder of a tokenizer.json, which else is looked for beside the weights"
 )
+_NO_ADAPTERS = "lora_task_id: this server keeps no LoRA adapters, so that no request can have one"
 
 
 class OwnInputs:
@@ -31,6 +39,7 @@ class OwnInputs:
         get_inference_requests, poll_stop_signal, clock_ns: As GptManager has them.
         ranks: The ranks, if there are others.
         guides: Compiles the guides of requests; without it requests with guides are refused.
+        adapters: Finds or stores the adapters of requests; without it requests with adapters are refused.
 
     Attributes:
         are_over: Whether `next` has returned None, which it never does.
@@ -48,6 +57,7 @@ class OwnInputs:
         clock_ns: Callable[[], int],
         ranks: Ranks | None,
         guides: GuideCompiler | None = None,
+        adapters: AdapterCache | None = None,
     ) -> None:
         self.fetched: tuple[Request, ...] = ()
         self.now_ns = clock_ns
@@ -57,17 +67,24 @@ class OwnInputs:
         self._ranks = ranks
         self._guides = guides
         self._guided: set[int] = set()  # ids of the requests whose guides have been submitted
+        self._adapters = adapters
+        self._adapted: set[int] = set()  # ids of the requests whose adapters have been submitted
         self._iteration = 0
         self._stops: tuple[StopSignal, ...] = ()
 
     def next(self) -> IterationInput:
-        """The inputs of the next iteration. Other ranks get those of iterations with active or new requests."""
+        """The inputs of the next iteration.
+
+        Other ranks get those of iterations with active or new requests, or with news of adapters.
+        """
         requests = tuple(self._get_inference_requests(self._scheduler.room))
-        guides = self._guide_events(requests)
-        inputs = IterationInput(self._iteration, self.now_ns(), requests, self._stops, guides)
-        self._iteration += 1
         is_active = self._scheduler.num_active > 0
-        if self._ranks is not None and (is_active or requests):
+        guides = self._guide_events(requests)
+        adapters = self._adapter_update(requests)
+        requests = tuple(request.without_weights() for request in requests)
+        inputs = IterationInput(self._iteration, self.now_ns(), requests, self._stops, guides, adapters)
+        self._iteration += 1
+        if self._ranks is not None and (is_active or requests or adapters):
             self.fetched = requests
             self._ranks.share(inputs, are_asleep=not is_active)
             self.fetched = ()
@@ -76,8 +93,8 @@ class OwnInputs:
     def _guide_events(self, requests: tuple[Request, ...]) -> tuple[GuideEvent, ...]:
         guided = [
             (request.request_id, request.guide)
-            for request in requests
-            if request.guide is not None and not self._scheduler.is_active(request.request_id)
+            for request in self._to_be_accepted(requests)
+            if request.guide is not None
         ]
         if self._guides is None:
             return tuple(GuideEvent(request_id, Unsupported.code, _NO_GUIDES) for request_id, _ in guided)
@@ -88,6 +105,32 @@ class OwnInputs:
             self._guides.submit(request_id, guide)
             self._guided.add(request_id)
         return self._guides.events()
+
+    def _to_be_accepted(self, requests: tuple[Request, ...]) -> list[Request]:
+        """Without those whose id is taken, by an active request or by one before them."""
+        first: dict[int, Request] = {}
+        for request in requests:
+            if not self._scheduler.is_active(request.request_id):
+                first.setdefault(request.request_id, request)
+        return list(first.values())
+
+    def _adapter_update(self, requests: tuple[Request, ...]) -> AdapterUpdate:
+        """What is new of adapters. There may be something without requests: one was unloaded."""
+        adapted = [
+            (request.request_id, request.lora)
+            for request in self._to_be_accepted(requests)
+            if request.lora is not None
+        ]
+        if self._adapters is None:
+            refused = (AdapterEvent(i, error_code=Unsupported.code, error=_NO_ADAPTERS) for i, _ in adapted)
+            return AdapterUpdate(events=tuple(refused))
+        for request_id in [each for each in self._adapted if not self._scheduler.is_active(each)]:
+            self._adapters.forget(request_id)
+            self._adapted.remove(request_id)
+        for request_id, lora in adapted:
+            self._adapters.submit(request_id, lora)
+            self._adapted.add(request_id)
+        return self._adapters.update()
 
     def look_ahead(self) -> bool:
         """Poll stop signals at the end of an iteration; returns whether there is work for the next one.

@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 from inflight.batch_manager.kv_event_buffer import KvEventBuffer
 from inflight.batch_manager.recording import JsonRecorder
 from inflight.core.ports import ReturnMetricsCallback
+from inflight.core.report.executor_stats import iteration_stats, request_stats
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.state import SchedulerState
@@ -236,7 +237,7 @@ class Watchdog:
 def _headline(run: _Run, seconds: float) -> str:
     try:
         described = run.describe()
-    except Exception as error:  # it reads what another thread owns
+    except Exception as error:  # the loop may change what is described at any moment
         described = f"cannot be described: {type(error).__name__}: {error}"
     return f"iteration {run.iteration} has been running for {seconds:.1f} s: {described}"
 
@@ -383,7 +384,7 @@ class Inspections:
             question.cancel()
             return json.dumps(self._without_the_loop(timeout_s))
         memory = self._instruments.measure_memory()
-        statistics = stats.executor_fields(time.time(), memory)
+        statistics = iteration_stats(KeptIteration(stats, time.time()), memory).to_plain()
         return json.dumps({"state": asdict(state), "statistics": statistics, **self._recent(memory)})
 
     def answer(self) -> None:
@@ -418,7 +419,7 @@ class Inspections:
         """The scheduler's state, read from this thread; None if the loop changes it meanwhile and that fails."""
         try:
             return asdict(self._scheduler.state())
-        except Exception:  # whatever comes of reading what somebody else is changing
+        except Exception:  # the loop may change what is read at any moment
             return None
 
     def _recent(self, memory: MemoryUsage) -> dict[str, object]:
@@ -427,6 +428,6 @@ class Inspections:
         if rings is None:
             return {"recent_iterations": [], "recent_requests": []}
         return {
-            "recent_iterations": [kept.executor_fields(memory) for kept in rings.peek(_RECENT)],
-            "recent_requests": [kept.executor_fields() for kept in rings.peek_requests(_RECENT)],
+            "recent_iterations": [iteration_stats(kept, memory).to_plain() for kept in rings.peek(_RECENT)],
+            "recent_requests": [request_stats(kept).to_plain() for kept in rings.peek_requests(_RECENT)],
         }

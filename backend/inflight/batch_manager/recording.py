@@ -6,8 +6,9 @@
 
 This module owns the format, both ways, and the file while it is written. A record is in the file when the call
 that makes it returns, so that a process that hangs or is killed leaves its last batch behind. A request is
-written once, where it arrives; a batch's starts name it. NaN and infinities, which JSON lacks, are written as
-text.
+written once, where it arrives, and so is an adapter, where it is stored; a batch's starts and loads name them. NaN
+and infinities, which JSON lacks, are written as text. Nothing that is scheduled depends on the numbers of adapters
+and prompt tables: of those only their length is written.
 
 A trace contains prompts: only its owner may read it. The loop thread writes it; an error there ends the
 recording and nothing else.
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from inflight.config import SchedulerConfig
+from inflight.core.request.adapter import RawBuffer
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import (
@@ -41,7 +43,7 @@ from inflight.errors import ConfigError, InflightError, error_from_plain, error_
 from inflight.file_names import native
 
 FORMAT = "inflight-trace"
-VERSION = 3
+VERSION = 4
 """The version of the records and of the dataclasses in them; traces of another version cannot be read."""
 
 _log = logging.getLogger(__name__)
@@ -58,6 +60,14 @@ class Start(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: int
     sequence_index: int = 0
     token_ids: tuple[int, ...] = ()
+    adapter: int = -1
+
+
+class Load(msgspec.Struct, frozen=True):
+    """An `AdapterLoad` without its adapter, which is in the trace where it was stored under this handle."""
+
+    handle: int
+    pages: tuple[int, ...]
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
@@ -76,11 +86,12 @@ class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_defaults=True):
-    """The record of an iteration: its inputs and its batch, whose starts are in `starts` instead."""
+    """The record of an iteration: its inputs and its batch; that one's starts and loads are beside it instead."""
 
     inputs: IterationInput
     batch: ScheduledBatch | None = None
     starts: tuple[Start, ...] = ()
+    loads: tuple[Load, ...] = ()
 
 
 class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defaults=True):
@@ -108,9 +119,21 @@ class _Format(msgspec.Struct):
     version: int = 0
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=error_to_plain)
+def _to_plain(value: object) -> object:
+    return len(value) if isinstance(value, RawBuffer) else error_to_plain(value)
+
+
+def _from_plain(kind: type, value: Any) -> object:
+    if kind is not RawBuffer:
+        return error_from_plain(kind, value)
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"expected a number of bytes, got {value!r}")
+    return RawBuffer(bytes(value))
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_to_plain)
 # Lax, for numbers that are written as text.
-_DECODER = msgspec.json.Decoder(Header | Begin | End, strict=False, dec_hook=error_from_plain)
+_DECODER = msgspec.json.Decoder(Header | Begin | End, strict=False, dec_hook=_from_plain)
 _FORMAT_DECODER = msgspec.json.Decoder(_Format)
 
 
@@ -121,11 +144,14 @@ def make_begin(inputs: IterationInput, batch: ScheduledBatch | None) -> Begin:
     """The record of an iteration."""
     if batch is None or not batch.starts:
         return Begin(inputs, batch)
-    return Begin(inputs, replace(batch, starts=()), tuple(map(_make_start, batch.starts)))
+    loads = tuple(Load(load.adapter.handle, load.pages) for load in batch.adapter_loads)
+    starts = tuple(map(_make_start, batch.starts))
+    return Begin(inputs, replace(batch, starts=(), adapter_loads=()), starts, loads)
 
 
 def _make_start(start: SlotStart) -> Start:
-    return Start(start.slot, start.request.request_id, start.sequence_index, start.token_ids)
+    request_id = start.request.request_id
+    return Start(start.slot, request_id, start.sequence_index, start.token_ids, start.adapter)
 
 
 def encode(record: Record) -> bytes:
@@ -133,7 +159,7 @@ def encode(record: Record) -> bytes:
     line = _ENCODER.encode(record)
     # msgspec writes null for None and for NaN and infinities alike; only the former may stay.
     if b"null" in line:
-        line = _ENCODER.encode(_spell(msgspec.to_builtins(record, enc_hook=error_to_plain)))
+        line = _ENCODER.encode(_spell(msgspec.to_builtins(record, enc_hook=_to_plain)))
     return line + b"\n"
 
 
@@ -218,7 +244,7 @@ class JsonRecorder:
             return
         try:
             _write_all(self._file, encode(make_record()))
-        except Exception:  # requests must not end for a full disk
+        except Exception:  # a full disk, or whatever it is, must not end requests
             _log.exception("recording to %s ends here: it cannot be written", self._path)
             self.close()
 

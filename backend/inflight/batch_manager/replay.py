@@ -29,6 +29,7 @@ IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
 """Exit codes."""
 
 _MOST_DIFFERENCES = 20
+_PARTS = "batch", "starts", "loads"  # of `Begin`, that follow from what was recorded before
 
 
 class Replay:
@@ -95,7 +96,7 @@ class Replay:
         replayed = make_begin(recorded.inputs, batch)
         if replayed == recorded:
             return []
-        both = ((part, getattr(recorded, part), getattr(replayed, part)) for part in ("batch", "starts"))
+        both = ((part, getattr(recorded, part), getattr(replayed, part)) for part in _PARTS)
         return list(islice((line for each in both for line in differences(*each)), _MOST_DIFFERENCES))
 
     def _count_answers(self) -> None:
@@ -220,6 +221,7 @@ def _describe(record: Begin) -> str:
     ]
     parts += [f"stop {stop.request_id} ({stop.reason.value})" for stop in inputs.stops]
     parts += [f"slot {start.slot} to request {start.request_id}" for start in record.starts]
+    parts += [f"adapter {load.handle} to pages {', '.join(map(str, load.pages))}" for load in record.loads]
     if batch is None:
         parts.append("nothing to run")
     else:

@@ -41,7 +41,7 @@ class Endings:
         """End a sequence that has not ended. If its request's others wait for its prompt, another computes it."""
         self.admission.waiting.remove(llm_request)
         llm_request.finish(reason)
-        if llm_request.leads and not llm_request.group.awaits_guide:
+        if llm_request.leads and not llm_request.group.is_held:
             self.admission.pass_prompt_on(llm_request.group)
         return self.drain(llm_request, now_ns)
 

@@ -93,14 +93,15 @@ class Outcomes:
                 continue
             try:
                 confirm_chunk(llm_request, chunk, len(tokens))
-                if chunk.wants_context:
+                # Of one that has ended, the rows may be behind a failed chunk.
+                if chunk.wants_context and llm_request.state is not RequestState.FINISHED:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
                     self.admission.queue_siblings(llm_request.group)
                 self._check_failure(llm_request, output.failures.get(chunk.slot))
                 self._check_tokens(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
-            except Exception as error:  # a row at fault must not end other requests; so below
+            except Exception as error:  # a row at fault must not end other requests
                 responses += self._fail(llm_request, error)
 
     def _apply_generation(
@@ -127,7 +128,7 @@ class Outcomes:
                     self._check_failure(llm_request, failures.get(slot))
                 self._check_tokens(llm_request, tokens)
                 self._advance(llm_request, tokens, details.get(slot) if details else None, responses)
-            except Exception as error:
+            except Exception as error:  # as in `_apply_context`
                 responses += self._fail(llm_request, error)
 
     def _apply_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
@@ -143,7 +144,7 @@ class Outcomes:
             failure = next((output.failures[slot] for slot in group.slots if slot in output.failures), None)
             try:
                 self._advance_beams(search, len(group.slots), candidates, failure, responses)
-            except Exception as error:
+            except Exception as error:  # as in `_apply_context`
                 responses += self._fail(search, error)
 
     def _fail(self, llm_request: LlmRequest, error: Exception) -> list[Response]:
@@ -178,6 +179,9 @@ class Outcomes:
         if new_tokens:
             self._observe_tokens(llm_request, len(new_tokens), num_drafts)
         reason = append_tokens(llm_request, new_tokens, details, self.now_ns)
+        draft = llm_request.request.draft
+        if num_drafts and draft is not None and draft.ends_sequence and reason is FinishReason.NOT_FINISHED:
+            reason = FinishReason.LENGTH
         if llm_request.num_computed_tokens >= llm_request.next_block_end:
             self._publish(llm_request)
         if reason is not FinishReason.NOT_FINISHED:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationStats
+from inflight.core.request.adapter import AdapterUpdate, LoraRequest
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
@@ -88,6 +90,65 @@ class GuideCompiler(Protocol):
         ...
 
 
+class AdapterCache(Protocol):
+    """Rank 0's adapters on the host: finds or stores what requests want. Only the loop thread calls this.
+
+    An adapter that an active request uses stays. Whoever implements it wakes an idle loop when there is an update.
+    """
+
+    def submit(self, request_id: int, lora: LoraRequest) -> None:
+        """Ask for an event about this request's adapter. Never blocks."""
+        ...
+
+    def update(self) -> AdapterUpdate:
+        """What has happened since the last call. A request whose adapter is stored has its event at once."""
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """A request has ended: its adapter may be evicted, and nothing more is said of the request."""
+        ...
+
+
+class Adapters(Protocol):
+    """What front ends may ask of the adapters beside using them. Any thread."""
+
+    def expect_weights(self, request_id: int, num_bytes: int) -> None:
+        """A request brings weights, which wait until the adapter cache has them; at once.
+
+        Raises Unavailable if too many wait already: the request is not to be queued.
+        """
+        ...
+
+    def give_up_weights(self, request_id: int) -> None:
+        """That request has ended before the adapter cache was asked for its adapter; at once."""
+        ...
+
+    def list_adapters(self) -> Sequence[AdapterState]:
+        """Every adapter that requests can use: named ones, loaded or not, and those that clients have sent."""
+        ...
+
+    def load(self, name: str, path: str, timeout_s: float) -> None:
+        """Read the folder of the adapter `name` into host memory, which raises what a request would get.
+
+        Args:
+            name: Of one that has a folder, or with `path` a new one.
+            path: Its folder, below the server's `lora_dir`; "": the one that it has.
+            timeout_s: How long to wait; after that Unavailable is raised, and the folder is read all the same.
+        """
+        ...
+
+    def unload(self, name: str, task_id: int | None) -> None:
+        """Free an adapter's host memory, once no request uses it; raises NotFound for one that there is not.
+
+        A named one is read again with its next request; one that a client has sent is gone.
+
+        Args:
+            name: Its name; "": it goes by `task_id`.
+            task_id: Its id.
+        """
+        ...
+
+
 class Ranks(Protocol):
     """The ranks that run one model in step. Each has a GptManager of its own; all see the same IterationInputs.
 
@@ -150,6 +211,14 @@ class EngineClient(Protocol):
         """JSON of what the batcher is doing (`core/report/state.py`); blocks for up to `timeout_s`.
 
         Raises Unavailable without an engine, Unsupported from an engine that does not tell.
+        """
+        ...
+
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        """Carry a command out and return all adapters that there are then.
+
+        Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine or when the time is up,
+        Unsupported from an engine that takes no commands, and what is wrong with this one.
         """
         ...
 

@@ -19,9 +19,10 @@ from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.kv_events import KvEvent, KvEventLog
 from inflight.core.outcomes import Outcomes
 from inflight.core.recover.recovery import Recovery, rebuild
-from inflight.core.report.metrics import MetricsSnapshot, Observations
+from inflight.core.report.metrics import MetricsSnapshot, Observations, adapter_stats
 from inflight.core.report.state import Introspection, SchedulerState
 from inflight.core.report.stats import IterationStats, RequestStats
+from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, StoredAdapter
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.request import IterationInput, Request
@@ -46,12 +47,13 @@ class Scheduler:
         self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events)
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)
-        self._running = Running(limits.max_num_sequences, self.kv_cache)
+        self._running = Running(limits, self.kv_cache)
         self._admission = Admission(self._capacity, self.kv_cache, self._running, config.max_queue_size)
         self._waiting = self._admission.waiting
         self._recovery = Recovery(self._running, self._waiting)
         self._micro_batch = MicroBatchScheduler(config, limits)
         self._groups: dict[int, RequestGroup] = {}  # by request id
+        self._adapters: dict[int, StoredAdapter] = {}  # by handle
         self._deadlines = Deadlines()
         self._observed = Observations(config, limits)
         self._endings = Endings(self._groups, self._admission, self._running, self._observed)
@@ -79,7 +81,7 @@ class Scheduler:
 
     @property
     def only_holds(self) -> bool:
-        """Whether there are requests, and all of them wait for their guides: nothing can run before an event."""
+        """Whether there are requests, and all wait for guides or adapters: nothing can run before an event."""
         return 0 < len(self._groups) == len(self._admission.held)
 
     @property
@@ -103,7 +105,7 @@ class Scheduler:
     def accept(self, inputs: IterationInput) -> list[Response]:
         """Queue new requests, and end those that are stopped or out of time. Invalid ones are answered at once.
 
-        A request with a guide is queued when an event says that its guide is ready.
+        A request with a guide or an adapter is queued when events say that these are ready.
         """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()
@@ -117,6 +119,7 @@ class Scheduler:
                 responses.append(Response(request.request_id, error=refusal, is_final=True))
         for event in inputs.guides:
             responses += self._hear_of_guide(event)
+        responses += self._hear_of_adapters(inputs.adapters)
         for stop in inputs.stops:
             responses += self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):
@@ -129,10 +132,11 @@ class Scheduler:
             raise AlreadyExists(f"requestId {request.request_id} is already in progress, request is ignored.")
         request.validate(self.limits)
         self._admission.check_queue(request)
-        group = RequestGroup(request, self._next_key, self._rules(request), self._now_ns)
+        rules = self._rules(request, self._next_key, None)
+        group = RequestGroup(request, self._next_key, rules, self._now_ns)
         self._next_key += len(group.sequences)
         self._groups[request.request_id] = group
-        if group.awaits_guide:
+        if group.is_held:
             self._admission.hold(group)
         else:
             self._waiting.add(group.sequences[0])
@@ -143,21 +147,52 @@ class Scheduler:
         group = self._admission.held.get(event.request_id)
         if group is None:
             return []
+        self._observed.guide_known(group, not event.error_code, self._now_ns)
         if event.error_code:
             error = error_from_code(event.error_code, event.error)
             return self._endings.fail(group, error, self._now_ns)
-        self._admission.release(group)
+        group.awaits_guide = False
+        self._admission.release_if_ready(group)
         return []
 
-    def _rules(self, request: Request) -> CacheRules:
+    def _hear_of_adapters(self, update: AdapterUpdate) -> list[Response]:
+        """Remember what is stored, let requests start whose adapters are, and end those whose adapters failed."""
+        responses: list[Response] = []
+        self._adapters.update((adapter.handle, adapter) for adapter in update.stored)
+        for event in update.events:
+            group = self._admission.held.get(event.request_id)
+            if group is None or not group.awaits_adapter:  # it may have ended before
+                continue
+            try:
+                self._give_adapter(group, event)
+            except Exception as error:  # one request at fault must not end the others'
+                responses += self._endings.fail(group, as_request_error(error), self._now_ns)
+        for handle in update.dropped:
+            self._adapters.pop(handle, None)
+        self._running.adapter_pages.forget(update.dropped)
+        return responses
+
+    def _give_adapter(self, group: RequestGroup, event: AdapterEvent) -> None:
+        """Let a request start with the adapter of an event, or raise its error."""
+        if event.error_code:
+            raise error_from_code(event.error_code, event.error)
+        adapter = self._adapters[event.handle]
+        self._running.adapter_pages.check_fits(adapter)
+        rules = self._rules(group.request, group.sequences[0].key, adapter)
+        for llm_request in group.sequences:
+            llm_request.rules = rules
+        group.adapter, group.awaits_adapter = adapter, False
+        self._admission.release_if_ready(group)
+
+    def _rules(self, request: Request, first_key: int, adapter: StoredAdapter | None) -> CacheRules:
+        identity, table = request.identity, request.prompt_table
         if self._config.enable_kv_cache_reuse:
-            scope: bytes | None = request.identity.scope(ROOT_SCOPE)
+            of_adapter, of_table = adapter.digest if adapter else b"", table.digest if table else b""
+            scope: bytes | None = identity.scope(ROOT_SCOPE, of_adapter, of_table)
         else:
-            scope = private_scope(self._next_key) if request.sampling.num_sequences > 1 else None
-        identity = request.identity
-        return CacheRules(
-            scope, identity.extra_ids, request.retention, request.prompt_length, identity.lora_task_id
-        )
+            scope = private_scope(first_key) if request.sampling.num_sequences > 1 else None
+        task_id = adapter.task_id if adapter else None
+        return CacheRules(scope, identity.extra_ids, request.retention, request.prompt_length, task_id)
 
     def _stop(self, stop: StopSignal) -> list[Response]:
         group = self._groups.get(stop.request_id)
@@ -200,7 +235,7 @@ class Scheduler:
             self._running.leave(llm_request)
             llm_request.pause()
             self._waiting.add_in_front(llm_request)
-        batch = BatchBuilder(self.kv_cache)
+        batch = BatchBuilder(self.kv_cache, self._running.adapter_pages, self.limits.vocab_size)
         is_new_batch = not self._running.sequences
         for llm_request, num_reused in self._admission.admit(
             growth.num_blocks, self._recovery.isolation.retrying
@@ -339,6 +374,7 @@ class Scheduler:
             len(self._groups),
             len(self._waiting) + len(self._admission.held),
             self.kv_cache,
+            adapter_stats(len(self._adapters), self._running.adapter_pages),
         )
 
     def take_kv_events(self) -> list[KvEvent]:
@@ -347,6 +383,8 @@ class Scheduler:
 
     def metrics(self) -> MetricsSnapshot:
         """Counters and histograms of everything since the start."""
+        groups = self._groups.values() if self._adapters else ()
+        self._observed.adapters_now(adapter_stats(len(self._adapters), self._running.adapter_pages), groups)
         return self._observed.metrics.snapshot()
 
     def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
@@ -367,4 +405,6 @@ class Scheduler:
             running=self._running,
             kv_cache=self.kv_cache,
             isolation=self._recovery.isolation,
+            num_adapters=len(self._adapters),
+            num_generated=self._observed.metrics.num_generated_tokens,
         )

@@ -13,18 +13,22 @@ import logging
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
 
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (
+    Adapters,
     Answer,
     BadFrame,
+    CommandAdapters,
     Drain,
     Drained,
     ReadReports,
@@ -33,14 +37,14 @@ from inflight.endpoint.frames import (
     Retire,
     State,
     Stop,
-    Submit,
     decode_from_engine,
     encode,
+    encode_submit,
     read_frame,
     read_response,
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
-from inflight.errors import InvalidArgument, Unavailable, error_from_code
+from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_code
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -50,6 +54,9 @@ _SEND_TIMEOUT_S = 5
 _CONNECTIONS_TRIED = 3
 # How much longer than the engine waits for the loop this side waits for the engine to say so.
 _MARGIN_S = 1.0
+
+_Question = ReadState | CommandAdapters | ReadReports
+_Told = State | Adapters | Reported
 
 
 class SocketEngineClient:
@@ -75,13 +82,13 @@ class SocketEngineClient:
         """
         request_id = next(self._ids)
         try:
-            frame = encode(Submit(replace(request, request_id=request_id)))
+            parts = encode_submit(replace(request, request_id=request_id))
         except BadFrame as error:
             raise InvalidArgument(f"the request is too large: {error}") from error
         for _ in range(_CONNECTIONS_TRIED):
-            if self._connected().submit(request_id, frame, on_response):
+            if self._connected().submit(request_id, parts, on_response):
                 return request_id
-        raise Unavailable(f"the engine at {self._path} ends every connection; a later try may work")
+        raise Unreachable(f"the engine at {self._path} ends every connection; a later try may work")
 
     def reserve_id(self) -> int:
         """An id that no request will run under."""
@@ -102,6 +109,14 @@ class SocketEngineClient:
         Not for a callback of `submit`: answers arrive on the thread that those run on.
         """
         return self._connected().state(timeout_s)
+
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        """Have a command carried out; returns all adapters that there are then.
+
+        Raises Unavailable if the engine cannot be reached or does not answer in time, and what the engine raised.
+        Not for a callback of `submit`, as `state`.
+        """
+        return self._connected().adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """What the engine has kept since the last call; raises Unavailable if it cannot be reached.
@@ -135,7 +150,7 @@ class _Connection:
         self._lock = threading.Lock()  # of the tables of callbacks and questions
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
-        self._questions: dict[int, Future[State | Reported]] = {}
+        self._questions: dict[int, Future[_Told]] = {}
         self._question_ids = itertools.count(1)
         self.ended = False
         self._socket = socket.socket(socket.AF_UNIX)
@@ -143,9 +158,10 @@ class _Connection:
             self.description = self._greet()
         except (OSError, BadFrame) as error:
             self._socket.close()
-            raise Unavailable(
+            raise Unreachable(
                 f"the engine cannot be reached at {path} ({error}): check that the model that holds it "
-                "(tensorrt_llm) is loaded and READY, and that both models have the same engine_endpoint"
+                "(tensorrt_llm, or what tensorrt_llm_model_name or tensorrt_llm_draft_model_name says) is loaded "
+                "and READY, and that both models have the same engine_endpoint"
             ) from error
         self._reader = threading.Thread(target=self._read, name="endpoint-client", daemon=True)
         self._reader.start()
@@ -158,13 +174,15 @@ class _Connection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         return description
 
-    def submit(self, request_id: int, frame: bytes, on_response: SendResponseCallback) -> bool:
+    def submit(
+        self, request_id: int, parts: Sequence[bytes | memoryview], on_response: SendResponseCallback
+    ) -> bool:
         """Send a request; returns whether it will be answered. If not, the connection has ended."""
         with self._lock:
             if self.ended:
                 return False
             self._callbacks[request_id] = on_response
-        if self._send(frame):
+        if self._send(*parts):
             return True
         with self._lock:
             self.ended = True  # the reader may be busy, and find out later
@@ -181,15 +199,23 @@ class _Connection:
             raise error_from_code(state.error_code, state.error_message)
         return state.text
 
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        question = CommandAdapters(next(self._question_ids), command, timeout_s)
+        told = self._ask(question, f"whether it could {command.action.value} adapters")
+        assert isinstance(told, Adapters), "they are asked for"
+        if told.error_code:
+            raise error_from_code(told.error_code, told.error_message)
+        return told.adapters
+
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         reported = self._ask(ReadReports(next(self._question_ids), kind, timeout_s), "what it has done")
         assert isinstance(reported, Reported), "they are asked for"
         return reported.reports
 
-    def _ask(self, question: ReadState | ReadReports, what: str) -> State | Reported:
+    def _ask(self, question: _Question, what: str) -> _Told:
         """Send a question and wait for its answer, for as long as the engine may take and a margin."""
         timeout_s = question.timeout_s
-        answer: Future[State | Reported] = Future()
+        answer: Future[_Told] = Future()
         with self._lock:
             if self.ended:
                 raise self._lost()
@@ -198,7 +224,7 @@ class _Connection:
         try:
             return answer.result(None if timeout_s is None else timeout_s + _MARGIN_S)
         except NotInTime:
-            raise Unavailable(f"the engine at {self._path} did not tell {what} in {timeout_s:g} s") from None
+            raise Unreachable(f"the engine at {self._path} did not tell {what} in {timeout_s:g} s") from None
         finally:
             with self._lock:
                 self._questions.pop(question.question, None)
@@ -208,11 +234,12 @@ class _Connection:
         if threading.current_thread() is not self._reader:
             self._reader.join()
 
-    def _send(self, frame: bytes) -> bool:
+    def _send(self, *parts: bytes | memoryview) -> bool:
         """Send a frame; returns False if the engine has ended the connection, and so never had all of it."""
         try:
             with self._send_lock:
-                self._socket.sendall(frame)
+                for part in parts:
+                    self._socket.sendall(part)
         except (BrokenPipeError, ConnectionResetError):
             self._shut()
             return False
@@ -233,7 +260,7 @@ class _Connection:
                 frame = decode_from_engine(body)
                 if isinstance(frame, Answer):
                     self._deliver(read_response(self._socket, frame))
-                elif isinstance(frame, State | Reported):
+                elif isinstance(frame, _Told):
                     self._answer(frame)
         except (OSError, BadFrame) as error:
             _log.warning("the connection to the engine broke: %s", error)
@@ -253,7 +280,7 @@ class _Connection:
         except Exception:  # one front end's fault must not end everyone's connection
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
-    def _answer(self, frame: State | Reported) -> None:
+    def _answer(self, frame: _Told) -> None:
         with self._lock:
             answer = self._questions.pop(frame.question, None)
         if answer is not None:
@@ -271,8 +298,8 @@ class _Connection:
             self._deliver(Response(request_id, error=self._lost(), is_final=True))
         self._socket.close()
 
-    def _lost(self) -> Unavailable:
-        return Unavailable(
+    def _lost(self) -> Unreachable:
+        return Unreachable(
             f"the connection to the engine at {self._path} was lost while the request was in flight; "
             "the server's log may say why, and a later try may work"
         )

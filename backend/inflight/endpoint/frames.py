@@ -5,13 +5,14 @@ side names requests by ids of its own, which mean nothing outside of its connect
 message.
 
 Logits and additional outputs are no part of a message: they follow their Answer as raw bytes, whose number is
-known from their shapes, so that gigabytes are copied no more often than a socket does. Pure but for the functions
-that read.
+known from their shapes, so that gigabytes are copied no more often than a socket does. So do a Submit's adapter
+and prompt table (`raw_buffers.py`). Pure but for the functions that read.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import TypeVar
@@ -21,10 +22,12 @@ import msgspec
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
 from inflight.core.request.response import AdditionalOutput, Response, Result
 from inflight.core.request.stop import StopReason
 from inflight.errors import InflightError, error_from_code
+from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH_BYTES = 4
@@ -66,7 +69,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: `request`, whose request_id is the connection's."""
+    """Front end → engine: `request`, whose request_id is the connection's. Its buffers follow."""
 
     request: Request
 
@@ -91,6 +94,26 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
     question: int
     text: str = ""
+    error_code: str = ""
+    error_message: str = ""
+
+
+class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Front end → engine: carry `command` out and answer with an Adapters of the same `question`.
+
+    `timeout_s` is how long the front end waits, in seconds.
+    """
+
+    question: int
+    command: AdapterCommand
+    timeout_s: float
+
+
+class Adapters(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end: all adapters after a command, or why it failed."""
+
+    question: int
+    adapters: tuple[AdapterState, ...] = ()
     error_code: str = ""
     error_message: str = ""
 
@@ -175,12 +198,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     additional_outputs: tuple[tuple[str, tuple[_Shape, ...]], ...] = ()
 
 
-FromEngine = Hello | Answer | State | Reported | Drained | Supervised | Beat | Statistics | Leaving
-FromFrontEnd = Submit | Stop | ReadState | ReadReports | Drain | Retire | Supervise
+FromEngine = Hello | Answer | State | Adapters | Reported | Drained | Supervised | Beat | Statistics | Leaving
+FromFrontEnd = Submit | Stop | ReadState | CommandAdapters | ReadReports | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
 
 
 def encode(frame: FromEngine | FromFrontEnd) -> bytes:
@@ -189,6 +211,15 @@ def encode(frame: FromEngine | FromFrontEnd) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+def encode_submit(request: Request) -> list[bytes | memoryview]:
+    """A Submit's frame and the buffers that follow it; raises BadFrame if either is too long."""
+    body, buffers = BufferedEncoder().encode(Submit(request))
+    longest = max([len(body), *map(len, buffers)])
+    if longest > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {longest} bytes; at most {MAX_FRAME_BYTES} are sent")
+    return [len(body).to_bytes(_LENGTH_BYTES, "big") + body, *buffers]
 
 
 def encode_response(response: Response) -> list[bytes]:
@@ -234,18 +265,35 @@ def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
 
 def decode_from_engine(body: bytes) -> FromEngine:
     """The message of a frame from the engine; raises BadFrame if it is none."""
-    return _decode(_FROM_ENGINE, body)
+    return _decode(_FROM_ENGINE.decode, body)
 
 
-def decode_from_front_end(body: bytes) -> FromFrontEnd:
-    """The message of a frame for the engine; raises BadFrame if it is none."""
-    return _decode(_FROM_FRONT_END, body)
+class FrontEndFrames:
+    """What a front end sends on one connection, read by one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._decoder: BufferedDecoder[FromFrontEnd] = BufferedDecoder(FromFrontEnd)
+
+    def read(self) -> FromFrontEnd | None:
+        """The next message, with its buffers; None at the connection's end. Raises BadFrame if it is none."""
+        body = read_frame(self._connection)
+        if body is None:
+            return None
+        frame, buffers = self.decode(body)
+        for buffer in buffers:
+            _fill(self._connection, buffer)
+        return frame
+
+    def decode(self, body: bytes) -> tuple[FromFrontEnd, list[memoryview]]:
+        """The message of a frame, and the room for the buffers behind it; raises BadFrame if it is none."""
+        return _decode(self._decoder.decode, body)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+def _decode(decode: Callable[[bytes], _T], body: bytes) -> _T:
     try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return decode(body)
+    except (msgspec.MsgspecError, RecursionError, MemoryError) as error:
         raise BadFrame(f"not a frame of the engine endpoint: {error}") from error
 
 
@@ -277,6 +325,14 @@ def read_response(connection: socket.socket, answer: Answer) -> Response:
             ),
         )
     return Response(answer.request_id, result, error, answer.is_final)
+
+
+def _fill(connection: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        count = connection.recv_into(buffer)
+        if not count:
+            raise BadFrame(f"the connection ended inside a buffer, {len(buffer)} bytes to come")
+        buffer = buffer[count:]
 
 
 def _read_tensor(connection: socket.socket, shape: _Shape) -> FloatTensor:

@@ -4,9 +4,10 @@ The client owns the requests that wait for the batcher, the stop signals that it
 callback of each unanswered request. It does not know the batcher: it gets `notify`, and the batcher gets three
 callbacks.
 
-`describe`, `submit`, `stop` and `state` may be called on any thread. The callbacks `get_inference_requests`,
-`poll_stop_signals` and `send_response` belong to the batcher's loop thread, and every response is delivered on it;
-only `fail_all`, `drain` and `close` deliver on their caller's thread, once the loop is dead, hangs or has ended.
+`describe`, `submit`, `stop`, `state` and `adapters` may be called on any thread. The callbacks
+`get_inference_requests`, `poll_stop_signals` and `send_response` belong to the batcher's loop thread, and every
+response is delivered on it; only `fail_all`, `drain` and `close` deliver on their caller's thread, once the loop
+is dead, hangs or has ended.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from inflight.core.ports import SendResponseCallback, WaitUntilSent
+from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
+from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
-from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason, StopSignal
+from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopReason, StopSignal
 from inflight.errors import InflightError, Unavailable, Unsupported
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
+_BETWEEN_ROUNDS_S = 2.0
+"""How long a drain waits for the request that continues an answered one."""
 _SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -42,6 +46,7 @@ class LocalEngineClient:
             Unavailable once its loop has ended. None for a batcher that does not tell its state.
         read_reports: Takes a kind and a number of seconds, and returns what the batcher has kept, as `reports`
             does. None for a batcher that keeps nothing.
+        adapters: What clients may ask of the adapters. None: nothing.
     """
 
     def __init__(
@@ -50,11 +55,13 @@ class LocalEngineClient:
         notify: Callable[[], None],
         read_state: Callable[[float], str] | None = None,
         read_reports: Callable[[ReportKind, float | None], Reports] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._description = description
         self._notify = notify
         self._read_state = read_state
         self._read_reports = read_reports
+        self._adapters = adapters
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
@@ -63,6 +70,9 @@ class LocalEngineClient:
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
         self._refusal: str | None = None
+        self._refuses_all = False  # those that continue others, too
+        self._to_be_continued: set[int] = set()  # unanswered requests after which a drain waits for the next
+        self._continued_until_s = 0.0  # monotonic
         self._farewell: InflightError | None = None  # instead of CANCELLED, for those that drain ends
         self._all_answered = threading.Condition(self._lock)
         # Held while a response is on its way to its callback, so that none comes behind `fail_all`'s.
@@ -76,10 +86,19 @@ class LocalEngineClient:
         return self._description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> int:
-        """Queue `request` and return the id it runs under; raises Unavailable after `refuse` or `fail_all`."""
+        """Queue `request` and return the id it runs under.
+
+        Raises Unavailable after `fail_all`, after `refuse` unless it continues another request, or if too many
+        weights of adapters wait to be stored.
+        """
         with self._lock:
-            self._check_available()
+            if self._refuses_all or not request.is_continuation:
+                self._check_available()
             request_id = next(self._ids)
+            if request.may_be_continued:
+                self._to_be_continued.add(request_id)
+            if request.lora is not None and request.lora.weights is not None and self._adapters is not None:
+                self._adapters.expect_weights(request_id, request.lora.num_bytes)
             self._callbacks[request_id] = on_response
             self._queue[request_id] = replace(
                 request, request_id=request_id, arrival_time_ns=time.monotonic_ns()
@@ -102,6 +121,8 @@ class LocalEngineClient:
                 self._stopped_in_queue[request_id] = ended_before_start(
                     waiting, FINISH_REASON_OF_STOP[reason]
                 )
+                if waiting.lora is not None and self._adapters is not None:
+                    self._adapters.give_up_weights(request_id)
             elif request_id in self._callbacks and request_id not in self._stopped_in_queue:
                 self._stop_signals.append(StopSignal(request_id, reason, sequence_index, time.monotonic_ns()))
             else:
@@ -124,20 +145,36 @@ class LocalEngineClient:
             in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._callbacks)}
         return json.dumps({**in_front, "batcher": batcher})
 
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        """Carry a command out on this thread and return all adapters that there are then.
+
+        Raises Unavailable once the engine is gone, or if an adapter takes longer than `timeout_s` seconds to read,
+        Unsupported if the engine takes no commands, and what is wrong with this one.
+        """
+        self._check_available()
+        if self._adapters is None:
+            raise Unsupported("this engine takes no commands for adapters")
+        if command.action is AdapterAction.LOAD:
+            self._adapters.load(command.name, command.path, timeout_s)
+        elif command.action is AdapterAction.UNLOAD:
+            self._adapters.unload(command.name, command.task_id)
+        return tuple(self._adapters.list_adapters())
+
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """What the batcher has kept since the last call, also after its end."""
         return Reports() if self._read_reports is None else self._read_reports(kind, timeout_s)
 
     def refuse(self, error: InflightError) -> None:
-        """Let later submits raise Unavailable, while the requests that are here go on."""
+        """Let later submits raise Unavailable, while those that are here, and what continues them, go on."""
         with self._lock:
             self._refusal = self._refusal or str(error)
 
     def drain(self, timeout_s: float, why: str = _SHUTTING_DOWN) -> None:
         """Refuse new requests and wait until every other is answered; end with Unavailable what takes longer.
 
-        Returns when all have their final response, at the latest five seconds after the time was up: a loop that
-        has not ended them by then hangs, and they are answered without it. Not to be called on the loop's thread.
+        A request that is asked in rounds is waited for to its last round. Returns when all have their final
+        response, at the latest five seconds after the time was up: a loop that has not ended them by then hangs,
+        and they are answered without it. Not to be called on the loop's thread.
 
         Args:
             timeout_s: How many seconds requests may go on.
@@ -146,9 +183,9 @@ class LocalEngineClient:
         error = Unavailable(why)
         self.refuse(error)
         with self._lock:
-            if self._all_answered.wait_for(lambda: not self._callbacks, timeout_s):
+            if self._wait_for_all(timeout_s):
                 return
-            self._farewell = error
+            self._farewell, self._refuses_all = error, True
             late = list(self._callbacks)
         for request_id in late:
             self.stop(request_id, StopReason.CANCELLED)
@@ -166,6 +203,8 @@ class LocalEngineClient:
         """
         self.refuse(error)
         with self._delivering, self._lock:
+            self._refuses_all = True
+            self._to_be_continued.clear()
             unanswered = list(self._callbacks.items())
             self._callbacks.clear()
             self._queue.clear()
@@ -178,6 +217,17 @@ class LocalEngineClient:
     def close(self) -> None:
         """Answer unanswered requests with Unavailable, after the loop has ended or while it hangs. Idempotent."""
         self.fail_all(Unavailable(_SHUTTING_DOWN))
+
+    def _wait_for_all(self, timeout_s: float) -> bool:
+        """Wait until all is answered and no round is to follow; returns whether in time. Holds the lock."""
+        end_s = time.monotonic() + timeout_s
+        while self._all_answered.wait_for(lambda: not self._callbacks, max(0.0, end_s - time.monotonic())):
+            now_s = time.monotonic()
+            gap_s = min(self._continued_until_s, end_s) - now_s
+            if gap_s <= 0:
+                return True
+            self._all_answered.wait(gap_s)
+        return False
 
     def _check_available(self) -> None:
         if self._refusal is not None:
@@ -218,10 +268,18 @@ class LocalEngineClient:
         end_s = time.monotonic() + timeout_s
         return all(wait(max(0.0, end_s - time.monotonic())) for wait in self._outboxes)
 
+    def _expect_continuation(self, response: Response) -> None:
+        """Remember that a request in rounds is about to go on, if this final response lets it. Holds the lock."""
+        if response.request_id in self._to_be_continued:
+            self._to_be_continued.remove(response.request_id)
+            if response.result is not None and response.result.finish_reasons[0] is FinishReason.LENGTH:
+                self._continued_until_s = time.monotonic() + _BETWEEN_ROUNDS_S
+
     def _hand_on(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
                 on_response = self._callbacks.pop(response.request_id, None)
+                self._expect_continuation(response)
             else:
                 on_response = self._callbacks.get(response.request_id)
             farewell = self._farewell

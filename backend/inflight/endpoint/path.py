@@ -25,15 +25,21 @@ _LONGEST_NAME = 40
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 
 
-def endpoint_path(server_pid: int, model_name: str) -> str:
+def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None = None) -> str:
     """The socket of the engine in `model_name` of the tritonserver with this process id.
 
     In the user's runtime folder if there is one, else the temporary folder; the user id is part of the name,
     so that two users' servers with equal process ids (in two containers, say) do not meet. A folder that would
     make the path too long for a socket is passed over.
+
+    Args:
+        server_pid: tritonserver's process id.
+        model_name: The model that holds the engine.
+        runtime_folder: The runtime folder of that server; None: that of this process, which the server shares.
     """
+    runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "") if runtime_folder is None else runtime_folder
     name = f"inflight-{os.geteuid()}-{server_pid}-{_file_name(model_name)}.sock"
-    folders = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
+    folders = (runtime_folder, tempfile.gettempdir(), "/tmp")
     paths = [os.path.join(folder, name) for folder in folders if os.access(folder, os.W_OK)]
     return next((path for path in paths if _fits(path)), os.path.join("/tmp", name))
 

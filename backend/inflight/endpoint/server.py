@@ -1,8 +1,8 @@
 """The engine's side of the endpoint: front ends in other processes reach the engine's client through it.
 
 The server owns the listening socket and, per connection, a reader thread, a writer thread and the requests in
-flight on it; a question about the batcher's state has a thread of its own while it is answered. When a
-connection ends, for whatever reason, its requests are stopped. The server knows neither the batcher nor who
+flight on it; a question about the batcher's state or the adapters has a thread of its own while it is answered.
+When a connection ends, for whatever reason, its requests are stopped. The server knows neither the batcher nor who
 connects.
 """
 
@@ -20,8 +20,11 @@ from inflight.core.ports import EngineClient
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (
+    Adapters,
     BadFrame,
+    CommandAdapters,
     Drained,
+    FrontEndFrames,
     Hello,
     ReadReports,
     ReadState,
@@ -31,10 +34,8 @@ from inflight.endpoint.frames import (
     Stop,
     Submit,
     Supervise,
-    decode_from_front_end,
     encode,
     encode_response,
-    read_frame,
 )
 from inflight.endpoint.mailbox import Mailbox
 from inflight.endpoint.path import listen, remove
@@ -163,8 +164,8 @@ class _Connection:
 
     def _read(self) -> None:
         try:
-            while (body := read_frame(self._socket)) is not None:
-                frame = decode_from_front_end(body)
+            frames = FrontEndFrames(self._socket)
+            while (frame := frames.read()) is not None:
                 if isinstance(frame, Submit):
                     self._submit(frame)
                 elif isinstance(frame, Stop):
@@ -172,6 +173,9 @@ class _Connection:
                 elif isinstance(frame, ReadState):
                     # May take as long as an iteration, and a stop may come behind it.
                     _start_thread("endpoint-state", self._say_state, frame)
+                elif isinstance(frame, CommandAdapters):
+                    # May read files.
+                    _start_thread("endpoint-adapters", self._command_adapters, frame)
                 elif isinstance(frame, ReadReports):
                     # May wait for something to report.
                     _start_thread("endpoint-reports", self._report, frame)
@@ -225,11 +229,21 @@ class _Connection:
         """Answer a question for the state; on a thread of its own, which ends in time although nobody joins it."""
         try:
             state = State(frame.question, self._client.state(frame.timeout_s))
-        except Exception as caught:  # the side that asked gets it
+        except Exception as caught:  # whatever it is, the side that asked gets it
             error = _as_inflight_error(caught, "the state could not be read")
             state = State(frame.question, error_code=error.code, error_message=str(error))
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
+
+    def _command_adapters(self, frame: CommandAdapters) -> None:
+        """Carry a command out and answer it; on a thread of its own."""
+        try:
+            told = Adapters(frame.question, self._client.adapters(frame.command, frame.timeout_s))
+        except Exception as caught:  # the side that asked gets it
+            error = _as_inflight_error(caught, "the command could not be carried out")
+            told = Adapters(frame.question, error_code=error.code, error_message=str(error))
+        with contextlib.suppress(OSError):  # the connection has ended
+            self._send([encode(told)])
 
     def _report(self, frame: ReadReports) -> None:
         """Answer a question for reports; on a thread of its own. One without end ends with the batcher."""

@@ -149,7 +149,7 @@ class Heartbeat:
                 for connection in self._connections.values():
                     selector.register(connection.socket, selectors.EVENT_READ, connection)
                 self._beat_until_the_end(selector)
-        except Exception as error:  # a bug: without a heartbeat this rank is as good as lost
+        except Exception as error:  # whatever a bug raises, without a heartbeat this rank is as good as lost
             _log.exception("the heartbeat failed")
             self._lose(
                 Unavailable(f"the heartbeat between the ranks failed: {type(error).__name__}: {error}")
@@ -231,7 +231,7 @@ class Heartbeat:
         _log.error("%s", error)
         try:
             self._on_loss(error)
-        except Exception:  # a bug in it: the connections have to be closed all the same
+        except Exception:  # whatever a bug in it raises, the connections have to be closed
             _log.exception("what follows upon the loss of a rank failed")
 
 

@@ -1,25 +1,23 @@
 """The ranks in step: one broadcast an iteration says what enters it, and a wake byte goes ahead of the first.
 
 Implements `inflight.core.ports.Ranks` over a world's broadcast and the heartbeat. Owns the encoding of what is
-shared. MPI's blocking calls spin; therefore a rank with nothing to do waits at the heartbeat's socket instead, and
-is in the broadcast only while the others are about to be. Loop thread.
+shared; adapters and prompt tables are no part of the message, but follow it as they are. MPI's blocking calls
+spin; therefore a rank with nothing to do waits at the heartbeat's socket instead, and is in the broadcast only
+while the others are about to be. Loop thread.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from inflight.core.request.request import IterationInput
 from inflight.ranks.heartbeat import Heartbeat
+from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiWorld
 
 _END = b""
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(IterationInput)
 
 
 class Lockstep:
@@ -32,6 +30,8 @@ class Lockstep:
         self._world = world
         self._heartbeat = heartbeat
         self._next_iteration = 0
+        self._encoder = BufferedEncoder()
+        self._decoder: BufferedDecoder[IterationInput] = BufferedDecoder(IterationInput)
 
     @property
     def is_leader(self) -> bool:
@@ -45,7 +45,10 @@ class Lockstep:
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
         """Wake the others if need be, and tell them `inputs`."""
         self._begin(inputs.iteration)
-        self._tell(_ENCODER.encode(inputs), are_asleep)
+        message, buffers = self._encoder.encode(inputs)
+        self._tell(message, are_asleep)
+        for buffer in buffers:
+            self._world.broadcast_buffer(buffer)
 
     def end(self, are_asleep: bool) -> None:
         """Wake the others if need be, and tell them that nothing follows."""
@@ -60,7 +63,9 @@ class Lockstep:
         message = self._world.broadcast()
         if message == _END:
             return None
-        inputs = _DECODER.decode(message)
+        inputs, buffers = self._decoder.decode(message)
+        for buffer in buffers:
+            self._world.broadcast_buffer(buffer)
         self._begin(inputs.iteration)
         return inputs
 

@@ -54,7 +54,7 @@ class MpiWorld:
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
 
-    def mapping(self, tp_size: int, pp_size: int) -> Mapping:
+    def mapping(self, tp_size: int, pp_size: int, moe_ep_size: int = 1) -> Mapping:
         """This rank's place in the model; ConfigError if there are not as many ranks as needed."""
         if self.size != tp_size * pp_size:
             needed = tp_size * pp_size
@@ -62,7 +62,7 @@ class MpiWorld:
                 f"tensor_parallel_size {tp_size} times pipeline_parallel_size {pp_size} needs {needed} ranks, but "
                 f"{self.size} were started together"
             )
-        return Mapping(tp_size, pp_size, self.rank)
+        return Mapping(tp_size, pp_size, self.rank, moe_ep_size)
 
     def broadcast(self, message: bytes = b"") -> bytes:
         """Rank 0's `message`, on every rank."""
@@ -78,6 +78,11 @@ class MpiWorld:
         rest = bytearray(message[room:]) if self.rank == 0 else bytearray(length - room)
         self._comm.Bcast([rest, MPI.BYTE])
         return bytes(first[_LENGTH_BYTES:]) + bytes(rest)
+
+    def broadcast_buffer(self, buffer: memoryview) -> None:
+        """Give every rank's buffer, of the same length, what rank 0's holds."""
+        for begin in range(0, len(buffer), _PART_BYTES):
+            self._comm.Bcast(_buffer(buffer[begin : begin + _PART_BYTES]))
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. Slower than `broadcast`: for the start."""

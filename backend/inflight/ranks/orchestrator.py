@@ -182,7 +182,7 @@ class Orchestrator:
                 ranks.stop()
             ranks.serve(self._job, self._around.server, awaits_successor)
             return ranks, EngineWatch(self._job.endpoint_path, self._timeout_s)
-        except BaseException:
+        except BaseException:  # whatever it is, the ranks must not run on
             ranks.end()
             raise
         finally:

@@ -94,7 +94,11 @@ class RankContext:
     ) -> None:
         """Raises ConfigError on all ranks if there are not as many as needed or they do not reach each other."""
         self.world = world
-        self.mapping = world.mapping(parameters.tensor_parallel_size, parameters.pipeline_parallel_size)
+        self.mapping = world.mapping(
+            parameters.tensor_parallel_size,
+            parameters.pipeline_parallel_size,
+            parameters.moe_expert_parallel_size,
+        )
         self.agreement = Agreement(world)
         self.hosts: Sequence[Host] = gather_hosts(world)
         with self.agreement.step():

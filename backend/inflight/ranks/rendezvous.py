@@ -234,7 +234,7 @@ def _try_address(
         if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES), expected):
             raise _Stranger
         connection.sendall(_ACCEPTED)
-    except BaseException:
+    except BaseException:  # whatever it is, nobody else would close the connection
         connection.close()
         raise
     return connection, numeric

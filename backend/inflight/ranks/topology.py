@@ -29,17 +29,25 @@ class Mapping:
         tp_size: Ranks that share every layer.
         pp_size: Pipeline stages, each with some of the layers.
         rank: 0 .. world_size - 1.
+        moe_ep_size: Groups of the `tp_size` ranks, each of which has some of a layer's experts; the ranks of a
+            group have slices of these.
     """
 
     tp_size: int = 1
     pp_size: int = 1
     rank: int = 0
+    moe_ep_size: int = 1
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless such a rank exists."""
         for name, size in (("tensor_parallel_size", self.tp_size), ("pipeline_parallel_size", self.pp_size)):
             if size < 1:
                 raise ConfigError(f"{name} is {size}, expected at least 1")
+        if self.moe_ep_size < 1 or self.tp_size % self.moe_ep_size:
+            raise ConfigError(
+                f"moe_expert_parallel_size is {self.moe_ep_size}, expected a divisor of tensor_parallel_size, "
+                f"{self.tp_size}"
+            )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"rank is {self.rank}, expected 0 to {self.world_size - 1}: tensor_parallel_size {self.tp_size} "

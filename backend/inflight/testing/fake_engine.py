@@ -1,9 +1,10 @@
 """A device whose KV cache holds digests: every position stores a digest of the whole prefix up to it.
 
-A row's next token is a digest of everything its block table holds, so any slip in scheduling (a wrong block, a
-block shared too early or freed too soon, a missing copy, a token computed twice or not at all) changes the tokens,
-and the `expected_*` functions of `fake_model` say what they should have been. External drafts are verified as
-drafts without logits are. There is no model and no clock. Only the loop thread calls it.
+A row's next token is a digest of everything its block table holds, and of what is in its adapter's pages. So any
+slip in scheduling changes the tokens: a wrong block, a block shared too early or freed too soon, a missing copy, a
+token computed twice or not at all, a page that is overwritten while it is in use. The `expected_*` functions of
+`fake_model` say what the tokens should have been. External drafts are verified as drafts without logits are. There
+is no model and no clock. Only the loop thread calls it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import (
+    AdapterLoad,
     BeamGroup,
     BeamMove,
     ContextChunk,
@@ -29,6 +30,7 @@ from inflight.core.schedule.batch import (
 )
 from inflight.testing.fake_model import (
     PLAIN,
+    Conditions,
     choose,
     describe_tokens,
     digest_after,
@@ -37,20 +39,24 @@ from inflight.testing.fake_model import (
     looks_back,
     rank_candidates,
     remember,
-    seen_as,
 )
 
 _EMPTY = 0  # what an unwritten position holds
+_NO_ADAPTER = b"nothing", 0  # what an unwritten page for adapters holds
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device remembers of a row; `history` is used only if the choice of tokens looks back."""
+    """What the device remembers of a row; `history` is used only if the choice of tokens looks back.
+
+    What is in the pages of its adapter is looked up whenever it is used, and is no part of `conditions`.
+    """
 
     start: SlotStart
     looks_back: bool
     wants_details: bool
-    identity: PrefixIdentity | None  # None: plain
+    conditions: Conditions
+    is_plain: bool
     history: int = 0
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -96,10 +102,13 @@ class FakeEngine:
         self._attend_to_all = attend_to_all
         self._cache = [[_EMPTY] * limits.tokens_per_block for _ in range(limits.num_blocks)]
         self._slots: dict[int, _Slot] = {}
+        # What is in each page: whose content, and which part of it.
+        self._adapter_pages: list[tuple[bytes, int]] = [_NO_ADAPTER] * limits.num_adapter_pages
+        self._adapters: dict[int, tuple[int, ...]] = {}  # all pages of an adapter by its first
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Apply the deltas and compute every row; choose tokens too, if the batch samples on the device."""
-        with self._forgotten_on_failure(batch, batch.starts):
+        with self._forgotten_on_failure(batch, batch.starts, batch.adapter_loads):
             return self._forward(batch)
 
     def _forward(self, batch: ScheduledBatch) -> FakeLogits:
@@ -158,11 +167,13 @@ class FakeEngine:
     # ---------------------------------------------------------------- deltas
 
     @contextmanager
-    def _forgotten_on_failure(self, batch: ScheduledBatch, starts: Sequence[SlotStart]) -> Iterator[None]:
-        """Forget the slots of a batch that fails, so that they have to be started again."""
+    def _forgotten_on_failure(
+        self, batch: ScheduledBatch, starts: Sequence[SlotStart], loads: Sequence[AdapterLoad] = ()
+    ) -> Iterator[None]:
+        """Forget the slots and loads of a batch that fails, so that they have to be started and loaded again."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever it is, it is raised again
             named = (
                 *(start.slot for start in starts),
                 *(chunk.slot for chunk in batch.context),
@@ -170,6 +181,8 @@ class FakeEngine:
             )
             for slot in named:
                 self._slots.pop(slot, None)
+            for page in (page for load in loads for page in load.pages):
+                self._adapter_pages[page] = _NO_ADAPTER
             raise
 
     def _still_there(self, starts: Sequence[SlotStart]) -> list[SlotStart]:
@@ -178,16 +191,32 @@ class FakeEngine:
             start for start in starts if start.slot in self._slots and self._slots[start.slot].start is start
         ]
 
+    def _load(self, load: AdapterLoad) -> None:
+        assert len(set(load.pages)) == self.limits.adapter_pages(load.adapter.rank)
+        for part, page in enumerate(load.pages):
+            self._adapter_pages[page] = load.adapter.digest, part
+        self._adapters[load.pages[0]] = load.pages
+
+    def _adapter_in(self, first_page: int) -> bytes:
+        """Digest of the adapter in these pages, or something else if they do not hold one adapter in order."""
+        held = [self._adapter_pages[page] for page in self._adapters[first_page]]
+        digest = held[0][0]
+        is_whole = held == [(digest, part) for part in range(len(held))]
+        return digest if is_whole else b"".join(each + bytes((part,)) for each, part in held)
+
     def _apply(self, batch: ScheduledBatch) -> None:
+        for load in batch.adapter_loads:
+            self._load(load)
         for slot in batch.released_slots:
             self._slots.pop(slot, None)
         for start in batch.starts:
             assert start.slot not in self._slots, f"slot {start.slot} is taken"
             remembers = looks_back(start.request.sampling)
             history = remember(0, start.token_ids) if remembers else 0
-            identity = None if start.request.identity == PLAIN else start.request.identity
+            conditions = Conditions.of(start.request)
+            is_plain = conditions == PLAIN and start.adapter < 0
             wants_details = start.request.output.wants_details
-            self._slots[start.slot] = _Slot(start, remembers, wants_details, identity, history)
+            self._slots[start.slot] = _Slot(start, remembers, wants_details, conditions, is_plain, history)
         for source, target in batch.block_copies:
             self._cache[target] = self._cache[source].copy()
         self._move(batch.moves)
@@ -210,8 +239,19 @@ class FakeEngine:
     def _run_chunk(self, chunk: ContextChunk) -> list[int]:
         row = self._slots[chunk.slot]
         assert chunk.start >= row.num_tokens, f"slot {chunk.slot} goes back to position {chunk.start}"
+        self._check_ids(chunk, row.start.request)
         row.num_tokens = chunk.start
         return [self._run_token(row, token_id) for token_id in chunk.token_ids]
+
+    def _check_ids(self, chunk: ContextChunk, request: Request) -> None:
+        """A prompt may have ids of rows of the request's table; nothing that is generated or drafted has any."""
+        num_rows = 0 if request.prompt_table is None else request.prompt_table.num_rows
+        behind = max(0, request.prompt_length - chunk.start)
+        assert max(chunk.token_ids) < self.limits.vocab_size + num_rows, f"slot {chunk.slot}: no such row"
+        others = chunk.token_ids[behind:]
+        assert not others or max(others) < self.limits.vocab_size, (
+            f"slot {chunk.slot} generates rows of a table"
+        )
 
     def _run_token(self, row: _Slot, token_id: int) -> int:
         size, position = self.limits.tokens_per_block, row.num_tokens
@@ -222,11 +262,16 @@ class FakeEngine:
             prefix = (self._cache[row.block_table[(position - 1) // size]][(position - 1) % size],)
         else:
             prefix = ()
-        seen = token_id if row.identity is None else seen_as(token_id, position, row.identity)
-        digest = digest_after(prefix, seen)
+        digest = digest_after(prefix, token_id if row.is_plain else self._seen(row, token_id, position))
         self._cache[row.block_table[position // size]][position % size] = digest
         row.num_tokens += 1
         return digest
+
+    def _seen(self, row: _Slot, token_id: int, position: int) -> int:
+        conditions = row.conditions
+        if row.start.adapter >= 0:
+            conditions = replace(conditions, adapter=self._adapter_in(row.start.adapter))
+        return conditions.seen_as(token_id, position)
 
     # ---------------------------------------------------------------- decoding
 

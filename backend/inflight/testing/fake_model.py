@@ -12,6 +12,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
@@ -24,26 +25,49 @@ _GREEDY_LOGIT = 8.5
 _LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # the others: 0 .. 8, exact in float32
 _NO_HISTORY = 0
 
-PLAIN = PrefixIdentity()
-"""The identity of a prompt whose keys and values depend on its tokens alone."""
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a sequence's keys and values depend on besides its tokens.
+
+    Attributes:
+        identity: As the request has it.
+        adapter: Digest of the content of its adapter; empty without one.
+        prompt_table: Digest of the content of its prompt table; empty without one.
+    """
+
+    identity: PrefixIdentity = field(default_factory=PrefixIdentity)
+    adapter: bytes = b""
+    prompt_table: bytes = b""
+
+    @classmethod
+    def of(cls, request: Request, adapter: bytes = b"") -> Conditions:
+        """Those of a request whose adapter has this content."""
+        table = request.prompt_table
+        return cls(request.identity, adapter, table.digest if table else b"")
+
+    def seen_as(self, token_id: int, position: int) -> int:
+        """What stands for a token in digests: its id, or a number of its own where not all is as in `PLAIN`.
+
+        An extra id changes the token that it belongs to, everything else changes every token.
+        """
+        identity = self.identity
+        extra = identity.extra_ids[position] if position < len(identity.extra_ids) else 0
+        if not (extra or identity.cache_salt_id or self.adapter or self.prompt_table):
+            return token_id
+        # hash() of bytes is another in every process, that of numbers is not.
+        adapter, table = int.from_bytes(self.adapter, "big"), int.from_bytes(self.prompt_table, "big")
+        return hash((token_id, extra, identity.cache_salt_id, adapter, table))
+
+
+PLAIN = Conditions()
+"""Keys and values depend on tokens alone."""
 
 
 def digest_after(prefix: Sequence[int], token_id: int) -> int:
     """The digest of a token that follows positions of these digests; never 0."""
     # hash() of a tuple of ints is the same in every process; a broken digest only weakens the fake.
     return hash((*prefix, token_id)) or 1
-
-
-def seen_as(token_id: int, position: int, identity: PrefixIdentity) -> int:
-    """What stands for a token in digests: its id, or a number of its own under an identity that is not plain.
-
-    An extra id changes the token that it belongs to, everything else of an identity changes every token.
-    """
-    extra = identity.extra_ids[position] if position < len(identity.extra_ids) else 0
-    lora, table = identity.lora_task_id, int.from_bytes(identity.prompt_table_digest, "big")
-    if not (extra or identity.cache_salt_id or table) and lora is None:
-        return token_id
-    return hash((token_id, extra, identity.cache_salt_id, 0 if lora is None else lora + 1, table))
 
 
 def looks_back(sampling: SamplingConfig) -> bool:
@@ -145,7 +169,7 @@ class LoneSequence:
         token_ids: The first tokens.
         vocab_size: Number of token ids.
         attend_to_all: Whether a digest depends on all digests before it, or on the last one.
-        identity: What the digests depend on besides the tokens.
+        conditions: What the digests depend on besides the tokens.
     """
 
     def __init__(
@@ -153,13 +177,13 @@ class LoneSequence:
         token_ids: Sequence[int],
         vocab_size: int,
         attend_to_all: bool = True,
-        identity: PrefixIdentity = PLAIN,
+        conditions: Conditions = PLAIN,
     ) -> None:
         self.tokens: list[int] = []
         self._vocab_size = vocab_size
         self._attend_to_all = attend_to_all
-        self._identity = identity
-        self._is_plain = identity == PLAIN
+        self._conditions = conditions
+        self._is_plain = conditions == PLAIN
         self._digests: list[int] = []
         for token_id in token_ids:
             self.append(token_id)
@@ -172,13 +196,13 @@ class LoneSequence:
     def append(self, token_id: int) -> None:
         """Feed one more token."""
         prefix = self._digests if self._attend_to_all else self._digests[-1:]
-        seen = token_id if self._is_plain else seen_as(token_id, len(self.tokens), self._identity)
+        seen = token_id if self._is_plain else self._conditions.seen_as(token_id, len(self.tokens))
         self._digests.append(digest_after(prefix, seen))
         self.tokens.append(token_id)
 
     def continued(self, token_id: int) -> LoneSequence:
         """A copy with one more token."""
-        copy = LoneSequence((), self._vocab_size, self._attend_to_all, self._identity)
+        copy = LoneSequence((), self._vocab_size, self._attend_to_all, self._conditions)
         copy.tokens, copy._digests = self.tokens.copy(), self._digests.copy()
         copy.append(token_id)
         return copy
@@ -199,11 +223,11 @@ def expected_tokens(
     sampling: SamplingConfig | None = None,
     attend_to_all: bool = True,
     sequence_index: int = 0,
-    identity: PrefixIdentity = PLAIN,
+    conditions: Conditions = PLAIN,
 ) -> list[int]:
     """The first `num_tokens` tokens of a sequence that has the device to itself."""
     sampling = sampling or SamplingConfig()
-    sequence = LoneSequence(prompt, vocab_size, attend_to_all, identity)
+    sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
     while len(sequence.tokens) < len(prompt) + num_tokens:
         history, position = sequence.history(sampling), len(sequence.tokens)
         sequence.append(choose(sequence.digest, history, sampling, sequence_index, position, vocab_size))
@@ -215,10 +239,10 @@ def expected_logits(
     token_ids: Sequence[int],
     vocab_size: int,
     attend_to_all: bool = True,
-    identity: PrefixIdentity = PLAIN,
+    conditions: Conditions = PLAIN,
 ) -> list[array[float]]:
     """The logits that each of `token_ids`, which follow `prompt`, is chosen from."""
-    sequence = LoneSequence(prompt, vocab_size, attend_to_all, identity)
+    sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
     logits = []
     for token_id in token_ids:
         logits.append(sequence.logits())
@@ -237,17 +261,23 @@ def expected_log_probs(
     return [log_softmax(values)[token_id] for values, token_id in zip(logits, token_ids)]
 
 
-def expected_beams(request: Request, vocab_size: int, attend_to_all: bool = True) -> list[Hypothesis]:
+def expected_beams(
+    request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
+) -> list[Hypothesis]:
     """What a beam search finds whose every beam has the device to itself."""
-    return expected_beam_steps(request, vocab_size, attend_to_all)[-1]
+    return expected_beam_steps(request, vocab_size, attend_to_all, adapter)[-1]
 
 
 def expected_beam_steps(
-    request: Request, vocab_size: int, attend_to_all: bool = True
+    request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[list[Hypothesis]]:
-    """What such a search would answer after each of its steps; the last is what it finds."""
+    """What such a search would answer after each of its steps; the last is what it finds.
+
+    `adapter` is the digest of its adapter's content, empty without one.
+    """
+    conditions = Conditions.of(request, adapter)
     search = BeamSearch(request)
-    beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all, request.identity)]
+    beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all, conditions)]
     steps = []
     while not search.done:
         group = BeamGroup(tuple(range(len(beams))), search.scores, search.num_candidates)

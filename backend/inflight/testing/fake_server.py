@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.build import LoadedModel
 from inflight.config import Parameters
 from inflight.core.schedule.batch import EngineLimits
 from inflight.errors import ConfigError
+from inflight.load_model import LoadedModel
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.repository import default_repository
 from inflight.testing.fake_engine import FakeEngine
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_fake(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
-    """In the place of `inflight.build.load_model`. Of several ranks each makes up the same tokens.
+    """In the place of `inflight.load_model.load_model`. Of several ranks each makes up the same tokens.
 
     The checkpoint's name, `gpt_model_path` without folders, says how many token ids there are and how many
     microseconds a forward pass takes; ConfigError if it is not of the form vocab=N,step_us=N.

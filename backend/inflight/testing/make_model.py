@@ -1,6 +1,6 @@
 """Write a random-weight Hugging Face checkpoint, for tests and benchmarks that need a shape and not a meaning.
 
-Owns the shapes, and the config.json of five families. Which tensors follow from that, the loader says; a test has
+Owns the shapes, and the config.json of six families. Which tensors follow from that, the loader says; a test has
 transformers load every family. Weights are drawn in the loader's order from one seed.
 """
 
@@ -28,7 +28,13 @@ STANDARD_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder."""
+    """The sizes of a decoder.
+
+    Attributes:
+        ffn: Width of its MLPs; in a family with experts that of each expert.
+        experts: Of a layer, in a family with experts.
+        experts_per_token: Likewise.
+    """
 
     layers: int
     hidden: int
@@ -38,6 +44,8 @@ class Shape:
     vocabulary: int
     positions: int
     rope_theta: float
+    experts: int = 8
+    experts_per_token: int = 2
 
     @property
     def head_dim(self) -> int:
@@ -54,6 +62,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -124,11 +133,18 @@ def config(family: str, shape: Shape, dtype: str) -> dict[str, object]:
 
 
 def _llama_like_config(family: str, shape: Shape) -> dict[str, object]:
+    experts = {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.ffn,
+        "norm_topk_prob": True,
+    }
     specific: dict[str, dict[str, object]] = {
         "llama": {"attention_bias": False, "mlp_bias": False},
         "mistral": {"sliding_window": None},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
+        "qwen3_moe": {"use_sliding_window": False, "attention_bias": False, **experts},
     }
     return {
         "hidden_act": "silu",

@@ -55,7 +55,8 @@ class CacheRules:
         extra_ids: One per prompt token, 0 for text; empty: all are 0. Generated tokens have none.
         retention: What the request says about its blocks.
         prompt_length: Tokens of the prompt; blocks that begin behind them hold generated tokens.
-        lora_task_id: The adapter that computes keys and values, which the scope has too; None: the bare model.
+        lora_task_id: The id of the adapter that computes keys and values, which KV events tell; None: it has none,
+            or there is no adapter.
     """
 
     scope: bytes | None
@@ -88,29 +89,30 @@ class CacheRules:
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """What a prompt's keys and values depend on besides its tokens: a part of every block's key.
+    """What a prompt's keys and values depend on besides its tokens, as its client says: a part of every key.
 
-    Two requests share a block only if everything here is equal.
+    Two requests share a block only if everything here is equal, and so are their adapters and embedding tables.
 
     Attributes:
         cache_salt_id: Requests share blocks with requests of the same salt only. Tensor `cache_salt_id`.
-        lora_task_id: The adapter that computes keys and values; None: the bare model. Tensor `lora_task_id`.
-        prompt_table_digest: Digest of the content of the request's embedding table; empty without one. Equal ids
-            that mean rows of different tables are different prompts, whatever their extra ids say.
         extra_ids: One per prompt token, 0 for text; empty: all 0. Tensor `prompt_table_extra_ids`.
     """
 
     cache_salt_id: int = 0
-    lora_task_id: int | None = None
-    prompt_table_digest: bytes = b""
     extra_ids: tuple[int, ...] = ()
 
-    def scope(self, root: bytes) -> bytes:
-        """The scope that chains of digests start from; `root` itself if all but extra_ids is the default."""
-        if not (self.cache_salt_id or self.lora_task_id is not None or self.prompt_table_digest):
+    def scope(self, root: bytes, adapter: bytes = b"", prompt_table: bytes = b"") -> bytes:
+        """The scope that chains of digests start from; `root` itself if all but extra_ids is the default.
+
+        Args:
+            root: The scope of prompts of the bare model.
+            adapter: Digest of the content of the adapter that computes keys and values; empty without one.
+            prompt_table: Digest of the content of the request's embedding table; empty without one. Equal ids that
+                mean rows of different tables are different prompts, whatever their extra ids say.
+        """
+        if not (self.cache_salt_id or adapter or prompt_table):
             return root
-        adapter = b"" if self.lora_task_id is None else self.lora_task_id.to_bytes(8, "big")
-        parts = (root, self.cache_salt_id.to_bytes(8, "big"), adapter, self.prompt_table_digest)
+        parts = (root, self.cache_salt_id.to_bytes(8, "big"), adapter, prompt_table)
         # Lengths go in: no part can be taken for another's end.
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return blake2b(framed, digest_size=16).digest()
@@ -118,8 +120,6 @@ class PrefixIdentity:
     def validate(self, prompt_length: int) -> None:
         """Raise InvalidArgument unless all fit 64 bits and each prompt token has one extra id, or none has."""
         _check_uint64("cache_salt_id", self.cache_salt_id)
-        if self.lora_task_id is not None:
-            _check_uint64("lora_task_id", self.lora_task_id)
         if not self.extra_ids:
             return
         if len(self.extra_ids) != prompt_length:

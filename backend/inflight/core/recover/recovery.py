@@ -184,11 +184,27 @@ class Recovery:
             if (owner := owners.get(start.slot)) is not None
             and (owner.request, owner.sequence_index) == (start.request, start.sequence_index)
         ]
-        for llm_request in (*rows, *started):
+        for llm_request in (*rows, *started, *self._users_of(batch)):
             if llm_request.state is not RequestState.FINISHED:
                 llm_request.is_void = True
                 self.rows_came_back(llm_request, 0)
         self.restart()
+
+    def _users_of(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """The running sequences with adapters that a failed batch was to load, which have to be loaded again.
+
+        Nobody knows whether these are in their pages. Sequences that use one without a row in this batch started
+        behind it, so nothing that was computed with it has come back yet.
+        """
+        loaded = {load.adapter.handle for load in batch.adapter_loads}
+        if not loaded:
+            return []
+        self._running.adapter_pages.forget(loaded)
+        return [
+            llm_request
+            for llm_request in self._running.sequences
+            if (adapter := llm_request.group.adapter) is not None and adapter.handle in loaded
+        ]
 
     def rows_came_back(self, llm_request: LlmRequest, num_tokens: int) -> None:
         """Count rows of a void sequence as back; after the last of them it can `restart`."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.kv.kv_cache_manager import KvCacheManager
-from inflight.core.report.stats import IterationStats, StaticBatchStats
-from inflight.core.request.llm_request import LlmRequest, RequestGroup
+from inflight.core.report.stats import AdapterStats, IterationStats, StaticBatchStats
+from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.stop import FinishReason
+from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.core.schedule.batch import ContextChunk, EngineLimits, ScheduledBatch
 from inflight.errors import InflightError
 
@@ -81,16 +82,25 @@ class MetricsSnapshot:
     prompt_tokens: HistogramSnapshot
     output_tokens: HistogramSnapshot
     cancel_to_free: HistogramSnapshot
+    guide_wait: HistogramSnapshot
     finished: dict[FinishReason, int]
     failed: dict[str, int]
+    guides: dict[str, int]
+    running_by_adapter: dict[str, int]
+    waiting_by_adapter: dict[str, int]
+    adapters: AdapterStats
     num_preemptions: int
     num_hit_tokens: int
     num_missed_tokens: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
 
 
 @dataclass(slots=True)
 class ServiceMetrics:
-    """Counters and histograms of everything since the start, which only grow.
+    """Counters and histograms of everything since the start, which only grow, and what adapters are doing now.
 
     Attributes:
         time_to_first_token: Seconds from arrival to a request's first token.
@@ -100,11 +110,20 @@ class ServiceMetrics:
         prompt_tokens: Prompt tokens of ended requests.
         output_tokens: Generated tokens of ended sequences; of a beam search, steps.
         cancel_to_free: Seconds from a front end's stop to the moment slots and blocks were free.
+        guide_wait: Seconds from arrival to the iteration that knew that the request's guide can be followed.
         finished: Ended sequences by reason.
         failed: Requests that ended with an error, refused ones included, by its Triton code.
+        guides: Guides of requests that were "ready", and those that "failed".
+        running_by_adapter, waiting_by_adapter: Requests that run and that wait, by the name of their adapter;
+            those of adapters without a name are not counted. Of the moment, as `adapters`.
+        adapters: How many adapters there are, and where.
         num_preemptions: Pauses of sequences.
         num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found in the KV cache, and that
             they did not find there; tokens generated before a pause are counted like those of prompts.
+        num_prompt_tokens: Prompt tokens of requests that have got their first token.
+        num_generated_tokens: Tokens that sequences were given, counted as they come; of a beam search, for each
+            beam one a step.
+        num_draft_tokens, num_accepted_draft_tokens: Draft tokens that were verified, and those accepted.
     """
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -114,11 +133,20 @@ class ServiceMetrics:
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     cancel_to_free: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    guide_wait: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     finished: Counter[FinishReason] = field(default_factory=Counter[FinishReason])
     failed: Counter[str] = field(default_factory=Counter[str])
+    guides: Counter[str] = field(default_factory=Counter[str])
+    running_by_adapter: Counter[str] = field(default_factory=Counter[str])
+    waiting_by_adapter: Counter[str] = field(default_factory=Counter[str])
+    adapters: AdapterStats = field(default_factory=AdapterStats)
     num_preemptions: int = 0
     num_hit_tokens: int = 0
     num_missed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     def snapshot(self) -> MetricsSnapshot:
         """A frozen copy of all of them."""
@@ -131,13 +159,29 @@ def _frozen(value: Any) -> Any:
     return dict(cast(Counter[Any], value)) if isinstance(value, Counter) else value
 
 
+def adapter_stats(num_stored: int, pages: AdapterPages) -> AdapterStats:
+    """The counters of LoRA adapters, of which `num_stored` are stored."""
+    return AdapterStats(
+        num_stored=num_stored,
+        num_resident=pages.num_residents,
+        num_pages=pages.count,
+        num_used_pages=pages.count - pages.num_free,
+        num_loads=pages.num_loads,
+        num_evictions=pages.num_evictions,
+    )
+
+
 def seconds(duration_ns: int) -> float:
     """A duration in seconds from one in nanoseconds."""
     return duration_ns * _NS
 
 
 class Observations:
-    """Counts what happens, for the statistics of each iteration and for the metrics."""
+    """Counts what happens, for the statistics of each iteration and for the metrics.
+
+    Attributes:
+        metrics: Counters and histograms since the start.
+    """
 
     def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
         self.metrics = ServiceMetrics()
@@ -181,6 +225,22 @@ class Observations:
         self.metrics.num_hit_tokens += num_found
         self.metrics.num_missed_tokens += num_missed
 
+    def guide_known(self, group: RequestGroup, is_ready: bool, now_ns: int) -> None:
+        """Count a request whose guide has turned out to be usable, or not."""
+        self.metrics.guides["ready" if is_ready else "failed"] += 1
+        if is_ready:
+            self.metrics.guide_wait.observe(seconds(now_ns - group.arrival_ns))
+
+    def adapters_now(self, stats: AdapterStats, groups: Iterable[RequestGroup]) -> None:
+        """Note where adapters are, and which requests run and wait with those that have names."""
+        self.metrics.adapters = stats
+        running, waiting = Counter[str](), Counter[str]()
+        for group in groups:
+            if (lora := group.request.lora) is not None and lora.name:
+                is_running = any(sequence.state is RequestState.RUNNING for sequence in group.sequences)
+                (running if is_running else waiting)[lora.name] += 1
+        self.metrics.running_by_adapter, self.metrics.waiting_by_adapter = running, waiting
+
     def paused(self, count: int) -> None:
         """Count sequences that were paused so that others get their blocks."""
         self._num_paused += count
@@ -193,10 +253,13 @@ class Observations:
         self._num_new_tokens += count
         if num_drafts:
             self._num_accepted += count - 1
+            self.metrics.num_draft_tokens += num_drafts
+            self.metrics.num_accepted_draft_tokens += count - 1
 
     def gave_first_token(self, llm_request: LlmRequest, now_ns: int) -> None:
         """Count a sequence's first token."""
         if not any(sequence.first_token_ns for sequence in llm_request.group.sequences):
+            self.metrics.num_prompt_tokens += llm_request.request.prompt_length
             self.metrics.time_to_first_token.observe(seconds(now_ns - llm_request.group.arrival_ns))
 
     def updated(self, now_ns: int) -> None:
@@ -207,6 +270,7 @@ class Observations:
         self._num_advanced += sum(self._gaps.values())
         self._gaps.clear()
         self._num_generated += self._num_new_tokens
+        self.metrics.num_generated_tokens += self._num_new_tokens
         if (static := self._static_batch) is not None:
             total = static.num_generation_tokens + self._num_new_tokens
             self._static_batch = replace(static, num_generation_tokens=total)
@@ -256,6 +320,7 @@ class Observations:
         num_active: int,
         num_waiting: int,
         kv_cache: KvCacheManager,
+        adapters: AdapterStats,
     ) -> IterationStats:
         """The counters after the iteration that ran `batch`."""
         context = [chunk for chunk in batch.context if not chunk.is_generation] if batch else []
@@ -290,6 +355,7 @@ class Observations:
             num_reused_blocks=kv_cache.num_reused_blocks,
             num_missed_blocks=kv_cache.num_missed_blocks,
             static_batch=self._static_batch,
+            adapters=adapters,
         )
 
 

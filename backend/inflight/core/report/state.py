@@ -7,12 +7,13 @@ makes frozen values, which become JSON elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inflight.config import CapacitySchedulerPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.recover.recovery import Isolation
-from inflight.core.report.stats import RequestStage, RequestStats
+from inflight.core.report.metrics import adapter_stats
+from inflight.core.report.stats import AdapterStats, RequestStage, RequestStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import ScheduledBatch
@@ -117,25 +118,32 @@ class SchedulerState:
         policy: The capacity scheduler policy.
         slots: Number of slots.
         free_slots: Number of slots that are free.
+        generated_tokens: Tokens generated since the start, end ids included.
         suspects: Requests that are retried apart, because an iteration with them failed.
         waiting: The sequences that wait, in the order in which they will start.
         running: The sequences that have slots, oldest first.
         blocks: The states of the KV blocks.
+        adapters: LoRA adapters, stored and on the device.
     """
 
     iteration: int
     policy: str
     slots: int
     free_slots: int
+    generated_tokens: int
     suspects: tuple[int, ...]
     waiting: tuple[WaitingState, ...]
     running: tuple[RunningState, ...]
     blocks: BlockMapState
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
 
 @dataclass(frozen=True, slots=True)
 class Introspection:
-    """The scheduler's parts, from which the values above and the statistics of requests are read."""
+    """The scheduler's parts, from which the values above and the statistics of requests are read.
+
+    `num_adapters` is how many adapters are stored, `num_generated` how many tokens were generated since the start.
+    """
 
     policy: CapacitySchedulerPolicy
     iteration: int
@@ -145,6 +153,8 @@ class Introspection:
     running: Running
     kv_cache: KvCacheManager
     isolation: Isolation
+    num_adapters: int
+    num_generated: int
 
     def state(self) -> SchedulerState:
         """The state of the scheduler now."""
@@ -153,15 +163,22 @@ class Introspection:
             policy=self.policy.value,
             slots=self.running.slots.count,
             free_slots=self.running.slots.num_free,
+            generated_tokens=self.num_generated,
             suspects=self.isolation.suspects,
             waiting=tuple(
                 self._waiting(r, self._why(r, place))
                 for place, r in enumerate(self.admission.waiting.in_order())
             )
             + tuple(self._waiting(r, _BEHIND_SIBLING) for r in self._siblings_to_come())
-            + tuple(self._waiting(g.sequences[0], _AWAITS_GUIDE) for g in self.admission.held.values()),
+            + tuple(
+                self._waiting(llm_request, _why_held(group))
+                for group in self.admission.held.values()
+                for llm_request in group.sequences
+                if llm_request.state is RequestState.WAITING
+            ),
             running=tuple(map(self._running, self.running.sequences)),
             blocks=self._blocks(),
+            adapters=adapter_stats(self.num_adapters, self.running.adapter_pages),
         )
 
     def _why(self, llm_request: LlmRequest, place: int) -> str:
@@ -172,7 +189,7 @@ class Introspection:
 
     def _siblings_to_come(self) -> Iterable[LlmRequest]:
         for group in self.groups:
-            if not group.has_context:
+            if not (group.has_context or group.is_held):
                 yield from (r for r in group.sequences if r.state is RequestState.WAITING and not r.leads)
 
     def _waiting(self, llm_request: LlmRequest, why: str) -> WaitingState:
@@ -261,8 +278,17 @@ class Introspection:
 
 
 _MOST_LOOKED_UP = 32
-_AWAITS_GUIDE = "its guide (guided_decoding_guide) is being compiled"
 _BEHIND_SIBLING = "is behind its request's first sequence, which computes the prompt for all"
+
+
+def _why_held(group: RequestGroup) -> str:
+    """What a request waits for before it is queued."""
+    missing: list[str] = []
+    if group.awaits_guide:
+        missing.append("its guide (guided_decoding_guide) is being compiled")
+    if group.awaits_adapter and group.request.lora is not None:
+        missing.append(f"its adapter {group.request.lora.label} (lora_task_id) is being fetched")
+    return ", and ".join(missing)
 
 
 def _stage(llm_request: LlmRequest) -> RequestStage:

@@ -1,18 +1,17 @@
 """Statistics of one iteration: plain counters, and the JSON objects that are made of them.
 
-Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics); those of
-`executor_fields` are the Executor API's `IterationStats` and `RequestStatsPerIteration`.
+Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). What the
+Executor API makes of the same counters is in `executor_stats`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 _SECONDS_FORMAT = "%m-%d-%Y %H:%M:%S"
-_NS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,27 @@ class StaticBatchStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """How many LoRA adapters there are, where, and how often one was brought to the device or left it.
+
+    Attributes:
+        num_stored: Adapters that requests may use.
+        num_resident: Those of them that are on the device.
+        num_pages: Pages of the device's memory for adapters.
+        num_used_pages: Pages of adapters that running sequences use.
+        num_loads: How often an adapter was put on the device, since the start.
+        num_evictions: How often one was taken off it to make room, since the start.
+    """
+
+    num_stored: int = 0
+    num_resident: int = 0
+    num_pages: int = 0
+    num_used_pages: int = 0
+    num_loads: int = 0
+    num_evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class IterationStats:
     """Counters after an iteration.
 
@@ -83,6 +103,7 @@ class IterationStats:
         num_reused_blocks: Blocks that admissions found in the cache, since the start.
         num_missed_blocks: Full blocks that admissions did not find there, since the start.
         static_batch: The static batch so far; None without static batching.
+        adapters: LoRA adapters, stored and on the device.
     """
 
     iteration: int
@@ -112,6 +133,7 @@ class IterationStats:
     num_drafted_requests: int = 0
     num_taken_blocks: int = 0
     static_batch: StaticBatchStats | None = None
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
     @property
     def num_used_blocks(self) -> int:
@@ -197,93 +219,6 @@ class IterationStats:
             "MicroBatch ID": self.micro_batch_id,
         }
 
-    def executor_fields(
-        self, wall_clock_s: float | None, memory: MemoryUsage | None = None
-    ) -> dict[str, object]:
-        """The Executor's `IterationStats`, as its JSON serialization has them.
-
-        What does not exist here is null, as its optionals are: cross attention's KV cache, the other kind of
-        batching, drafts where there were none. There is no tuner; what it would recommend is 0, as without one.
-        Without `wall_clock_s` the timestamp is null, without `memory` its three numbers are 0.
-        """
-        memory = memory or MemoryUsage()
-        return {
-            "timestamp": None if wall_clock_s is None else timestamp(wall_clock_s),
-            "iter": self.iteration,
-            "iterLatencyMS": self.duration_ns / _NS_PER_MS,
-            "newActiveRequestsQueueLatencyMS": self.new_requests_queue_ns / _NS_PER_MS,
-            "numNewActiveRequests": self.num_new_requests,
-            "numActiveRequests": self.num_active_requests,
-            "numQueuedRequests": self.num_waiting_requests,
-            "numCompletedRequests": self.num_completed_requests,
-            "maxNumActiveRequests": self.max_num_requests,
-            "maxBatchSizeStatic": self.max_num_requests,
-            "maxBatchSizeTunerRecommended": 0,
-            "maxBatchSizeRuntime": self.max_num_requests,
-            "maxNumTokensStatic": self.max_num_tokens,
-            "maxNumTokensTunerRecommended": 0,
-            "maxNumTokensRuntime": self.max_num_tokens,
-            "gpuMemUsage": memory.gpu,
-            "cpuMemUsage": memory.cpu,
-            "pinnedMemUsage": memory.pinned,
-            "kvCacheStats": self._kv_cache_stats(),
-            "crossKvCacheStats": None,
-            "staticBatchingStats": self._static_batching_stats(),
-            "inflightBatchingStats": self._inflight_batching_stats(),
-            "specDecodingStats": self._spec_decoding_stats(),
-        }
-
-    def _kv_cache_stats(self) -> dict[str, int | float]:
-        return {
-            "maxNumBlocks": self.max_num_blocks,
-            "freeNumBlocks": self.num_free_blocks,
-            "usedNumBlocks": self.num_used_blocks,
-            "tokensPerBlock": self.tokens_per_block,
-            "allocTotalBlocks": self.num_taken_blocks,
-            "allocNewBlocks": self.num_taken_blocks,
-            "reusedBlocks": self.num_reused_blocks,
-            "missedBlocks": self.num_missed_blocks,
-            "cacheHitRate": self.cache_hit_rate,
-        }
-
-    def _static_batching_stats(self) -> dict[str, int] | None:
-        if (static := self.static_batch) is None:
-            return None
-        return {
-            "numScheduledRequests": self.num_batched_requests,
-            "numContextRequests": self.num_context_requests,
-            "numCtxTokens": static.num_context_tokens,
-            "numGenTokens": static.num_generation_tokens,
-            "emptyGenSlots": static.num_empty_slots,
-        }
-
-    def _inflight_batching_stats(self) -> dict[str, int | float] | None:
-        if self.static_batch is not None:
-            return None
-        return {
-            "numScheduledRequests": self.num_scheduled_requests,
-            "numContextRequests": self.num_context_requests,
-            "numGenRequests": self.num_generation_requests,
-            "numPausedRequests": self.num_paused_requests,
-            "numCtxTokens": self.num_context_tokens,
-            "microBatchId": self.micro_batch_id,
-            "avgNumDecodedTokensPerIter": _per(self.num_generated_tokens, self.num_advanced_sequences),
-        }
-
-    def _spec_decoding_stats(self) -> dict[str, int | float] | None:
-        """Statistics of drafts, if there were any. Drafts need no pass of their own, so their latency is 0."""
-        if not self.num_drafted_requests:
-            return None
-        num_steps = self.num_drafted_requests
-        return {
-            "numDraftTokens": self.num_draft_tokens,
-            "numAcceptedTokens": self.num_accepted_draft_tokens,
-            "numRequestsWithDraftTokens": num_steps,
-            "acceptanceLength": (num_steps + self.num_accepted_draft_tokens) / num_steps,
-            "iterLatencyMS": 0.0,
-            "draftOverhead": 0.0,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class KeptIteration:
@@ -292,18 +227,21 @@ class KeptIteration:
     stats: IterationStats
     wall_clock_s: float
 
-    def executor_fields(self, memory: MemoryUsage | None = None) -> dict[str, object]:
-        """The Executor's `IterationStats`; `memory` is what the process holds now, 0 without it."""
-        return self.stats.executor_fields(self.wall_clock_s, memory)
-
 
 class RequestStage(Enum):
-    """The Executor's `RequestStage`, as far as there are such stages here."""
+    """Where a request is: the Executor's `RequestStage`, same names and numbers. No model here has an encoder."""
 
-    QUEUED = "QUEUED"
-    CONTEXT_IN_PROGRESS = "CONTEXT_IN_PROGRESS"
-    GENERATION_IN_PROGRESS = "GENERATION_IN_PROGRESS"
-    GENERATION_COMPLETE = "GENERATION_COMPLETE"
+    QUEUED = 0
+    ENCODER_IN_PROGRESS = 1
+    CONTEXT_IN_PROGRESS = 2
+    GENERATION_IN_PROGRESS = 3
+    GENERATION_COMPLETE = 4
+
+    def __int__(self) -> int:
+        return self.value
+
+    def __index__(self) -> int:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,24 +271,6 @@ class RequestStats:
     num_reused_blocks: int
     num_missed_blocks: int
 
-    def executor_fields(self) -> dict[str, object]:
-        """The Executor's `RequestStats`. Sequences of one request have its id in common."""
-        return {
-            "id": self.request_id,
-            "stage": self.stage.value,
-            "contextPrefillPosition": self.context_prefill_position,
-            "numGeneratedTokens": self.num_generated_tokens,
-            "avgNumDecodedTokensPerIter": _per(self.num_generated_tokens, self.num_generation_iterations),
-            "scheduled": self.is_scheduled,
-            "paused": self.is_paused,
-            "disServingStats": None,
-            "allocTotalBlocksPerRequest": self.num_new_blocks,
-            "allocNewBlocksPerRequest": self.num_new_blocks,
-            "reusedBlocksPerRequest": self.num_reused_blocks,
-            "missedBlocksPerRequest": self.num_missed_blocks,
-            "kvCacheHitRatePerRequest": hit_rate(self.num_reused_blocks, self.num_missed_blocks),
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class RequestStatsPerIteration:
@@ -358,11 +278,6 @@ class RequestStatsPerIteration:
 
     iteration: int
     request_stats: tuple[RequestStats, ...]
-
-    def executor_fields(self) -> dict[str, object]:
-        """As the Executor's JSON serialization has it; null for what only disaggregated serving has."""
-        fields = [stats.executor_fields() for stats in self.request_stats]
-        return {"iter": self.iteration, "requestStats": fields}
 
 
 def microseconds(wall_clock_s: float) -> int:
@@ -378,8 +293,9 @@ def timestamp(wall_clock_s: float) -> str:
 
 def hit_rate(num_reused: int, num_missed: int) -> float:
     """The part of what was looked for that was found; 0 if nothing was looked for."""
-    return _per(num_reused, num_reused + num_missed)
+    return ratio(num_reused, num_reused + num_missed)
 
 
-def _per(count: int, of: int) -> float:
+def ratio(count: int, of: int) -> float:
+    """`count` for each one of `of`; 0 of nothing."""
     return count / of if of else 0.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from inflight.core.kv.block_keys import CacheRules
+from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.prompt_lookup import PromptLookup
 from inflight.core.request.request import Request
@@ -71,7 +72,9 @@ class RequestGroup:
         num_context_rows: Prompt positions whose outputs are known.
         context_index: Index of the sequence that computes the prompt for all, and gives the context outputs.
         has_context: Whether the prompt is computed, so that the other sequences need not wait any more.
-        awaits_guide: Whether its guide is not known to be usable yet, so that none of its sequences may start.
+        awaits_guide: Whether its guide is not known to be usable yet.
+        awaits_adapter: Whether its adapter is not known to be stored yet.
+        adapter: Its adapter, once it is stored; None if it has none.
         arrival_ns: When the request arrived.
         deadline_ns: When it times out; 0: never.
         stop_requested_ns: When a front end asked for its end; 0: nobody did.
@@ -94,6 +97,13 @@ class RequestGroup:
         self.context_index = 0
         self.has_context = False
         self.awaits_guide = request.guide is not None
+        self.awaits_adapter = request.lora is not None
+        self.adapter: StoredAdapter | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for its guide or its adapter, so that none of its sequences may start."""
+        return self.awaits_guide or self.awaits_adapter
 
     @property
     def lacks_context(self) -> bool:
@@ -121,7 +131,7 @@ class LlmRequest:
         request: What was asked.
         sequence_index: Which of the request's sequences.
         key: A number that no other sequence ever has.
-        rules: How its KV blocks are shared and kept.
+        rules: How its KV blocks are shared and kept; final once its request is held no longer.
         state: Its state, see the table above.
         prompt_length, max_length: Tokens at the start, and at the length limit.
         streams_tokens_only: Whether its responses are deltas of nothing but tokens.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
+from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig, check_token_ids
 from inflight.core.request.stop import StopSignal
@@ -128,6 +129,8 @@ class ModelLimits:
         max_context_tokens: Most prompt and draft tokens together, where contexts are not split; else no bound.
         logits_post_processors: Names that a request may give as its logits post-processor.
         additional_outputs: What a request may ask for beside tokens and logits.
+        hidden_size: Width of the rows of prompt tables; 0: the engine takes none.
+        max_adapter_rank: Largest rank of LoRA adapters; 0: the engine takes none.
     """
 
     vocab_size: int
@@ -140,6 +143,8 @@ class ModelLimits:
     max_context_tokens: int = 1 << 62
     logits_post_processors: tuple[str, ...] = ()
     additional_outputs: tuple[OfferedOutput, ...] = ()
+    hidden_size: int = 0
+    max_adapter_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +159,14 @@ class ExternalDraft:
             `draft_logits`.
         acceptance_threshold: With logits, accept a token where target / draft reaches it, instead of by chance.
             Tensor `draft_acceptance_threshold`.
+        ends_sequence: The sequence ends with LENGTH once the draft is verified, after the accepted tokens and one
+            more: for whoever drafts the next tokens behind these.
     """
 
     token_ids: tuple[int, ...]
     logits: FloatTensor | None = None
     acceptance_threshold: float | None = None
+    ends_sequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +199,12 @@ class Request:
         allotted_time_ms: From arrival; then it ends with TIMED_OUT. 0: no deadline. Tensor `allotted_time_ms`.
         arrival_time_ns: When the engine's client took it; the clock of `IterationInput.now_ns`; 0: unknown.
         guide: What the generated text has to look like; None: anything. Tensors `guided_decoding_*`.
+        lora: The adapter that changes the model for it; None: the bare model. Tensors `lora_*`.
+        prompt_table: Embeddings that prompt ids from vocab_size on stand for; None: there are no such ids. Tensor
+            `prompt_embedding_table`.
+        is_continuation: It goes on where an answered request of this engine ended: neither a drain nor a full
+            queue turns it away.
+        may_be_continued: If it ends with LENGTH, a drain waits a moment for the request that continues it.
     """
 
     request_id: int
@@ -214,6 +228,10 @@ class Request:
     allotted_time_ms: int = 0
     arrival_time_ns: int = 0
     guide: Guide | None = None
+    lora: LoraRequest | None = None
+    prompt_table: PromptTable | None = None
+    is_continuation: bool = False
+    may_be_continued: bool = False
 
     @property
     def prompt_length(self) -> int:
@@ -283,6 +301,12 @@ class Request:
                 asked[control.tensor] = asked.get(control.tensor, True) and self.sampling.uses(name)
         return [name for name, is_asked in asked.items() if is_asked]
 
+    def without_weights(self) -> Request:
+        """The same request without the weights of its adapter, for whoever does not hand them on."""
+        if self.lora is None or self.lora.weights is None:
+            return self
+        return replace(self, lora=replace(self.lora, weights=None))
+
     def max_kv_blocks(self, tokens_per_block: int) -> int:
         """KV blocks at the length limit; beams share the prompt's full blocks and nothing else for certain."""
         shared = self.prompt_length // tokens_per_block if self.sampling.uses_beams else 0
@@ -300,6 +324,7 @@ class Request:
         self.identity.validate(self.prompt_length)
         self.retention.validate()
         self._validate_queueing()
+        self._validate_prompt_ids(limits)
         self._validate_ids(limits.vocab_size)
         self._validate_lengths(limits)
         self._validate_beams(limits)
@@ -307,6 +332,8 @@ class Request:
         self._validate_post_processor(limits.logits_post_processors)
         if self.guide is not None:
             self.guide.validate()
+        if self.lora is not None:
+            self.lora.validate(limits.max_adapter_rank)
 
     def _validate_queueing(self) -> None:
         if not 0.0 <= self.priority <= 1.0:
@@ -318,11 +345,37 @@ class Request:
                 f"allotted_time_ms must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
             )
 
+    def _validate_prompt_ids(self, limits: ModelLimits) -> None:
+        """Ids from vocab_size on are virtual: the rows of the prompt table."""
+        vocab_size, highest = limits.vocab_size, max(self.input_token_ids)
+        table = self.prompt_table
+        if table is None:
+            try:
+                check_token_ids("input_ids", self.input_token_ids, vocab_size)
+            except InvalidArgument as error:
+                hint = "; ids from there on stand for rows of prompt_embedding_table, which is missing"
+                raise InvalidArgument(f"{error}{hint if highest >= vocab_size else ''}") from None
+            return
+        table.validate(limits.hidden_size)
+        if table.num_rows > limits.max_sequence_length:
+            raise InvalidArgument(
+                f"prompt_embedding_table has {table.num_rows} rows, more than the {limits.max_sequence_length} "
+                "tokens that a sequence can have: send those that the prompt names"
+            )
+        check_token_ids("input_ids", self.input_token_ids, vocab_size + table.num_rows)
+        if highest >= vocab_size and self.output.return_prompt_log_probs:
+            raise InvalidArgument(
+                "return_prompt_log_probs is true, but rows of prompt_embedding_table, which input_ids has, are no "
+                "tokens of the vocabulary and have no probability: leave one of the two out"
+            )
+
     def _validate_ids(self, vocab_size: int) -> None:
-        check_token_ids("input_ids", self.input_token_ids, vocab_size)
         for end_id in self.end_ids:
             if not 0 <= end_id < vocab_size:
-                raise InvalidArgument(f"end_id must be in [-1, {vocab_size - 1}] (-1: none), got {end_id}")
+                raise InvalidArgument(
+                    f"end_id must be in [0, {vocab_size - 1}], got {end_id}; no end id is -1 in the tensor, and "
+                    "an empty end_ids in a Request"
+                )
         for name, words in (("stop_words_list", self.stop_words), ("bad_words_list", self.bad_words)):
             for word in words:
                 if not word:
@@ -440,6 +493,7 @@ class IterationInput:
         new_requests: Requests that arrive with this iteration, in order.
         stops: Requests to end early.
         guides: Requests whose guides are ready or have failed.
+        adapters: What has become of adapters, and of requests that wait for one.
     """
 
     iteration: int
@@ -447,6 +501,7 @@ class IterationInput:
     new_requests: tuple[Request, ...] = ()
     stops: tuple[StopSignal, ...] = ()
     guides: tuple[GuideEvent, ...] = ()
+    adapters: AdapterUpdate = field(default_factory=AdapterUpdate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +518,8 @@ class EngineDescription:
             is none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
         dtype: Type of the weights: float32, bfloat16, float16 or int8.
-        state_enabled: Whether `state` requests are answered.
+        state_enabled: Whether front ends tell their clients the whole state (`state` requests).
+        adapter_commands_enabled: Whether `lora_command` requests are answered.
     """
 
     limits: ModelLimits
@@ -474,3 +530,4 @@ class EngineDescription:
     exclude_input_from_output: bool = False
     dtype: str = "float32"
     state_enabled: bool = False
+    adapter_commands_enabled: bool = False

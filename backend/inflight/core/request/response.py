@@ -45,6 +45,11 @@ class PerfMetrics:
     first_iteration: int = 0
     last_iteration: int = 0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """The part of the verified draft tokens that was accepted; 0 without drafts."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class TopLogProbs:

@@ -1,7 +1,7 @@
 """Decides who may start: owns the waiting queue, and checks that slots and KV blocks suffice for the first in it.
 
-It asks the capacity scheduler how much a sequence has to reserve, and the KV cache manager what of it is there
-already. The scheduler calls it, on the loop thread.
+It asks the capacity scheduler how much a sequence has to reserve, the KV cache manager what of it is there
+already, and the pages for adapters whether its adapter has room. The scheduler calls it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Admission:
 
     Attributes:
         waiting: The waiting queue.
-        held: Requests whose guides are not ready, by id: none of their sequences is in the queue yet.
+        held: Requests whose guides or adapters are not ready, by id: none of their sequences is in the queue yet.
         considered: The sequences that `admit` looked at, let in or not, since the scheduler cleared this.
     """
 
@@ -43,10 +43,11 @@ class Admission:
     def check_queue(self, request: Request) -> None:
         """Raise Unavailable if the queue is full for this request.
 
-        Requests that fit into free slots, and those of lower priorities, do not count.
+        Requests that fit into free slots, and those of lower priorities, do not count. What continues a request
+        that was let in is let in itself.
         """
         bound = self._max_queue_size
-        if not bound:
+        if not bound or request.is_continuation:
             return
         room = bound + self._running.slots.num_free - request.sampling.num_sequences
         held = [group.request for group in self.held.values()]
@@ -63,14 +64,18 @@ class Admission:
             )
 
     def hold(self, group: RequestGroup) -> None:
-        """Keep a new request from starting until `release`."""
+        """Keep a new request from starting until it is released."""
         self.held[group.request.request_id] = group
         self.waiting.hold(group.sequences[0])
 
-    def release(self, group: RequestGroup) -> None:
-        """Queue a request that was held. If its first sequence has ended since, another computes the prompt."""
+    def release_if_ready(self, group: RequestGroup) -> None:
+        """Queue a request that was held, if it waits for neither guide nor adapter any more.
+
+        If its first sequence has ended since, another computes the prompt.
+        """
+        if group.is_held:
+            return
         del self.held[group.request.request_id]
-        group.awaits_guide = False
         first = group.sequences[0]
         if first.state is RequestState.WAITING:
             self.waiting.add(first, was_held=True)
@@ -102,7 +107,8 @@ class Admission:
         """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
 
         A sequence whose prompt a running sequence is just computing is passed over, and is the first again the
-        next time: it will find more in the cache. If requests are `retrying`, no others are let in.
+        next time: it will find more in the cache. So is one whose adapter has no room on the device; the first of
+        those has a claim on it (`adapter_pages.py`). If requests are `retrying`, no others are let in.
 
         Yields:
             A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its
@@ -110,6 +116,7 @@ class Admission:
         """
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
+        pages, claimed = self._running.adapter_pages, None
         for llm_request in self._in_turn(retrying):
             self.considered.append(llm_request)
             if llm_request.num_slots > self._running.slots.num_free:
@@ -118,11 +125,17 @@ class Admission:
             fills_batch = self._capacity.fills_batches_once and _is_new(llm_request)
             if fills_batch and is_filled:
                 break
+            adapter = llm_request.group.adapter
+            if adapter is not None and not pages.may_start(adapter, claimed):
+                if claimed is None:
+                    claimed = pages.claim(adapter)
+                if not self._pass_over(llm_request, passed):
+                    break
+                continue
             match, num_blocks, needed = self.blocks_needed(llm_request)
             if match.is_promised and not fills_batch:
-                if len(passed) >= _MOST_PASSED_OVER:
+                if not self._pass_over(llm_request, passed):
                     break
-                passed.append((llm_request, bool(self.waiting.remove(llm_request))))
                 continue
             if needed > self._kv_cache.num_unreserved - claimed_blocks:
                 break
@@ -135,6 +148,13 @@ class Admission:
             yield llm_request, num_tokens + match.num_copied_tokens
         for llm_request, was_in_front in reversed(passed):
             self.waiting.put_back(llm_request, was_in_front)
+
+    def _pass_over(self, llm_request: LlmRequest, passed: list[tuple[LlmRequest, bool]]) -> bool:
+        """Take a sequence out of the queue until admission ends; False if as many as may be were passed over."""
+        if len(passed) >= _MOST_PASSED_OVER:
+            return False
+        passed.append((llm_request, bool(self.waiting.remove(llm_request))))
+        return True
 
     def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
         """Sequences in the order of their turns, if each is removed from the queue before the next is asked for.
@@ -166,6 +186,10 @@ class Admission:
             return f"needs {_count(llm_request.num_slots, 'slot')}, {free_slots} free"
         if self._capacity.fills_batches_once and self._running.sequences and _is_new(llm_request):
             return "static batching: waits for the end of the batch that runs"
+        adapter, pages = llm_request.group.adapter, self._running.adapter_pages
+        if adapter is not None and not pages.may_start(adapter, None):
+            num_pages = _count(pages.num_pages(adapter), "page")
+            return f"its adapter needs {num_pages} on the device, {pages.num_free} free"
         match, _, needed = self.blocks_needed(llm_request)
         if match.is_promised:
             return "a running request is computing the next block of its prompt"

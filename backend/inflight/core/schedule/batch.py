@@ -7,7 +7,8 @@ slot for each beam; its context runs in the first of them.
 
 The device applies a batch in this order:
 
-1. forget `released_slots`, remember `starts`;
+1. put the adapters of `adapter_loads` into their pages; forget `released_slots`, remember `starts`, each with its
+   adapter, which stays in its pages as long as the slot is the sequence's;
 2. copy the blocks of `block_copies`;
 3. apply `moves`, all at once: each takes over the state of a beam as it was before any of them;
 4. put the blocks of `replaced_blocks` in their places, then append `new_blocks` to the block tables;
@@ -18,7 +19,11 @@ A batch fails when `forward` or `decode` raises, for whatever reason and however
 - what the device remembers of the slots that the batch named (starts, blocks, rows) is void, and so is what it
   wrote into blocks: only this batch's sequences had them to write to; but where `decode` raises, a batch that was
   forwarded meanwhile may have started some of these slots again, for sequences that had no row in this one;
-- sequences without a start, blocks or a row in it are untouched, and get the tokens of a run without the failure;
+- so are the pages that its `adapter_loads` named: the adapters are loaded again, and sequences that use them
+  in batches that were made before the failure was known are started anew as well. A row whose adapter's pages
+  hold nothing of use must not harm the other rows of such a batch;
+- sequences without a start, blocks, a row or their adapter in it are untouched, and get the tokens of a run
+  without the failure;
 - the scheduler releases the void slots, tells the batch's `released_slots` again, but for those that are taken by
   then, and starts the sequences anew, from their known tokens, in any slots; a beam search begins again;
 - therefore releasing a slot that is free or was never started does nothing, and a start leaves nothing of what
@@ -37,6 +42,7 @@ from dataclasses import dataclass, field
 
 from inflight.additional_outputs import OfferedOutput
 from inflight.config import SchedulerConfig
+from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ModelLimits, Request
 from inflight.core.request.response import TopLogProbs
@@ -53,12 +59,27 @@ class SlotStart:
         sequence_index: Which of the request's sequences, part of the key of its random numbers.
         token_ids: Every token known so far, prompt and generated, if choosing the next one looks back at them
             or what has been generated decides what may come (`Request.starts_with_tokens`); else empty.
+        adapter: The first page of its adapter, which is on the device until the sequence leaves; -1: none.
     """
 
     slot: int
     request: Request
     sequence_index: int = 0
     token_ids: tuple[int, ...] = ()
+    adapter: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """An adapter takes pages of the device's memory for adapters; what they held before is of no use any more.
+
+    Attributes:
+        adapter: What to put there.
+        pages: Page ids, 0 .. num_adapter_pages - 1, as many as its rank needs. The first one names it from now on.
+    """
+
+    adapter: StoredAdapter
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,7 @@ class ScheduledBatch:
         micro_batch_id: Index among the micro-batches in flight; 0 with one pipeline stage.
         released_slots: Slots whose sequence ended or was paused since the last batch.
         starts: Sequences that take a slot.
+        adapter_loads: Adapters that take pages. No running sequence uses what these held.
         block_copies: (source, target): blocks whose content another beam or sequence is about to continue
             differently. All sources are read before a target is written.
         moves: Beams that go on, for every running beam search.
@@ -144,6 +166,7 @@ class ScheduledBatch:
     micro_batch_id: int = 0
     released_slots: tuple[int, ...] = ()
     starts: tuple[SlotStart, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
     moves: tuple[BeamMove, ...] = ()
     replaced_blocks: tuple[tuple[int, int, int], ...] = ()
@@ -258,6 +281,10 @@ class EngineLimits:
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
         logits_post_processors: Names of the functions that may change a request's logits; the same on all ranks.
         additional_outputs: What it computes for requests that ask for it.
+        hidden_size: Width of the rows of prompt tables; 0: it takes none.
+        num_adapter_pages: How much room there is for adapters, in pages; 0: it takes none.
+        adapter_page_rank: A page has room for so many ranks of every module of every layer.
+        max_adapter_rank: Largest rank of an adapter.
     """
 
     vocab_size: int
@@ -270,6 +297,14 @@ class EngineLimits:
     takes_all_processors: bool = False
     logits_post_processors: tuple[str, ...] = ()
     additional_outputs: tuple[OfferedOutput, ...] = ()
+    hidden_size: int = 0
+    num_adapter_pages: int = 0
+    adapter_page_rank: int = 8
+    max_adapter_rank: int = 0
+
+    def adapter_pages(self, rank: int) -> int:
+        """How many pages an adapter of this rank takes."""
+        return -(-rank // self.adapter_page_rank)
 
     def num_due(self, num_in_flight: int, batch: ScheduledBatch | None) -> int:
         """How many batches, from the oldest on, have to be decoded before another one is made.
@@ -299,4 +334,6 @@ class EngineLimits:
             max_context_tokens=1 << 62 if chunked else config.max_num_tokens,
             logits_post_processors=self.logits_post_processors,
             additional_outputs=self.additional_outputs,
+            hidden_size=self.hidden_size,
+            max_adapter_rank=self.max_adapter_rank if self.num_adapter_pages else 0,
         )

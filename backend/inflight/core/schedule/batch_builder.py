@@ -8,19 +8,29 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest
+from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.core.schedule.batch import BeamGroup, BeamMove, ContextChunk, ScheduledBatch, SlotStart
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 
 
 class BatchBuilder:
-    """The rows and deltas of one iteration; `build` freezes them."""
+    """The rows and deltas of one iteration; `build` freezes them.
 
-    def __init__(self, kv_cache: KvCacheManager) -> None:
+    Args:
+        kv_cache: Whose blocks the rows get.
+        adapter_pages: Where the adapters of rows are on the device.
+        vocab_size: Ids from there on are rows of prompt tables, which nobody generates.
+    """
+
+    def __init__(self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int) -> None:
         self._kv_cache = kv_cache
+        self._adapter_pages = adapter_pages
+        self._vocab_size = vocab_size
         self._starts: list[SlotStart] = []
         self._new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self._context: list[ContextChunk] = []
@@ -41,10 +51,11 @@ class BatchBuilder:
         return bool(self._starts)
 
     def add_start(self, llm_request: LlmRequest) -> None:
-        """Start a sequence, which has slots and a block table, on the device."""
+        """Start a sequence, which has slots, a block table and perhaps an adapter, on the device."""
         request, slot = llm_request.request, llm_request.slots[0]
         token_ids = tuple(llm_request.tokens) if request.starts_with_tokens else ()
-        self._starts.append(SlotStart(slot, request, llm_request.sequence_index, token_ids))
+        adapter = self._adapter_pages.first_page(llm_request.key)
+        self._starts.append(SlotStart(slot, request, llm_request.sequence_index, token_ids, adapter))
         copy = self._kv_cache.block_copy(llm_request.key)
         if copy is not None and copy[0] != copy[1]:
             self._block_copies.append(copy)
@@ -111,12 +122,18 @@ class BatchBuilder:
             generation_slots.append(llm_request.slots[0])
 
     def _look_up(self, llm_request: LlmRequest, num_free_rows: int) -> tuple[int, ...]:
-        """A sequence's draft tokens, as many as rows, room in its own blocks and the length limit allow."""
+        """A sequence's draft tokens, as many as rows, room in its own blocks and the length limit allow.
+
+        They end before what followed earlier is a row of a prompt table.
+        """
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
         left = request.max_new_tokens - llm_request.num_generated - 1
         most = min(request.prompt_lookup_num_tokens, num_free_rows, room, left)
-        return llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
+        draft = llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
+        if request.prompt_table is None:
+            return draft
+        return tuple(takewhile(lambda token_id: token_id < self._vocab_size, draft))
 
     def _add_draft(self, llm_request: LlmRequest, draft: tuple[int, ...]) -> None:
         """A sequence in generation with a guess at what follows its last token."""
@@ -152,6 +169,7 @@ class BatchBuilder:
             micro_batch_id=micro_batch_id,
             released_slots=released_slots,
             starts=tuple(self._starts),
+            adapter_loads=self._adapter_pages.collect_loads(),
             block_copies=tuple(self._block_copies),
             moves=tuple(self._moves),
             replaced_blocks=tuple(self._replaced_blocks),

@@ -1,7 +1,7 @@
 """The sequences that run, in the order in which they started, and the device's slots that they have.
 
-This module owns the list and the slots, and opens and releases block tables with them. It decides nothing. The
-scheduler calls it, on the loop thread.
+This module owns the list and the slots. Block tables are released with these, and pages for adapters are taken and
+released. It decides nothing. The scheduler calls it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from inflight.core.kv.kv_cache_manager import BlockCounts, KvCacheManager
 from inflight.core.request.llm_request import LlmRequest
+from inflight.core.schedule.adapter_pages import AdapterPages
+from inflight.core.schedule.batch import EngineLimits
 
 
 class Slots:
@@ -68,15 +70,19 @@ class Running:
     Attributes:
         sequences: The sequences, in order of admission.
         slots: The device's slots.
+        adapter_pages: The device's pages for adapters, and which of the sequences uses which.
     """
 
-    def __init__(self, num_slots: int, kv_cache: KvCacheManager) -> None:
+    def __init__(self, limits: EngineLimits, kv_cache: KvCacheManager) -> None:
         self.sequences: list[LlmRequest] = []
-        self.slots = Slots(num_slots)
+        self.slots = Slots(limits.max_num_sequences)
+        self.adapter_pages = AdapterPages(limits)
         self._kv_cache = kv_cache
 
     def start(self, llm_request: LlmRequest, num_reused_tokens: int) -> None:
-        """Give slots to a sequence whose blocks are reserved."""
+        """Give slots to a sequence whose blocks are reserved, and pages to its adapter unless it has some."""
+        if llm_request.group.adapter is not None:
+            self.adapter_pages.acquire(llm_request.key, llm_request.group.adapter)
         slots = self.slots.take(llm_request, llm_request.num_slots)
         llm_request.start(slots, num_reused_tokens)
         size = self._kv_cache.tokens_per_block
@@ -84,7 +90,7 @@ class Running:
         self.sequences.append(llm_request)
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """Release a sequence's blocks and slots, if it has any."""
+        """Release a sequence's blocks, slots and adapter, if it has any."""
         if llm_request.slots:
             self.sequences.remove(llm_request)
             counts = self.block_counts(llm_request)
@@ -92,12 +98,14 @@ class Running:
             llm_request.num_reused_blocks = counts.reused
             llm_request.num_missed_blocks = counts.missed
         self._kv_cache.release(llm_request.key)
+        self.adapter_pages.release(llm_request.key)
         self.slots.release(llm_request.slots)
 
     def clear(self) -> None:
-        """Release all slots and blocks, even if the books about them do not agree."""
+        """Release all slots, blocks and pages for adapters, even if the books about them do not agree."""
         self.sequences.clear()
         self.slots.clear()
+        self.adapter_pages.clear()
         self._kv_cache.clear()
 
     def block_counts(self, llm_request: LlmRequest) -> BlockCounts:

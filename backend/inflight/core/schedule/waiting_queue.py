@@ -302,8 +302,8 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run belongs in the queue: not if it waits for its prompt or its guide."""
-    if llm_request.group.awaits_guide:
+    """Whether a sequence that does not run belongs in the queue: not if it is held, or waits for its prompt."""
+    if llm_request.group.is_held:
         return False
     if llm_request.state is RequestState.WAITING:
         return llm_request.leads or llm_request.group.has_context

@@ -1,0 +1,55 @@
+"""`scripts/convert_lora`: a PEFT folder as the two files that requests of TensorRT-LLM's clients bring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from inflight.adapters.lora_files import CONFIG_FILE, WEIGHTS_FILE, write_lora_files
+from inflight.adapters.peft_folder import read_peft_folder
+from inflight.core.request.adapter import ITEM_SIZES
+from inflight.errors import InflightError
+from inflight.models.registry import read_model_description
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Convert the folder that the command line names; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/convert_lora",
+        description=f"Write a PEFT folder's adapter as {WEIGHTS_FILE} and {CONFIG_FILE}: the tensors lora_weights "
+        "and lora_config of a request. As the folder N of lora_prefetch_dir they are the adapter of task id N.",
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="PEFT_FOLDER", help="what PEFT's save_pretrained has made"
+    )
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="the folder for both files; made if it is missing"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="the model that the adapter is for: DoRA needs its weights; shapes are checked too",
+    )
+    parser.add_argument(
+        "--storage-type",
+        choices=ITEM_SIZES,
+        default="float16",
+        help="of the numbers; lora_weights has to be declared so (default: %(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        model = read_model_description(given.model) if given.model else None
+        adapter = read_peft_folder(given.folder, model, given.storage_type)
+        write_lora_files(adapter, given.out)
+    except (OSError, InflightError) as error:
+        sys.stderr.write(f"{given.folder}: {error}\n")
+        return 1
+    rows, width = adapter.weights.shape
+    sys.stderr.write(f"{given.out}: {rows} rows of up to {width} numbers, {given.storage_type}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""A server's adapter cache, put together from its parameters. Loading thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inflight.adapters.cache import HostAdapterCache
+from inflight.adapters.lora_rows import largest_adapter_bytes
+from inflight.adapters.sources import AdapterFolders, AdapterLoader
+from inflight.core.request.adapter import ITEM_SIZES
+from inflight.errors import ConfigError
+from inflight.models.registry import ModelDescription
+
+_USUAL_BYTES = 1 << 30
+
+
+def make_adapter_cache(
+    model: ModelDescription,
+    max_rank: int,
+    max_bytes: int | None,
+    dtype: str,
+    notify: Callable[[], None],
+    folders: AdapterFolders,
+) -> HostAdapterCache:
+    """The cache of rank 0, with what its prefetch folder has, as far as there is room.
+
+    Args:
+        model: What adapters are checked against.
+        max_rank: lora_cache_max_adapter_size.
+        max_bytes: lora_cache_host_memory_bytes; None: 1 GiB, or as much as one adapter of the largest rank takes.
+        dtype: In which requests bring weights, for the size of the largest adapter.
+        notify: Wakes the loop; called on any thread.
+        folders: What the server's operator has named.
+
+    Raises:
+        ConfigError: There is no room for one adapter of the largest rank, or a folder is not there.
+    """
+    largest = largest_adapter_bytes(model.decoder, max_rank, ITEM_SIZES[dtype])
+    if max_bytes is None:
+        max_bytes = max(_USUAL_BYTES, largest)
+    if largest > max_bytes:
+        raise ConfigError(
+            "Not enough space allocated to host LoRA cache to hold 1 max sized LoRA: one of rank "
+            f"lora_cache_max_adapter_size, {max_rank}, takes {largest} bytes as {dtype}, and "
+            f"lora_cache_host_memory_bytes is {max_bytes}"
+        )
+    folders.check()
+    cache = HostAdapterCache(AdapterLoader(model, max_rank, folders), max_bytes, notify)
+    cache.prefetch(folders.prefetched_ids())
+    return cache

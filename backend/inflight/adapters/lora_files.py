@@ -1,0 +1,52 @@
+"""Adapters as TensorRT-LLM's converter writes them: a folder's two files of arrays.
+
+bfloat16, which numpy does not have, is two bytes a number without a meaning (`V2`) in these files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.adapters.lora_tensors import read_lora_tensors
+from inflight.core.request.adapter import LoraWeights
+from inflight.errors import InvalidArgument
+
+WEIGHTS_FILE = "model.lora_weights.npy"
+CONFIG_FILE = "model.lora_config.npy"
+_NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "V2"}
+
+
+def read_lora_files(folder: Path) -> LoraWeights:
+    """Read both files. Raises InvalidArgument, with the file's name, if one is missing or damaged."""
+    weights, config = (_read(folder / name) for name in (WEIGHTS_FILE, CONFIG_FILE))
+    try:
+        return read_lora_tensors(weights, config)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{WEIGHTS_FILE} and {CONFIG_FILE}: {error}") from None
+
+
+def write_lora_files(adapter: LoraWeights, folder: Path) -> None:
+    """Write both files, of shapes [1, rows, width] and [1, rows, columns]; `folder` is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    matrix = adapter.weights
+    kind = _NUMPY_TYPES[matrix.dtype]
+    numbers = np.frombuffer(memoryview(matrix.buffer.data).cast("B"), kind).reshape(1, *matrix.shape)
+    np.save(folder / WEIGHTS_FILE, numbers)
+    np.save(folder / CONFIG_FILE, np.array([adapter.config], np.int32))
+
+
+def _read(path: Path) -> NDArray[Any]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise InvalidArgument(f"{path.name} is missing beside the other of the two files") from None
+    except (OSError, ValueError, EOFError, MemoryError, BadZipFile) as error:
+        raise InvalidArgument(f"{path.name} cannot be read as a .npy file: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise InvalidArgument(f"{path.name} is an archive of arrays, expected a .npy file")
+    return array

@@ -1,0 +1,96 @@
+"""The modules that an adapter's rows change: TensorRT-LLM's ids, and how wide each is in a model. Pure.
+
+Source: TensorRT-LLM's `LoraModuleType` and its converter of PEFT folders. In a gated MLP, `mlp_h_to_4h` is what
+the activation is applied to (`gate_proj`), and `mlp_gate` what it gates (`up_proj`), whatever their names suggest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from inflight.models.decoder_config import DecoderConfig
+
+
+class Module(IntEnum):
+    """Ids of the first column of `lora_config`."""
+
+    ATTN_QKV = 0
+    ATTN_Q = 1
+    ATTN_K = 2
+    ATTN_V = 3
+    ATTN_DENSE = 4
+    MLP_H_TO_4H = 5
+    MLP_4H_TO_H = 6
+    MLP_GATE = 7
+    CROSS_ATTN_QKV = 8
+    CROSS_ATTN_Q = 9
+    CROSS_ATTN_K = 10
+    CROSS_ATTN_V = 11
+    CROSS_ATTN_DENSE = 12
+    MOE_H_TO_4H = 13
+    MOE_4H_TO_H = 14
+    MOE_GATE = 15
+    MOE_ROUTER = 16
+    MLP_ROUTER = 17
+    MLP_GATE_UP = 18
+
+    @property
+    def text(self) -> str:
+        """Its name as TensorRT-LLM writes it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSize:
+    """A linear layer's inputs and outputs."""
+
+    inner: int
+    outer: int
+
+
+def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
+    """The modules of a decoder that adapters may change.
+
+    Of one with experts, those of its attention. Of one with latent attention none: its projections have no ids.
+    """
+    if decoder.latent is not None:
+        return {}
+    hidden, inner = decoder.hidden_size, decoder.intermediate_size
+    query, kv = decoder.query_size, decoder.kv_size
+    sizes = {
+        Module.ATTN_QKV: ModuleSize(hidden, query + 2 * kv),
+        Module.ATTN_Q: ModuleSize(hidden, query),
+        Module.ATTN_K: ModuleSize(hidden, kv),
+        Module.ATTN_V: ModuleSize(hidden, kv),
+        Module.ATTN_DENSE: ModuleSize(query, hidden),
+    }
+    if decoder.experts is not None:
+        return sizes
+    sizes |= {
+        Module.MLP_H_TO_4H: ModuleSize(hidden, inner),
+        Module.MLP_4H_TO_H: ModuleSize(inner, hidden),
+    }
+    if decoder.gated_mlp:
+        sizes[Module.MLP_GATE] = ModuleSize(hidden, inner)
+        sizes[Module.MLP_GATE_UP] = ModuleSize(hidden, 2 * inner)
+    return sizes
+
+
+SPLIT_MODULES = (
+    Module.ATTN_Q,
+    Module.ATTN_K,
+    Module.ATTN_V,
+    Module.ATTN_DENSE,
+    Module.MLP_H_TO_4H,
+    Module.MLP_4H_TO_H,
+    Module.MLP_GATE,
+)
+"""What every adapter comes down to on a device: a fused module is its parts, each with the same A."""
+
+
+def rank_bytes(decoder: DecoderConfig, item_size: int) -> int:
+    """Bytes that one rank of every module of every layer takes."""
+    sizes = module_sizes(decoder)
+    widths = sum(sizes[module].inner + sizes[module].outer for module in SPLIT_MODULES if module in sizes)
+    return decoder.num_layers * widths * item_size

@@ -1,0 +1,299 @@
+"""A PEFT folder (adapter_config.json, adapter_model.safetensors or .bin) as rows of `lora_weights`.
+
+What linear layers are called comes from `models/families/`. B is multiplied by the adapter's scale, so that
+nothing behind this knows of alphas. Magnitudes of DoRA are divided by the norms of the rows of W + B A, which
+takes the model's weights: of the layers that the adapter changes, and of no others, one at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from inflight.adapters.lora_modules import Module, ModuleSize, module_sizes
+from inflight.adapters.peft_config import CONFIG_FILE, PeftConfig
+from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
+from inflight.errors import InvalidArgument
+from inflight.models.checkpoint import Checkpoint
+from inflight.models.families import FAMILIES, WeightNames
+from inflight.models.registry import ModelDescription
+
+_SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_PREFIX = "base_model.model."
+_ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_FUSED = {"self_attn.qkv_proj": Module.ATTN_QKV, "mlp.gate_up_proj": Module.MLP_GATE_UP}
+"""What some versions of a model call layers that its family has apart."""
+_ROWS_AT_ONCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A linear layer, by its name in the base model, as `model.layers.0.self_attn.q_proj`."""
+
+    name: str
+    module: Module
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a folder holds of a linear layer: A [rank, in], B [out, rank], magnitudes [out]."""
+
+    place: _Place
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+def read_peft_folder(
+    folder: Path, model: ModelDescription | None = None, dtype: str | None = None
+) -> LoraWeights:
+    """Read an adapter that PEFT has saved.
+
+    Args:
+        folder: Has adapter_config.json and adapter_model.safetensors or adapter_model.bin.
+        model: What it is for. Without one names may be of any family, shapes are not checked, and DoRA is refused.
+        dtype: Of the result: float32, float16 or bfloat16; None: as stored, of several types one that holds all.
+
+    Returns:
+        A row for each linear layer, by layer and module.
+
+    Raises:
+        InvalidArgument: A file is missing or damaged, a tensor does not fit, or a field of adapter_config.json
+            says what rows cannot; the message names it.
+    """
+    config = PeftConfig.load(folder)
+    rows = _rows(_read_tensors(folder), [model.names] if model else [each.names for each in FAMILIES])
+    for row in rows:
+        _check_row(row, config)
+    if model is not None:
+        _check_model(rows, config, model)
+    target = getattr(torch, dtype) if dtype else _widest([row.a for row in rows] + [row.b for row in rows])
+    with ExitStack() as closing:
+        norms = None
+        if config.use_dora:
+            if model is None:
+                raise InvalidArgument(
+                    f"{CONFIG_FILE}: use_dora is True, and the magnitudes of rows are relative to the model's own "
+                    "weights: give the model too (convert_lora --model CHECKPOINT)"
+                )
+            norms = _Norms(closing.enter_context(Checkpoint(model.folder)), model.names)
+        return _packed([_numbers(row, config, norms, target) for row in rows], rows, target)
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    name = next((name for name in (_SAFETENSORS, _PICKLED) if (folder / name).exists()), None)
+    if name is None:
+        raise InvalidArgument(f"neither {_SAFETENSORS} nor {_PICKLED} is there, beside {CONFIG_FILE}")
+    try:
+        # Not mapped: whoever writes over a mapped file while it is read would end the process.
+        data = (folder / name).read_bytes()
+        found = load(data) if name == _SAFETENSORS else torch.load(BytesIO(data), "cpu", weights_only=True)
+    except Exception as error:  # of a library that reads what may be anything
+        raise InvalidArgument(f"{name} cannot be read: {error}") from None
+    if not (isinstance(found, dict) and all(isinstance(each, Tensor) for each in found.values())):
+        raise InvalidArgument(f"{name} holds something else than tensors by name")
+    return found
+
+
+# ---------------------------------------------------------------------- which layers the tensors are of
+
+
+def modules_by_name(names: WeightNames) -> dict[str, Module]:
+    """What the linear layers of a family are, by their names below the layer.
+
+    Not among them is a matrix of queries, keys and values that has them head by head: rows of adapters have them
+    one after another.
+    """
+    if not names.qkv:  # latent attention, of which nothing can be changed
+        return {}
+    qkv = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V) if len(names.qkv) > 1 else (Module.ATTN_QKV,)
+    # In a gated MLP the first is what the activation is applied to, as is the only one of a plain MLP.
+    up = (Module.MLP_H_TO_4H, Module.MLP_GATE)[: len(names.up)]
+    found = dict(zip((*names.qkv, *names.up), (*qkv, *up), strict=True))
+    found |= {name: module for name, module in _FUSED.items() if name in found}
+    if names.qkv_by_head:
+        found = {name: module for name, module in found.items() if name not in names.qkv}
+    return {**found, names.output: Module.ATTN_DENSE, names.down: Module.MLP_4H_TO_H}
+
+
+def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
+    """The linear layer of this name; None if rows cannot change what it names."""
+    for names in families:
+        modules = modules_by_name(names)
+        if len(names.up) > 1:
+            modules |= _FUSED
+        layers = re.escape(names.layers).replace(r"\{\}", r"(\d+)")
+        match = re.fullmatch(f"(?:{re.escape(names.base)})?{layers}(.+)", name)
+        if match is not None and match.group(2) in modules:
+            return _Place(name, modules[match.group(2)], int(match.group(1)))
+    return None
+
+
+def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_Row]:
+    found: dict[_Place, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        role = _ROLE.search(key)
+        name = key[: role.start()].removeprefix(_PREFIX) if role else ""
+        place = _place(name, families)
+        if role is None or place is None:
+            raise InvalidArgument(
+                f"target_modules: the adapter has a tensor {key!r}, and a row of lora_weights changes one of the "
+                f"layers {', '.join(sorted(_known(families)))} by lora_A and lora_B, and nothing else"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise InvalidArgument(
+                f"tensor {key!r} has numbers of type {tensor.dtype}, expected {', '.join(_DTYPES.values())}"
+            )
+        found.setdefault(place, {})[role.group(1)] = tensor
+    if not found:
+        raise InvalidArgument("the adapter has no tensors, expected lora_A and lora_B of at least one layer")
+    rows: list[_Row] = []
+    for place in sorted(found, key=lambda each: (each.layer, each.module)):
+        of_place = found[place]
+        for role in ("lora_A", "lora_B"):
+            if role not in of_place:
+                raise InvalidArgument(f"the adapter has no tensor {_PREFIX}{place.name}.{role}.weight")
+        rows.append(
+            _Row(place, of_place["lora_A"], of_place["lora_B"], of_place.get("lora_magnitude_vector"))
+        )
+    return rows
+
+
+def _known(families: Iterable[WeightNames]) -> set[str]:
+    return {name for names in families for name in modules_by_name(names)}
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _check_row(row: _Row, config: PeftConfig) -> None:
+    """Raise InvalidArgument unless shapes, rank and magnitudes are as the configuration says."""
+    name, rank = row.place.name, config.rank(row.place.name)
+    a, b = list(row.a.shape), list(row.b.shape)
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        raise InvalidArgument(
+            f"{name}: lora_A has shape {a} and lora_B {b}, expected [rank, in] and [out, rank]"
+        )
+    if a[0] != rank:
+        raise InvalidArgument(
+            f"{name}: lora_A has shape {a}, and the rank is {rank} by r and rank_pattern of {CONFIG_FILE}"
+        )
+    if not config.is_target(name):
+        raise InvalidArgument(
+            f"{name}: there are tensors of this layer, and by target_modules, exclude_modules and "
+            f"layers_to_transform of {CONFIG_FILE} the adapter does not change it"
+        )
+    if (row.magnitude is not None) != config.use_dora:
+        has = "no " if row.magnitude is None else ""
+        raise InvalidArgument(
+            f"{name}: there is {has}lora_magnitude_vector, and use_dora is {config.use_dora}"
+        )
+    if row.magnitude is not None and row.magnitude.numel() != b[0]:
+        raise InvalidArgument(
+            f"{name}: lora_magnitude_vector has shape {list(row.magnitude.shape)}, expected [{b[0]}]"
+        )
+
+
+def _check_model(rows: list[_Row], config: PeftConfig, model: ModelDescription) -> None:
+    """Raise InvalidArgument unless shapes are the model's, and all layers there that the adapter is to change."""
+    sizes = module_sizes(model.decoder)
+    for row in rows:
+        name, module, layer = row.place.name, row.place.module, row.place.layer
+        if layer >= model.decoder.num_layers:
+            raise InvalidArgument(f"{name}: the model has {model.decoder.num_layers} layers")
+        if module not in sizes:
+            raise InvalidArgument(f"{name}: lora module {module.text} not enabled for this model")
+        size = ModuleSize(row.a.shape[1], row.b.shape[0])
+        if size != sizes[module]:
+            expected = sizes[module]
+            raise InvalidArgument(
+                f"{name}: lora_A and lora_B are of a layer of {size.inner} inputs and {size.outer} outputs, "
+                f"expected {expected.inner} and {expected.outer}: the adapter is for another model"
+            )
+    present = {(row.place.layer, row.place.module) for row in rows}
+    fused = {layer for layer, module in present if module in _FUSED.values()}
+    for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
+        for below, module in modules_by_name(model.names).items():
+            name = model.names.base + model.names.layers.format(layer) + below
+            if (layer, module) not in present and layer not in fused and config.is_target(name):
+                raise InvalidArgument(
+                    f"{name}: by target_modules of {CONFIG_FILE} the adapter changes this layer, and has no "
+                    "tensors of it"
+                )
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def _numbers(row: _Row, config: PeftConfig, norms: _Norms | None, dtype: torch.dtype) -> Tensor:
+    """A row of `lora_weights`, without padding."""
+    b = row.b.float() * config.scale(row.place.name)
+    parts = [row.a, b]
+    if norms is not None:
+        assert row.magnitude is not None, "checked"
+        parts.append(row.magnitude.float().reshape(-1) / norms.of(row.place, row.a.float(), b))
+    if row.place.module is Module.MLP_GATE_UP:
+        # The converter's order: what is gated first, then what the activation is applied to.
+        half = b.shape[0] // 2
+        parts[1:] = [torch.cat((each[half:], each[:half])) for each in parts[1:]]
+    numbers = torch.cat([each.to(dtype).reshape(-1) for each in parts])
+    if not numbers.isfinite().all():
+        raise InvalidArgument(
+            f"{row.place.name}: the adapter has numbers that {_DTYPES[dtype]} cannot hold, or none"
+        )
+    return numbers
+
+
+def _packed(numbers: list[Tensor], rows: list[_Row], dtype: torch.dtype) -> LoraWeights:
+    weights = torch.zeros(len(rows), max(map(len, numbers)), dtype=dtype)
+    for target, each in zip(weights, numbers):
+        target[: len(each)] = each
+    config = tuple(
+        (int(row.place.module), row.place.layer, row.a.shape[0], int(row.magnitude is not None))
+        for row in rows
+    )
+    buffer = RawBuffer(weights.view(torch.uint8).flatten().numpy().data)
+    return LoraWeights(Matrix((weights.shape[0], weights.shape[1]), _DTYPES[dtype], buffer), config)
+
+
+def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """A type that holds the numbers of all."""
+    first, *others = {each.dtype for each in tensors}
+    for each in others:
+        first = torch.promote_types(first, each)
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """Norms of the rows of W + B A: what PEFT divides the magnitudes of DoRA by."""
+
+    checkpoint: Checkpoint
+    names: WeightNames
+
+    def of(self, place: _Place, a: Tensor, b: Tensor) -> Tensor:
+        """[out], of a linear layer, A [rank, in] and the scaled B [out, rank], in float32."""
+        stored = self.checkpoint.read(self._stored_name(place))
+        weight = stored.T if self.names.transposed else stored
+        parts = zip(weight.split(_ROWS_AT_ONCE), b.split(_ROWS_AT_ONCE))
+        norms = torch.cat([torch.linalg.norm(rows.float() + scaled @ a, dim=1) for rows, scaled in parts])
+        self.checkpoint.release_pages(stored)
+        return norms
+
+    def _stored_name(self, place: _Place) -> str:
+        """A checkpoint without its output projection leaves out the prefix of all names."""
+        name = f"{self.names.base}{place.name.removeprefix(self.names.base)}.weight"
+        for each in (name, name.removeprefix(self.names.base)):
+            if each in self.checkpoint.tensors:
+                return each
+        raise InvalidArgument(f"use_dora needs the model's {name}, which the checkpoint does not have")

@@ -1,0 +1,297 @@
+"""The Executor API's statistics: its classes, their JSON, and how this engine's counters become them.
+
+Clients of the Executor get the objects, and the answer to a `state` request has the same in its JSON. The names of
+fields and keys are TensorRT-LLM's. Fields can be assigned, as the originals' can.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import cast
+
+from inflight.core.report import stats as core
+from inflight.core.report.stats import RequestStage
+
+_NS_PER_MS = 1_000_000
+
+
+class _WithJson:
+    """A dataclass that can be written as JSON, with TensorRT-LLM's keys: the fields' names in camelCase."""
+
+    def to_json_str(self) -> str:
+        """A JSON object; what there is none of is null."""
+        return json.dumps(self.to_plain(), separators=(",", ":"), sort_keys=True)
+
+    def to_plain(self) -> dict[str, object]:
+        """The content of that object."""
+        return {
+            each.metadata.get("json") or _camel_case(each.name): _plain(getattr(self, each.name))
+            for each in fields(self)  # pyright: ignore[reportArgumentType]  # every subclass is a dataclass
+        }
+
+
+@dataclass
+class KvCacheStats(_WithJson):
+    """Blocks of the KV cache: how many there are, and counts since the start."""
+
+    max_num_blocks: int = 0
+    free_num_blocks: int = 0
+    used_num_blocks: int = 0
+    tokens_per_block: int = 0
+    alloc_total_blocks: int = 0
+    alloc_new_blocks: int = 0
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+    cache_hit_rate: float = 0.0
+
+
+@dataclass
+class StaticBatchingStats(_WithJson):
+    """The static batch of an iteration, from its start until then."""
+
+    num_scheduled_requests: int = 0
+    num_context_requests: int = 0
+    num_ctx_tokens: int = 0
+    num_gen_tokens: int = 0
+    empty_gen_slots: int = 0
+
+
+@dataclass
+class InflightBatchingStats(_WithJson):
+    """The batch of one iteration."""
+
+    num_scheduled_requests: int = 0
+    num_context_requests: int = 0
+    num_gen_requests: int = 0
+    num_paused_requests: int = 0
+    num_ctx_tokens: int = 0
+    micro_batch_id: int = 0
+    avg_num_decoded_tokens_per_iter: float = 0.0
+
+
+@dataclass
+class SpecDecodingStats(_WithJson):
+    """Drafts of one iteration. They need no pass of their own here, so latency and overhead are 0."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_requests_with_draft_tokens: int = 0
+    acceptance_length: float = 0.0
+    iter_latency_ms: float = 0.0
+    draft_overhead: float = 0.0
+
+
+@dataclass
+class IterationStats(_WithJson):
+    """What an iteration did, and what waits after it: TensorRT-LLM's class of this name.
+
+    Attributes:
+        timestamp: Local time, with microseconds.
+        iter: Number of the iteration.
+        iter_latency_ms: Its duration.
+        new_active_requests_queue_latency_ms: Sum of the times that requests waited which started in it.
+        num_new_active_requests: How many those were.
+        num_active_requests: Requests without a final response.
+        num_queued_requests: Requests that wait.
+        num_completed_requests: Requests whose final response it made.
+        max_num_active_requests: Most requests that can run at a time.
+        max_batch_size_static, max_batch_size_tuner_recommended, max_batch_size_runtime: Most sequences that run
+            at once; there is no tuner.
+        max_num_tokens_static, max_num_tokens_tuner_recommended, max_num_tokens_runtime: Most tokens of an
+            iteration.
+        gpu_mem_usage, cpu_mem_usage, pinned_mem_usage: Bytes that this process holds.
+        kv_cache_stats, cross_kv_cache_stats: The KV cache, and that of cross attention, which there is none of.
+        static_batching_stats, inflight_batching_stats: The batch; one of them is None.
+        specdec_stats: Drafts; None without any.
+    """
+
+    timestamp: str = ""
+    iter: int = 0
+    iter_latency_ms: float = 0.0
+    new_active_requests_queue_latency_ms: float = 0.0
+    num_new_active_requests: int = 0
+    num_active_requests: int = 0
+    num_queued_requests: int = 0
+    num_completed_requests: int = 0
+    max_num_active_requests: int = 0
+    max_batch_size_static: int = 0
+    max_batch_size_tuner_recommended: int = 0
+    max_batch_size_runtime: int = 0
+    max_num_tokens_static: int = 0
+    max_num_tokens_tuner_recommended: int = 0
+    max_num_tokens_runtime: int = 0
+    gpu_mem_usage: int = 0
+    cpu_mem_usage: int = 0
+    pinned_mem_usage: int = 0
+    kv_cache_stats: KvCacheStats | None = None
+    cross_kv_cache_stats: KvCacheStats | None = None
+    static_batching_stats: StaticBatchingStats | None = None
+    inflight_batching_stats: InflightBatchingStats | None = None
+    specdec_stats: SpecDecodingStats | None = field(default=None, metadata={"json": "specDecodingStats"})
+
+
+@dataclass
+class DisServingRequestStats(_WithJson):
+    """The transfer of a request's KV blocks between servers."""
+
+    kv_cache_transfer_ms: float = 0.0
+    kv_cache_size: int = 0
+
+
+@dataclass
+class RequestStats(_WithJson):
+    """One request after an iteration.
+
+    Attributes:
+        id: The request's id.
+        stage: Where it is.
+        context_prefill_position: Prompt tokens computed.
+        num_generated_tokens: Tokens generated so far.
+        avg_num_decoded_tokens_per_iter: Of iterations that gave it tokens.
+        scheduled: Whether it was in the iteration's batch.
+        paused: Whether it is paused.
+        dis_serving_stats: Of disaggregated serving; None.
+        alloc_total_blocks_per_request, alloc_new_blocks_per_request, reused_blocks_per_request,
+            missed_blocks_per_request, kv_cache_hit_rate_per_request: KV blocks of the tokens it began with.
+    """
+
+    id: int = 0
+    stage: RequestStage = RequestStage.QUEUED
+    context_prefill_position: int = 0
+    num_generated_tokens: int = 0
+    avg_num_decoded_tokens_per_iter: float = 0.0
+    scheduled: bool = False
+    paused: bool = False
+    dis_serving_stats: DisServingRequestStats | None = None
+    alloc_total_blocks_per_request: int = 0
+    alloc_new_blocks_per_request: int = 0
+    reused_blocks_per_request: int = 0
+    missed_blocks_per_request: int = 0
+    kv_cache_hit_rate_per_request: float = 0.0
+
+
+@dataclass
+class RequestStatsPerIteration(_WithJson):
+    """All requests after an iteration, whose number is `iter`."""
+
+    iter: int = 0
+    request_stats: list[RequestStats] = field(default_factory=list[RequestStats])
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, _WithJson):
+        return value.to_plain()
+    if isinstance(value, Enum):
+        return value.name
+    return [_plain(each) for each in cast("list[object]", value)] if isinstance(value, list) else value
+
+
+def _camel_case(name: str) -> str:
+    """iter_latency_ms → iterLatencyMS."""
+    first, *others = name.split("_")
+    return first + "".join("MS" if part == "ms" else part.capitalize() for part in others)
+
+
+# ---------------------------------------------------------------------- from this engine's counters
+
+
+def iteration_stats(kept: core.KeptIteration, memory: core.MemoryUsage) -> IterationStats:
+    """The statistics of an iteration; `memory` is what the engine's process holds now."""
+    stats = kept.stats
+    return IterationStats(
+        timestamp=core.timestamp(kept.wall_clock_s),
+        iter=stats.iteration,
+        iter_latency_ms=stats.duration_ns / _NS_PER_MS,
+        new_active_requests_queue_latency_ms=stats.new_requests_queue_ns / _NS_PER_MS,
+        num_new_active_requests=stats.num_new_requests,
+        num_active_requests=stats.num_active_requests,
+        num_queued_requests=stats.num_waiting_requests,
+        num_completed_requests=stats.num_completed_requests,
+        max_num_active_requests=stats.max_num_requests,
+        max_batch_size_static=stats.max_num_requests,
+        max_batch_size_runtime=stats.max_num_requests,
+        max_num_tokens_static=stats.max_num_tokens,
+        max_num_tokens_runtime=stats.max_num_tokens,
+        gpu_mem_usage=memory.gpu,
+        cpu_mem_usage=memory.cpu,
+        pinned_mem_usage=memory.pinned,
+        kv_cache_stats=KvCacheStats(
+            max_num_blocks=stats.max_num_blocks,
+            free_num_blocks=stats.num_free_blocks,
+            used_num_blocks=stats.num_used_blocks,
+            tokens_per_block=stats.tokens_per_block,
+            alloc_total_blocks=stats.num_taken_blocks,
+            alloc_new_blocks=stats.num_taken_blocks,
+            reused_blocks=stats.num_reused_blocks,
+            missed_blocks=stats.num_missed_blocks,
+            cache_hit_rate=stats.cache_hit_rate,
+        ),
+        static_batching_stats=_static_batching_stats(stats),
+        inflight_batching_stats=_inflight_batching_stats(stats),
+        specdec_stats=_spec_decoding_stats(stats),
+    )
+
+
+def _static_batching_stats(stats: core.IterationStats) -> StaticBatchingStats | None:
+    batch = stats.static_batch
+    if batch is None:
+        return None
+    return StaticBatchingStats(
+        num_scheduled_requests=stats.num_batched_requests,
+        num_context_requests=stats.num_context_requests,
+        num_ctx_tokens=batch.num_context_tokens,
+        num_gen_tokens=batch.num_generation_tokens,
+        empty_gen_slots=batch.num_empty_slots,
+    )
+
+
+def _inflight_batching_stats(stats: core.IterationStats) -> InflightBatchingStats | None:
+    if stats.static_batch is not None:
+        return None
+    return InflightBatchingStats(
+        num_scheduled_requests=stats.num_scheduled_requests,
+        num_context_requests=stats.num_context_requests,
+        num_gen_requests=stats.num_generation_requests,
+        num_paused_requests=stats.num_paused_requests,
+        num_ctx_tokens=stats.num_context_tokens,
+        micro_batch_id=stats.micro_batch_id,
+        avg_num_decoded_tokens_per_iter=core.ratio(stats.num_generated_tokens, stats.num_advanced_sequences),
+    )
+
+
+def _spec_decoding_stats(stats: core.IterationStats) -> SpecDecodingStats | None:
+    steps, accepted = stats.num_drafted_requests, stats.num_accepted_draft_tokens
+    if not steps:
+        return None
+    return SpecDecodingStats(
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=accepted,
+        num_requests_with_draft_tokens=steps,
+        acceptance_length=(steps + accepted) / steps,
+    )
+
+
+def request_stats(told: core.RequestStatsPerIteration) -> RequestStatsPerIteration:
+    """The statistics of all requests after an iteration."""
+    return RequestStatsPerIteration(told.iteration, [_of_request(each) for each in told.request_stats])
+
+
+def _of_request(stats: core.RequestStats) -> RequestStats:
+    return RequestStats(
+        id=stats.request_id,
+        stage=stats.stage,
+        context_prefill_position=stats.context_prefill_position,
+        num_generated_tokens=stats.num_generated_tokens,
+        avg_num_decoded_tokens_per_iter=core.ratio(
+            stats.num_generated_tokens, stats.num_generation_iterations
+        ),
+        scheduled=stats.is_scheduled,
+        paused=stats.is_paused,
+        alloc_total_blocks_per_request=stats.num_new_blocks,
+        alloc_new_blocks_per_request=stats.num_new_blocks,
+        reused_blocks_per_request=stats.num_reused_blocks,
+        missed_blocks_per_request=stats.num_missed_blocks,
+        kv_cache_hit_rate_per_request=core.hit_rate(stats.num_reused_blocks, stats.num_missed_blocks),
+    )

@@ -1,0 +1,65 @@
+"""A request for which another model drafts tokens, round by round, that the model itself verifies. Pure.
+
+The engine knows nothing of it: `endpoint/drafting.py` makes ordinary requests of it, for both models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from inflight.core.request.request import ModelLimits, Request
+from inflight.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRequest(Request):
+    """A `Request` that is answered by two models; it always streams.
+
+    Attributes:
+        num_draft_tokens: Most tokens that the draft model proposes in a round. Tensor `num_draft_tokens`.
+        use_draft_logits: Accept drafts by chance, so that the output has the model's distribution; else as long
+            as they are the tokens that would have come anyway. Tensor `use_draft_logits`.
+    """
+
+    num_draft_tokens: int = 1
+    use_draft_logits: bool = False
+
+    @property
+    def draft_length(self) -> int:
+        """Most draft tokens that are verified at a time."""
+        return self.num_draft_tokens
+
+    def validate(self, limits: ModelLimits) -> None:
+        """Raise InvalidArgument as `Request.validate`, and for what rounds have no way to keep up."""
+        Request.validate(self, limits)
+        if not 0 < self.num_draft_tokens <= limits.max_draft_length:
+            raise InvalidArgument(
+                f"num_draft_tokens must be in [0, {limits.max_draft_length}] (0: none), "
+                f"got {self.num_draft_tokens}"
+            )
+        for tensor, is_asked in self._unsupported().items():
+            if is_asked:
+                raise InvalidArgument(f"num_draft_tokens is {self.num_draft_tokens}: leave {tensor} out then")
+
+    def _unsupported(self) -> dict[str, bool]:
+        """Whether it asks for what a round knows nothing of, by tensor: it begins anew behind known tokens."""
+        return {
+            "beam_width": self.sampling.uses_beams,
+            "num_return_sequences": self.sampling.num_sequences > 1,
+            "runtime_top_p_decay": self.sampling.uses("top_p_decay"),
+            "words of several tokens in stop_words_list": any(len(word) > 1 for word in self.stop_words),
+            "draft_input_ids": self.draft is not None,
+            "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens > 0,
+            "guided_decoding_guide_type": self.guide is not None,
+            "logits_post_processor_name": bool(self.logits_post_processor_name),
+            "lora_task_id and lora_name": self.lora is not None,
+            "prompt_embedding_table": self.prompt_table is not None,
+            "return_context_logits": self.output.return_context_logits,
+            "return_prompt_log_probs": self.output.return_prompt_log_probs,
+            "context outputs": self.output.wants_context,
+        }
+
+    def plain(self, **changes: Any) -> Request:
+        """The ordinary request with these fields changed."""
+        return Request(**({each.name: getattr(self, each.name) for each in fields(Request)} | changes))

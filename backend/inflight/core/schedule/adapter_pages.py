@@ -1,0 +1,187 @@
+"""Which adapters are on the device: who has its pages for adapters, and which running sequences use them.
+
+An adapter takes as many pages as its rank needs when the first sequence with it starts; they need not lie side by
+side. It stays there when its last sequence leaves, and is **idle** then: it gives its pages up when another one
+needs them, the adapter that has been idle for longest first. An adapter that is in use stays.
+
+Sequences whose adapters find no room are overtaken by others. For the first of them a **claim** is made, so that
+this ends: until it has its pages, no sequence behind it takes pages, or begins to use an idle adapter, or one of
+those that have been on the device for longest, as many as the claim takes. These become idle in time, because all
+that runs ends. The claim is made anew whenever sequences are let in. As the order in which adapters came does not
+change, it is made on the same ones.
+
+Deterministic: all ranks do the same. Only the loop thread calls this. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from inflight.core.request.adapter import StoredAdapter
+from inflight.core.schedule.batch import AdapterLoad, EngineLimits
+from inflight.errors import InvalidArgument
+
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    """An adapter in its pages."""
+
+    handle: int
+    pages: tuple[int, ...]
+    num_users: int = 0
+    is_void: bool = False  # its pages are free as soon as nobody uses it
+
+
+class AdapterPages:
+    """The device's pages for adapters. Loads are told to the device with the next batch (`collect_loads`).
+
+    Attributes:
+        num_loads: How often an adapter was put on the device, since the start.
+        num_evictions: How often one was taken off it to make room, since the start.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self.num_loads = 0
+        self.num_evictions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is where, even if the books do not agree; the counts since the start stay."""
+        self._free = list(range(self._limits.num_adapter_pages))  # a heap: the lowest are taken first
+        self._residents: dict[int, _Resident] = {}  # by handle, those that came first in front
+        self._idle: OrderedDict[int, _Resident] = OrderedDict()  # those idle for longest in front
+        self._num_idle_pages = 0
+        self._used_by: dict[int, _Resident] = {}  # by sequence key
+        self._loads: list[AdapterLoad] = []
+
+    @property
+    def count(self) -> int:
+        """Number of pages."""
+        return self._limits.num_adapter_pages
+
+    @property
+    def num_residents(self) -> int:
+        """Adapters on the device."""
+        return len(self._residents)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that are free, or of idle adapters."""
+        return len(self._free) + self._num_idle_pages
+
+    def num_pages(self, adapter: StoredAdapter) -> int:
+        """How many pages an adapter takes."""
+        return self._limits.adapter_pages(adapter.rank)
+
+    def check_fits(self, adapter: StoredAdapter) -> None:
+        """Raise InvalidArgument if an adapter would not fit if it were alone."""
+        limits = self._limits
+        if adapter.rank > limits.max_adapter_rank or self.num_pages(adapter) > limits.num_adapter_pages:
+            room = min(limits.max_adapter_rank, limits.num_adapter_pages * limits.adapter_page_rank)
+            raise InvalidArgument(
+                f"an adapter of rank {adapter.rank} does not fit: the device has room for rank {room} "
+                "(lora_cache_max_adapter_size, lora_cache_gpu_memory_fraction)"
+            )
+
+    # ---------------------------------------------------------------- who may start
+
+    def may_start(self, adapter: StoredAdapter, claimed: Collection[int] | None) -> bool:
+        """Whether a sequence may start with an adapter now.
+
+        Args:
+            adapter: Its adapter.
+            claimed: The handles of `claim`, if somebody before it waits for pages; else None.
+        """
+        if adapter.handle in self._residents:
+            return claimed is None or adapter.handle not in claimed
+        return claimed is None and self.num_pages(adapter) <= self.num_free
+
+    def claim(self, adapter: StoredAdapter) -> frozenset[int]:
+        """Handles of adapters that nobody else is to begin to use, until one that has no room gets its pages."""
+        claimed = set(self._idle)
+        lacking = self.num_pages(adapter) - self.num_free
+        # Pages of adapters that were forgotten become free, too, but are not counted: one more may be claimed.
+        for handle, resident in self._residents.items():
+            if lacking <= 0:
+                break
+            if resident.num_users:
+                claimed.add(handle)
+                lacking -= len(resident.pages)
+        return frozenset(claimed)
+
+    # ---------------------------------------------------------------- who uses what
+
+    def acquire(self, key: int, adapter: StoredAdapter) -> None:
+        """A sequence starts: its adapter is put on the device if it is not there; `may_start` has said so."""
+        assert key not in self._used_by, f"sequence {key} has an adapter already"
+        resident = self._residents.get(adapter.handle)
+        if resident is None:
+            resident = self._load(adapter)
+        self._wake(resident)
+        resident.num_users += 1
+        self._used_by[key] = resident
+
+    def _load(self, adapter: StoredAdapter) -> _Resident:
+        count = self.num_pages(adapter)
+        while len(self._free) < count:
+            assert self._idle, f"adapter {adapter.handle} has no room on the device"
+            self._drop(next(iter(self._idle.values())))
+            self.num_evictions += 1
+        pages = tuple(heapq.heappop(self._free) for _ in range(count))
+        self._loads.append(AdapterLoad(adapter, pages))
+        self.num_loads += 1
+        resident = self._residents[adapter.handle] = _Resident(adapter.handle, pages)
+        return resident
+
+    def _wake(self, resident: _Resident) -> None:
+        if self._idle.pop(resident.handle, None) is not None:
+            self._num_idle_pages -= len(resident.pages)
+
+    def release(self, key: int) -> None:
+        """A sequence has left, which may have had no adapter."""
+        resident = self._used_by.pop(key, None)
+        if resident is None:
+            return
+        resident.num_users -= 1
+        if resident.num_users:
+            return
+        if resident.is_void:
+            self._free_pages(resident)
+        else:
+            self._idle[resident.handle] = resident
+            self._num_idle_pages += len(resident.pages)
+
+    def first_page(self, key: int) -> int:
+        """What the device knows a sequence's adapter by; -1 without one."""
+        resident = self._used_by.get(key)
+        return -1 if resident is None else resident.pages[0]
+
+    def collect_loads(self) -> tuple[AdapterLoad, ...]:
+        """The adapters that took pages since the last call."""
+        loads, self._loads = tuple(self._loads), []
+        return loads
+
+    # ---------------------------------------------------------------- what is no longer there
+
+    def forget(self, handles: Iterable[int]) -> None:
+        """Let no sequence start with what these adapters left on the device: it is not stored any more, or nobody
+        knows whether it got there. Their pages are free as soon as no sequence uses them.
+        """
+        for handle in handles:
+            if (resident := self._residents.get(handle)) is not None:
+                self._drop(resident)
+
+    def _drop(self, resident: _Resident) -> None:
+        del self._residents[resident.handle]
+        self._wake(resident)
+        resident.is_void = True
+        if not resident.num_users:
+            self._free_pages(resident)
+
+    def _free_pages(self, resident: _Resident) -> None:
+        for page in resident.pages:
+            heapq.heappush(self._free, page)

@@ -1,0 +1,63 @@
+"""Messages whose RawBuffers go beside them: the message has a buffer's length, and its bytes follow as they are.
+
+Both sides meet the buffers of a message in the same order. The receiving side makes room for each, and fills it
+from wherever the bytes come: a socket, or a broadcast. Nothing is copied into a message and out of it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from inflight.core.request.adapter import RawBuffer
+
+_T = TypeVar("_T")
+
+
+class BufferedEncoder:
+    """Encodes messages with msgpack. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._note)
+        self._buffers: list[memoryview] = []
+
+    def encode(self, message: object) -> tuple[bytes, list[memoryview]]:
+        """The message, and the buffers that are to follow it."""
+        self._buffers = []
+        return self._encoder.encode(message), self._buffers
+
+    def _note(self, value: object) -> int:
+        if not isinstance(value, RawBuffer):
+            raise NotImplementedError(
+                f"{type(value).__name__} is no part of a message"
+            )  # as msgspec asks for
+        self._buffers.append(memoryview(value.data).cast("B"))
+        return len(value)
+
+
+class BufferedDecoder(Generic[_T]):
+    """Decodes messages of a type. One thread at a time."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(kind, dec_hook=self._make_room)
+        self._buffers: list[memoryview] = []
+
+    def decode(self, body: bytes) -> tuple[_T, list[memoryview]]:
+        """The message, and the room for its buffers, to be filled in this order before anybody looks.
+
+        Raises:
+            msgspec.MsgspecError: This is no such message.
+            MemoryError: There is no memory for a buffer.
+        """
+        self._buffers = []
+        return self._decoder.decode(body), self._buffers
+
+    def _make_room(self, kind: type, value: Any) -> RawBuffer:
+        if kind is not RawBuffer:
+            raise NotImplementedError(f"{kind.__name__} is no part of a message")  # as msgspec asks for
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"expected the length of a buffer, got {value!r}")
+        room = memoryview(bytearray(value))
+        self._buffers.append(room)
+        return RawBuffer(room)

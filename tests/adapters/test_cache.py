@@ -1,0 +1,337 @@
+"""The host's cache: who is stored, evicted, refused and waited for, with adapters that are made up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inflight.adapters.cache import HostAdapterCache
+from inflight.adapters.lora_rows import CheckedAdapter
+from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest
+from inflight.errors import ConfigError, InflightError, InvalidArgument, NotFound, StepFailed, Unavailable
+
+from .caching import WAIT_S, WRONG, Make, by_id, errors, make_weights, ready
+
+
+def test_weights_are_stored_and_then_known_by_their_id(make: Make) -> None:
+    it = make()
+    first = it.run(1, by_id(7, make_weights(5)))
+    (stored,) = first.stored
+    assert (stored.task_id, stored.rank, stored.digest, stored.weights) == (7, 1, b"\5" * 16, make_weights(5))
+    assert first.events == (AdapterEvent(1, stored.handle),)
+    it.submit(2, by_id(7))
+    assert it.cache.update() == AdapterUpdate(events=(AdapterEvent(2, stored.handle),)), "at once"
+    it.submit(3, by_id(7, make_weights(6)))
+    assert it.cache.update().events == (AdapterEvent(3, stored.handle),), (
+        "weights that come again are ignored"
+    )
+    assert it.folders.reads == [by_id(7)]
+    assert not it.cache.update()
+
+
+def test_two_requests_that_bring_one_id_at_a_time_store_it_once(make: Make) -> None:
+    it = make()
+    with it.paused():
+        for number in (1, 2, 3):
+            it.submit(number, by_id(7, make_weights(number)))
+        it.submit(4, by_id(7))
+    update = it.settle()
+    assert len(update.stored) == 1
+    assert ready(update) == dict.fromkeys((1, 2, 3, 4), update.stored[0].handle)
+    assert it.folders.reads == [by_id(7)]
+
+
+def test_wrong_weights_fail_their_own_request_alone(make: Make) -> None:
+    it = make()
+    with it.paused():
+        it.submit(1, by_id(7, WRONG))
+        it.submit(2, by_id(7))
+        it.submit(3, by_id(7, make_weights(3)))
+        it.submit(4, by_id(8, WRONG))
+        it.submit(5, by_id(8))
+    update = it.settle()
+    assert errors(update) == {
+        1: "INVALID_ARG: these weights are wrong",
+        4: "INVALID_ARG: these weights are wrong",
+        5: "NOT_FOUND: 8 is nowhere",
+    }
+    assert ready(update) == dict.fromkeys((2, 3), update.stored[0].handle)
+    assert update.stored[0].digest == b"\3" * 16
+
+
+def test_an_adapter_that_is_nowhere_is_looked_for_again(make: Make) -> None:
+    it = make()
+    assert errors(it.run(1, LoraRequest(name="new"))) == {1: "NOT_FOUND: new is nowhere"}
+    it.folders.adapters[LoraRequest(name="new")] = make_weights()
+    assert ready(it.run(2, LoraRequest(name="new"))) == {2: 0}
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ZeroDivisionError("oh"), "INTERNAL: LoRA adapter it could not be loaded: ZeroDivisionError('oh')"),
+        (MemoryError(), "INTERNAL: LoRA adapter it could not be loaded: MemoryError()"),
+        (ConfigError("no file"), "INVALID_ARG: LoRA adapter it: no file"),
+        (InvalidArgument("no number"), "INVALID_ARG: no number"),
+    ],
+)
+def test_whatever_is_raised_fails_those_who_wait_and_not_the_thread(
+    make: Make, error: BaseException, says: str
+) -> None:
+    it = make()
+    it.folders.adapters[LoraRequest(name="it")] = error
+    with it.paused():
+        it.submit(1, LoraRequest(name="it"))
+        it.submit(2, LoraRequest(name="it"))
+    assert errors(it.settle()) == {1: says, 2: says}
+    assert ready(it.run(3, by_id(1, make_weights()))) == {3: 0}
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        (LoraRequest(), "lora_task_id must be set for LoRA inference"),
+        (LoraRequest(weights=make_weights()), "lora_task_id must be set for LoRA inference"),
+        (LoraRequest(name="a", weights=make_weights()), "lora_task_id must be set for LoRA inference"),
+        (LoraRequest(task_id=0, name="a"), "expected one of lora_task_id, lora_name and lora_path"),
+        (LoraRequest(path="a", name="a"), "expected one of lora_task_id, lora_name and lora_path"),
+    ],
+)
+def test_a_request_names_one_adapter(make: Make, lora: LoraRequest, says: str) -> None:
+    it = make()
+    assert errors(it.run(1, lora))[1].startswith(f"INVALID_ARG: {says}")
+    assert it.folders.reads == []
+
+
+def test_id_zero_is_an_id(make: Make) -> None:
+    assert ready(make().run(1, by_id(0, make_weights()))) == {1: 0}
+
+
+def test_the_least_recently_used_of_the_idle_goes_first(make: Make) -> None:
+    it = make(3)
+    handles = {}
+    for task in (1, 2, 3):
+        handles[task] = it.run(task, by_id(task, make_weights(task))).stored[0].handle
+        it.cache.forget(task)
+    it.run(11, by_id(1, make_weights(99)))  # weights that come again freshen
+    it.cache.forget(11)
+    update = it.run(4, by_id(4, make_weights(4, 2)))
+    assert update.dropped == (handles[2], handles[3])
+    assert it.states == {1: "idle", 4: "in use"}
+
+
+def test_what_is_in_use_stays_and_the_cache_says_that_it_is_full(make: Make) -> None:
+    it = make(3)
+    it.run(1, by_id(1, make_weights(1, 2)))
+    it.run(2, by_id(2, make_weights(2)))
+    it.cache.forget(2)
+    says = "UNAVAILABLE: PEFT Cache is full. Could not store taskId=3: it takes 8 bytes"
+    assert errors(it.run(3, by_id(3, make_weights(3, 2))))[3].startswith(says)
+    assert it.states == {1: "in use", 2: "idle"}, "nothing is evicted in vain"
+    it.cache.forget(1)
+    assert ready(it.run(4, by_id(3, make_weights(3, 2))))
+    says = "INVALID_ARG: PEFT Cache is full. Could not store taskId=5: it takes 16 bytes, expected at most"
+    assert errors(it.run(5, by_id(5, make_weights(5, 4))))[5].startswith(says)
+
+
+def test_an_adapter_stored_again_has_another_handle(make: Make) -> None:
+    it = make(1)
+    first = it.run(1, by_id(1, make_weights(1)))
+    it.cache.forget(1)
+    second = it.run(2, by_id(2, make_weights(2)))
+    assert second.dropped == (first.stored[0].handle,)
+    it.cache.forget(2)
+    third = it.run(3, by_id(1, make_weights(1)))
+    assert third.stored[0].handle not in (first.stored[0].handle, second.stored[0].handle)
+
+
+def test_nothing_is_said_of_a_request_that_has_ended(make: Make) -> None:
+    it = make()
+    with it.paused():
+        it.submit(1, by_id(1, make_weights(1)))
+        it.folders.started.get(timeout=WAIT_S)
+        it.submit(2, by_id(1))
+        it.submit(3, by_id(3, make_weights(3)))
+        it.cache.forget(1)
+        it.cache.forget(3)
+    update = it.settle()
+    assert ready(update) == {2: 0}
+    assert by_id(3) not in it.folders.reads, "nobody wants it any more"
+    it.submit(4, by_id(1))
+    it.cache.forget(4)
+    assert not it.cache.update().events
+    it.cache.forget(4)
+    it.cache.forget(999)
+    it.cache.forget(2)
+    assert it.states == {1: "idle"}
+
+
+def test_what_a_cancelled_request_has_brought_is_kept(make: Make) -> None:
+    it = make()
+    with it.paused():
+        it.submit(1, by_id(1, make_weights(1)))
+        it.folders.started.get(timeout=WAIT_S)
+        it.cache.forget(1)
+    assert not it.settle()
+    assert ready(it.run(2, by_id(1))) == {2: 0}
+
+
+def test_an_adapter_is_told_of_when_it_is_first_used(make: Make) -> None:
+    it = make(2)
+    it.folders.adapters |= {LoraRequest(name=name): make_weights() for name in "abc"}
+    for name in "abc":
+        assert it.cache.load(name).result(WAIT_S).state == "idle"
+    assert not it.cache.update(), "one that came and went unused is not spoken of"
+    assert it.states == {"b": "idle", "c": "idle"}
+    assert [each.handle for each in it.run(1, LoraRequest(name="b")).stored] == [1]
+
+
+def test_adapters_are_listed_loaded_and_unloaded(make: Make) -> None:
+    it = make(4)
+    it.folders.adapters[LoraRequest(name="a")] = make_weights(1, 2)
+    info = it.cache.load("a").result(WAIT_S)
+    assert (info.name, info.state, info.rank, info.num_bytes, info.users) == ("a", "idle", 1, 8, 0)
+    assert it.cache.load("a").result(WAIT_S) == info
+    assert len(it.folders.reads) == 1
+    handle = it.run(1, LoraRequest(name="a")).stored[0].handle
+    assert [(each.state, each.users) for each in it.cache.list_adapters()] == [("in use", 1)]
+    it.folders.adapters[LoraRequest(name="a")] = make_weights(2, 2)
+    it.cache.unload("a")
+    assert [(each.state, each.users) for each in it.cache.list_adapters()] == [("unloading", 1)]
+    assert not it.cache.update(), "its request goes on with it"
+    update = it.run(2, LoraRequest(name="a"))
+    assert update.stored[0].digest == b"\2" * 16, "what is in the folder now"
+    says = "UNAVAILABLE: PEFT Cache is full"
+    assert errors(it.run(3, by_id(3, make_weights())))[3].startswith(says), "what it takes counts to its end"
+    it.cache.forget(1)
+    assert it.cache.update().dropped == (handle,)
+    it.cache.forget(2)
+    it.cache.unload("a")
+    assert it.cache.update().dropped == (update.stored[0].handle,)
+    assert it.cache.list_adapters() == ()
+    with pytest.raises(NotFound, match="LoRA adapter a is not loaded"):
+        it.cache.unload("a")
+    with pytest.raises(NotFound, match="b is nowhere"):
+        it.cache.load("b").result(WAIT_S)
+
+
+def test_ids_and_paths_are_unloaded_too(make: Make) -> None:
+    it = make()
+    it.folders.adapters[LoraRequest(path="x/y")] = make_weights()
+    it.run(1, LoraRequest(path="x/y"))
+    it.run(2, by_id(5, make_weights()))
+    it.cache.unload("x/y")
+    it.cache.unload(5)
+    assert [each.state for each in it.cache.list_adapters()] == ["unloading"] * 2
+    with pytest.raises(NotFound):
+        it.cache.unload("5")
+
+
+def test_a_named_adapter_has_no_id(make: Make) -> None:
+    it = make()
+    it.folders.adapters[LoraRequest(name="7")] = make_weights()
+    assert it.run(1, LoraRequest(name="7")).stored[0].task_id is None
+    assert errors(it.run(2, by_id(7))) == {2: "NOT_FOUND: 7 is nowhere"}
+
+
+def test_prefetching_stops_where_the_room_ends(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    it = make(3)
+    it.folders.adapters |= {by_id(n): make_weights(n, 1) for n in (1, 2, 4, 5)} | {
+        by_id(3): WRONG,
+        by_id(6): OSError("no disk"),
+    }
+    it.cache.prefetch([1, 2, 3, 6, 4, 5])
+    assert it.states == dict.fromkeys((1, 2, 4), "idle")
+    assert "task 3 is skipped: these weights are wrong" in caplog.text
+    assert "no room for task 5" in caplog.text
+    assert ready(it.run(1, by_id(5))), "it is read on a miss"
+    assert it.states == {2: "idle", 4: "idle", 5: "in use"}
+
+
+def test_the_loop_never_waits_for_a_reader(make: Make) -> None:
+    it = make()
+    it.run(1, by_id(1, make_weights(1)))
+    with it.paused():
+        it.submit(2, by_id(2, make_weights(2)))
+        it.folders.started.get(timeout=WAIT_S)
+        it.submit(3, by_id(1))
+        assert ready(it.cache.update()) == {3: 0}
+        assert [each.state for each in it.cache.list_adapters()] == ["in use", "loading"]
+        it.cache.unload(1)
+        it.cache.forget(2)
+
+
+def test_whoever_waits_for_a_load_hears_of_the_end(make: Make) -> None:
+    it = make()
+    raised: list[Exception] = []
+
+    def load() -> None:
+        try:
+            it.cache.load("b").result(WAIT_S)
+        except InflightError as error:
+            raised.append(error)
+
+    with it.paused():
+        it.submit(1, LoraRequest(name="a"))
+        it.folders.started.get(timeout=WAIT_S)
+        thread = threading.Thread(target=load)
+        thread.start()
+        while "b" not in it.states:
+            pass
+        closing = threading.Thread(target=it.cache.close)
+        closing.start()
+        while not it.cache._is_closed:
+            pass
+    closing.join()
+    thread.join()
+    assert isinstance(raised[0], Unavailable)
+    with pytest.raises(Unavailable):
+        it.cache.load("c").result(WAIT_S)
+
+
+def test_names_cost_nothing_per_request(make: Make) -> None:
+    """What a request does does not grow with what is stored: no look at any other entry."""
+    it = make(2000)
+
+    class Counting(dict[LoraRequest, Any]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[LoraRequest]:
+            Counting.walks += 1
+            return super().__iter__()
+
+        def items(self) -> Any:
+            Counting.walks += 1
+            return super().items()
+
+        def values(self) -> Any:
+            Counting.walks += 1
+            return super().values()
+
+    it.folders.adapters |= {LoraRequest(name=f"n{n}"): make_weights() for n in range(1000)}
+    for n in range(1000):
+        it.cache.load(f"n{n}").result(WAIT_S)
+    it.cache._entries = Counting(it.cache._entries)
+    for n in range(1000):
+        it.submit(n, LoraRequest(name=f"n{n % 7}"))
+        assert len(it.cache.update().events) == 1
+        it.cache.forget(n)
+    assert Counting.walks == 0
+
+
+def test_a_bug_ends_those_who_wait_and_not_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    made_room = HostAdapterCache._make_room
+    cache = HostAdapterCache(lambda lora: CheckedAdapter(1, b"x" * 16, make_weights()), 1 << 20, lambda: None)
+    monkeypatch.setattr(HostAdapterCache, "_make_room", fail)
+    with pytest.raises(StepFailed, match="a bug"):
+        cache.load("first").result(WAIT_S)
+    monkeypatch.setattr(HostAdapterCache, "_make_room", made_room)
+    cache.load("second").result(WAIT_S)
+    assert [each.name for each in cache.list_adapters()] == ["second"]
+    cache.close()

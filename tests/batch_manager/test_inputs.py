@@ -1,0 +1,35 @@
+"""What enters an iteration, where requests bring adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.batch_manager.inputs import OwnInputs
+from inflight.core.request.adapter import AdapterUpdate, LoraRequest
+from tests.core.factories import make_request, make_scheduler
+
+
+class Cache:
+    """Notes who asks."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[int, LoraRequest]] = []
+
+    def submit(self, request_id: int, lora: LoraRequest) -> None:
+        self.submitted.append((request_id, lora))
+
+    def update(self) -> AdapterUpdate:
+        return AdapterUpdate()
+
+    def forget(self, request_id: int) -> None:
+        raise AssertionError("nobody has ended")
+
+
+def test_of_new_requests_with_one_id_the_first_alone_asks_for_its_adapter() -> None:
+    """The scheduler refuses the others, and an adapter of theirs must not become that of the first."""
+    first = make_request(request_id=1, lora=LoraRequest(task_id=5))
+    second = replace(first, lora=LoraRequest(task_id=6))
+    cache, scheduler = Cache(), make_scheduler(num_adapter_pages=4)
+    inputs = OwnInputs(scheduler, lambda room: [first, second], None, lambda: 0, None, None, cache)
+    assert inputs.next().new_requests == (first, second)
+    assert cache.submitted == [(1, first.lora)]

@@ -1,0 +1,99 @@
+"""Commands for adapters and their answers, over the socket and in process; the adapters are played by the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
+from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
+from inflight.core.request.stop import StopReason
+from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.server import EndpointServer
+from inflight.errors import NotFound, StepFailed, Unavailable, Unsupported
+from tests.endpoint.factories import DESCRIPTION, Batcher, Inbox, make_request
+
+LIST = AdapterCommand(AdapterAction.LIST)
+
+
+@pytest.mark.parametrize("by_socket", [True, False])
+def test_commands_cross(front_end: SocketEngineClient, batcher: Batcher, by_socket: bool) -> None:
+    client = front_end if by_socket else batcher.client
+    assert client.adapters(LIST, 5.0) == ()
+    load = AdapterCommand(AdapterAction.LOAD, "sql", path="sql-v2")
+    sql = AdapterState("sql", None, "sql-v2", True, 8, 100)
+    assert client.adapters(load, 5.0) == (sql,)
+    assert client.adapters(LIST, 5.0) == (sql,)
+    assert client.adapters(AdapterCommand(AdapterAction.UNLOAD, "sql"), 5.0) == ()
+    assert batcher.adapters.calls == [("load", "sql", "sql-v2", 5.0), ("unload", "sql", None)]
+
+
+def test_what_is_wrong_crosses(front_end: SocketEngineClient) -> None:
+    with pytest.raises(NotFound, match="there is no adapter 7"):
+        front_end.adapters(AdapterCommand(AdapterAction.UNLOAD, task_id=7), 5.0)
+
+
+def test_a_bug_ends_nobodys_connection(front_end: SocketEngineClient, batcher: Batcher) -> None:
+    batcher.adapters.load = None
+    with pytest.raises(StepFailed, match="the command could not be carried out"):
+        front_end.adapters(AdapterCommand(AdapterAction.LOAD, "sql"), 5.0)
+    assert front_end.adapters(LIST, 5.0) == ()
+
+
+def test_without_adapters(path: str) -> None:
+    client = LocalEngineClient(DESCRIPTION, lambda: None)
+    server = EndpointServer(client, path)
+    far = SocketEngineClient(path)
+    for each in (client, far):
+        with pytest.raises(Unsupported, match="takes no commands for adapters"):
+            each.adapters(LIST, 5.0)
+    far.close()
+    server.close()
+
+
+WEIGHTS = LoraWeights(Matrix((1, 4), "float32", RawBuffer(bytes(16))), ((0, 0, 1),))
+
+
+@pytest.mark.parametrize("by_socket", [True, False])
+def test_weights_count_from_when_they_come(
+    front_end: SocketEngineClient, batcher: Batcher, by_socket: bool
+) -> None:
+    """Where too many wait, a request is refused; what is stopped before it is fetched counts no more."""
+    client = front_end if by_socket else batcher.client
+    request = make_request(lora=LoraRequest(7, weights=WEIGHTS))
+    inbox = Inbox()
+    request_id = client.submit(request, inbox)
+    while not batcher.adapters.waiting:
+        pass
+    assert list(batcher.adapters.waiting.values()) == [16]
+    client.stop(request_id, StopReason.CANCELLED)
+    while batcher.adapters.waiting:
+        pass
+    batcher.client.get_inference_requests(-1)
+    assert inbox.final().result is not None
+
+    batcher.adapters.max_bytes = 15
+    refused = Inbox()
+    if by_socket:
+        client.submit(request, refused)
+        error = refused.final().error
+    else:
+        with pytest.raises(Unavailable) as raised:
+            client.submit(request, refused)
+        error = raised.value
+    assert isinstance(error, Unavailable) and "too many weights wait" in str(error)
+    client.submit(make_request(lora=LoraRequest(7)), Inbox())
+    assert batcher.take().lora == LoraRequest(7), "the number alone takes no room"
+
+
+def test_an_engine_that_goes_answers(front_end: SocketEngineClient, server: EndpointServer) -> None:
+    front_end.adapters(LIST, 5.0)
+    server.close()
+    with pytest.raises(Unavailable):
+        front_end.adapters(LIST, 5.0)
+
+
+def test_an_engine_that_has_ended_carries_nothing_out(batcher: Batcher) -> None:
+    batcher.client.close()
+    with pytest.raises(Unavailable):
+        batcher.client.adapters(LIST, 5.0)

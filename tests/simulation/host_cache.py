@@ -1,0 +1,150 @@
+"""A stand-in for rank 0's adapter cache: adapters come after a while or never; idle ones are dropped at random.
+
+What becomes of a request follows from the seed and its id alone, so that it is the same in every kind of run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
+from inflight.core.request.request import IterationInput
+from inflight.errors import InvalidArgument, StepFailed
+from tests.core.factories import make_adapter
+
+NUM_TASKS = 5
+MOST_RANKS = 8
+"""Largest rank of an adapter that fits."""
+TOO_LARGE = 200
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a request's adapter.
+
+    Attributes:
+        delay: Iterations until that is known.
+        error: Why it fails; "" if it does not.
+        is_too_large: Whether it fits no device.
+    """
+
+    delay: int
+    error: str
+    is_too_large: bool
+
+    @property
+    def code(self) -> str:
+        """The code of the error that its request ends with."""
+        return InvalidArgument.code if self.is_too_large else self.error
+
+
+def fate_of(seed: int, request_id: int) -> Fate:
+    """The fate of a request's adapter."""
+    rng = random.Random(f"{seed} {request_id}")
+    delay = rng.choice([0, 0, 0, 1, 4])
+    error = rng.choice([InvalidArgument.code, StepFailed.code]) if rng.random() < 0.04 else ""
+    return Fate(delay, error, not error and rng.random() < 0.03)
+
+
+def content(lora: LoraRequest, version: int) -> int:
+    """A number for the content that an adapter has at first (0), or when it was stored anew so often.
+
+    Two task ids have the same content at first.
+    """
+    task = lora.task_id or 0
+    return version * NUM_TASKS + (1 if task == 2 and version == 0 else task)
+
+
+def digest_of(lora: LoraRequest, version: int = 0) -> bytes:
+    """The digest of that content."""
+    return make_adapter(version=content(lora, version)).digest[8:]
+
+
+class HostCache:
+    """Implements `inflight.core.ports.AdapterCache`; time passes with every `update`.
+
+    Attributes:
+        given: By request id, the digest of the adapter that it was told of.
+        failed: By request id, the code of the error that it was told.
+        num_drops: Adapters dropped.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.given: dict[int, bytes] = {}
+        self.failed: dict[int, str] = {}
+        self.num_drops = 0
+        self._seed = seed
+        self._rng = random.Random(f"adapters {seed}")
+        self._now = 0
+        self._next_handle = 1
+        self._due: dict[int, tuple[int, LoraRequest]] = {}  # by request id, when, and what it wants
+        self._stored: dict[LoraRequest, StoredAdapter] = {}
+        self._versions: dict[LoraRequest, int] = {}
+        self._users: dict[int, LoraRequest] = {}  # by request id
+
+    def submit(self, request_id: int, lora: LoraRequest) -> None:
+        """A request wants an adapter."""
+        self._due[request_id] = self._now + fate_of(self._seed, request_id).delay, lora
+
+    def forget(self, request_id: int) -> None:
+        """A request has ended."""
+        self._due.pop(request_id, None)
+        self._users.pop(request_id, None)
+
+    def update(self) -> AdapterUpdate:
+        """What has happened meanwhile."""
+        stored: list[StoredAdapter] = []
+        events: list[AdapterEvent] = []
+        for request_id, (at, lora) in list(self._due.items()):
+            if at <= self._now:
+                del self._due[request_id]
+                events.append(self._answer(request_id, lora, stored))
+        self._now += 1
+        return AdapterUpdate(tuple(stored), tuple(events), self._drop())
+
+    def _answer(self, request_id: int, lora: LoraRequest, stored: list[StoredAdapter]) -> AdapterEvent:
+        fate = fate_of(self._seed, request_id)
+        if fate.code:
+            self.failed[request_id] = fate.code
+        if fate.error:
+            return AdapterEvent(request_id, error_code=fate.error, error="no such adapter")
+        if fate.is_too_large:
+            stored.append(self._make(lora, 0, TOO_LARGE))
+            return AdapterEvent(request_id, stored[-1].handle)
+        if lora not in self._stored:
+            version = self._versions.setdefault(lora, 0)
+            rank = random.Random(f"rank {self._seed} {content(lora, version)}").randint(1, MOST_RANKS)
+            self._stored[lora] = self._make(lora, version, rank)
+            stored.append(self._stored[lora])
+        self._users[request_id] = lora
+        self.given[request_id] = self._stored[lora].digest
+        return AdapterEvent(request_id, self._stored[lora].handle)
+
+    def _make(self, lora: LoraRequest, version: int, rank: int) -> StoredAdapter:
+        self._next_handle += 1
+        adapter = make_adapter(self._next_handle - 1, rank)
+        return replace(adapter, digest=digest_of(lora, version), task_id=lora.task_id)
+
+    def _drop(self) -> tuple[int, ...]:
+        used = set(self._users.values())
+        idle = [lora for lora in self._stored if lora not in used]
+        if not idle or self._rng.random() < 0.5:
+            return ()
+        lora = self._rng.choice(idle)
+        self._versions[lora] += self._rng.randint(0, 1)
+        self.num_drops += 1
+        return (self._stored.pop(lora).handle,)
+
+
+def with_adapters(
+    cache: HostCache, inputs: IterationInput, is_active: Callable[[int], bool]
+) -> IterationInput:
+    """An iteration's input with what `cache` says, as `OwnInputs` asks it."""
+    for request_id in [i for i in (*cache._due, *cache._users) if not is_active(i)]:
+        cache.forget(request_id)
+    for request in inputs.new_requests:
+        if request.lora is not None and not is_active(request.request_id):
+            cache.submit(request.request_id, request.lora)
+    return replace(inputs, adapters=cache.update())
