@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inflight import progress
 from inflight.errors import ConfigError
-from inflight.models import DecoderWeights, load_weights, loader, read_model_description
-from inflight.models.loader import load_progress
-from tests.models.zoo import Zoo, make_model
+from inflight.models import DecoderWeights, load_weights, read_model_description
+from inflight.models.sharding import Part, Shard
+from tests.models.zoo import CASES, Zoo, make_model
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -90,6 +91,57 @@ def test_gpt2_of_the_bare_decoder_with_its_mask_buffers(zoo: Zoo, edited: Callab
         return bare
 
     _assert_equal(_load(edited("gpt2", strip)), _load(zoo["gpt2"].folder))
+
+
+def test_draft_layers_are_not_read(zoo: Zoo, edited: Callable[..., Path]) -> None:
+    def add(tensors: Tensors) -> Tensors:
+        names = ("eh_proj.weight", "self_attn.o_proj.weight", "shared_head.head.weight")
+        return tensors | {f"model.layers.3.{name}": torch.ones(2, 3) for name in names}
+
+    _assert_equal(_load(edited("deepseek-v3", add)), _load(zoo["deepseek-v3"].folder))
+
+
+def test_more_layers_than_config_json_speaks_of_are_unexpected(edited: Callable[..., Path]) -> None:
+    folder = edited("deepseek-v3", lambda tensors: tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"unexpected model\.layers\.4\.eh_proj\.weight"):
+        _load(folder)
+
+
+def test_further_layers_are_unexpected_where_a_family_has_no_draft_layers(
+    edited: Callable[..., Path],
+) -> None:
+    folder = edited(
+        "deepseek-v2", lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 3)}
+    )
+    with pytest.raises(ConfigError, match=r"unexpected model\.layers\.3\.eh_proj\.weight"):
+        _load(folder)
+
+
+def test_what_experts_are_chosen_by_keeps_its_precision(zoo: Zoo) -> None:
+    model = zoo["deepseek-v3"]
+    layers = _load(model.folder, torch.bfloat16).layers
+    stored = model.oracle.model.layers[1].mlp.gate.e_score_correction_bias
+    assert layers[0].experts is None and layers[1].experts is not None
+    assert layers[1].experts.router.weight.dtype == torch.bfloat16
+    assert layers[1].experts.choice_bias is not None and torch.equal(layers[1].experts.choice_bias, stored)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
+@pytest.mark.parametrize("part", [None, Shard(2, 1), Shard(4, 3, 2)], ids=str)
+def test_experts_one_by_one_or_stacked(zoo: Zoo, tmp_path: Path, case: str, part: Shard | None) -> None:
+    """As transformers before version 5 stored them, and as it has them since."""
+    model = zoo[f"{case}-even" if part is not None and f"{case}-even" in CASES else case]
+    model.oracle.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any("experts.gate_up_proj" in name for name in names)
+    assert not any("experts.0." in name for name in names)
+
+    def load(folder: Path) -> DecoderWeights:
+        description = read_model_description(folder)
+        whole = Part.whole(description.decoder)
+        return load_weights(description, None, CPU, replace(whole, shard=part) if part else whole)
+
+    _assert_equal(load(tmp_path), load(model.folder))
 
 
 def test_dtype(zoo: Zoo, edited: Callable[..., Path]) -> None:
@@ -190,22 +242,10 @@ def test_progress_is_silent_without_a_terminal(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loader, "_PATIENCE_S", 0.0)
-    caplog.set_level("INFO", "inflight.models")
+    monkeypatch.setattr(progress, "_PATIENCE_S", 1e-9)
+    caplog.set_level("INFO", "inflight")
     _load(zoo["llama"].folder)
     assert capfd.readouterr() == ("", "")
-    assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith("Loading llama: 0.00 GB in ")
-
-
-def test_progress_is_a_bar_on_a_terminal(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with load_progress("Loading big", 100) as advance:
-        advance(50)
-        advance(50)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "Loading big" in err
+    said = [record.message for record in caplog.records]
+    assert said[0] == "Loading llama: 0.00 of 0.00 GB"
+    assert said[-1].startswith("Loading llama: 0.00 GB in ")

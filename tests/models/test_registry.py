@@ -61,7 +61,7 @@ def test_llama(tmp_path: Path) -> None:
 
 def test_gpt2(tmp_path: Path) -> None:
     decoder = _read(tmp_path, GPT2)
-    assert decoder.rope is None
+    assert decoder.learned_positions and set(decoder.ropes) == {None}
     assert (decoder.intermediate_size, decoder.max_positions) == (128, 128)
     assert (decoder.norm, decoder.activation, decoder.gated_mlp) == ("layer", "gelu_tanh", False)
     assert decoder.qkv_bias and decoder.output_bias and decoder.mlp_bias and decoder.tied_embeddings
@@ -119,6 +119,45 @@ def test_sliding_windows(
     assert _read(tmp_path, _as(architecture, **values)).sliding_windows == expected
 
 
+_DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"},
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "moe_intermediate_size": 24,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 128,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 8,
+}
 # config.json files as they lie beside published weights, with all that they say besides.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm2": {
@@ -172,6 +211,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
         "sliding_window": 131072,
         "use_sliding_window": False,
+    },
+    "deepseek v2 lite": {**_DEEPSEEK, "aux_loss_alpha": 0.001, "seq_aux": True},
+    "deepseek v3": {
+        **_DEEPSEEK,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "n_group": 2,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 12,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     },
     "a fine-tune": {
         **LLAMA,
@@ -266,11 +317,22 @@ def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> 
         ({"model_type": "falcon"}, "key 'model_type' is 'falcon', expected one of llama, mistral"),
         ({}, "key 'model_type' is missing"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        (
+            {**PUBLISHED["deepseek v3"], "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+            "key 'quantization_config' is {'quant_method': 'fp8', 'fmt': 'e4m3'}, expected no such key: quantized",
+        ),
+        ({**_DEEPSEEK, "norm_topk_prob": True}, "key 'norm_topk_prob' is True, expected no such key"),
+        (
+            {**_DEEPSEEK, "num_key_value_heads": 2},
+            "expected num_attention_heads, 4: all heads share the latent",
+        ),
+        ({**PUBLISHED["deepseek v3"], "n_group": 3}, "expected groups of at least 2 of 8 n_routed_experts"),
+        ({**_DEEPSEEK, "attention_bias": True}, "expected false where q_lora_rank is null"),
         ({**LLAMA, "hidden_size": None}, "key 'hidden_size' is None, expected an integer >= 1"),
         ({**LLAMA, "hidden_size": "32"}, "key 'hidden_size' is '32', expected an integer >= 1"),
         ({**LLAMA, "num_key_value_heads": 3}, "expected a divisor of num_attention_heads, 4"),
         ({**LLAMA, "hidden_size": 30}, "hidden size 30 is not a multiple of 4 heads"),
-        ({**LLAMA, "head_dim": 7}, "heads are 7 wide, rotary positions need an even width"),
+        ({**LLAMA, "head_dim": 7}, "7 dimensions of a head are rotated"),
         ({**LLAMA, "hidden_act": "gelu_fast"}, "key 'hidden_act' is 'gelu_fast', expected one of silu"),
         ({**LLAMA, "dtype": "float8_e4m3fn"}, "expected one of float32, bfloat16, float16"),
         ({**LLAMA, "eos_token_id": "</s>"}, "expected a token id or a list of them"),

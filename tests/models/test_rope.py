@@ -61,7 +61,7 @@ def test_scaled_frequencies(tmp_path: Path, scaling: dict[str, Any], theta: floa
     expected, expected_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
 
     rope = _read(tmp_path, rope_parameters={"rope_theta": theta, **scaling})
-    frequencies, factor = inverse_frequencies(rope, HEAD_DIM)
+    frequencies, factor = inverse_frequencies(rope, HEAD_DIM, MAX_POSITIONS)
 
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert factor == pytest.approx(expected_factor)
@@ -80,7 +80,9 @@ def test_no_scaling(tmp_path: Path) -> None:
     assert _read(tmp_path).theta == 10000.0
     config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 1e6})
     expected, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
-    torch.testing.assert_close(inverse_frequencies(plain, HEAD_DIM)[0], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        inverse_frequencies(plain, HEAD_DIM, MAX_POSITIONS)[0], expected, rtol=1e-6, atol=0
+    )
 
 
 def test_tables_hold_every_position(tmp_path: Path) -> None:
@@ -93,10 +95,13 @@ def test_tables_hold_every_position(tmp_path: Path) -> None:
     ("values", "message"),
     [
         (
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "'rope_parameters.rope_type' is 'longrope', expected one of default, linear, dynamic, llama3, yarn",
+            {"rope_parameters": {"rope_type": "ntk"}},
+            "'rope_parameters.rope_type' is 'ntk', expected one of default, linear, dynamic, llama3, yarn, long",
         ),
-        ({"rope_scaling": {"type": "su"}}, "'rope_scaling.type' is 'su'"),
+        (
+            {"rope_scaling": {"type": "su"}},
+            "'rope_scaling.short_factor' is missing, expected a list",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.factor' is missing, expected a number > 0"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "more than low_freq_factor, which is 1.0"),
         ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, expected 1.0"),

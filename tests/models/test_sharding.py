@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, load_weights, read_model_description
+from inflight.models.checkpoint import Checkpoint
 from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.ranks.topology import Mapping
 from tests.models.zoo import Zoo
@@ -72,6 +74,30 @@ def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
             assert all(torch.equal(part.down.bias, layer.down.bias) for part in parts), "added to the sum"
 
 
+@pytest.mark.parametrize("case", ["deepseek-v2", "deepseek-v2-lite"])
+def test_ranks_divide_the_heads_of_latent_attention_and_have_all_that_these_share(
+    zoo: Zoo, case: str
+) -> None:
+    model = read_model_description(zoo[case].folder)
+    decoder = model.decoder
+    whole = load_weights(model, None, CPU)
+    parts = [Part.from_mapping(Mapping(2, 1, rank), decoder) for rank in range(2)]
+    ranks = [load_weights(model, None, CPU, part) for part in parts]
+    assert decoder.latent is not None
+    num_shared = decoder.latent.cached_dim + (decoder.latent.query_rank or 0)
+    for index, layer in enumerate(whole.layers):
+        held = [rank.layers[index] for rank in ranks]
+        assert torch.equal(torch.cat([each.output.weight for each in held], dim=1), layer.output.weight)
+        pairs = [(layer.latent.kv_up, [each.latent.kv_up for each in held])]
+        if layer.latent.query_up is not None:
+            pairs.append((layer.latent.query_up, [each.latent.query_up for each in held]))
+        for expected, of_ranks in pairs:
+            assert torch.equal(torch.cat([each.weight for each in of_ranks]), expected.weight)
+        own = [each.qkv.weight[:-num_shared] for each in held]
+        assert torch.equal(torch.cat([*own, held[0].qkv.weight[-num_shared:]]), layer.qkv.weight)
+        assert torch.equal(held[0].qkv.weight[-num_shared:], held[1].qkv.weight[-num_shared:])
+
+
 def _stages(zoo: Zoo, case: str, pp_size: int) -> tuple[DecoderWeights, list[DecoderWeights]]:
     """The whole model, and its stages."""
     model = read_model_description(zoo[case].folder)
@@ -127,3 +153,84 @@ def test_every_stage_refuses_a_checkpoint_that_lacks_a_tensor_of_any(
     model = read_model_description(folder)
     with pytest.raises(ConfigError, match=r"missing lm_head\.weight"):
         load_weights(model, None, CPU, Part.from_mapping(Mapping(1, 2, rank), model.decoder))
+
+
+MIXTURES = ["mixtral-even", "qwen2-moe", "qwen3-moe-even", "olmoe"]
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize(("tp_size", "moe_ep_size"), [(2, 1), (2, 2), (4, 2)])
+def test_the_ranks_hold_the_experts_once(zoo: Zoo, case: str, tp_size: int, moe_ep_size: int) -> None:
+    """Groups of ranks hold different experts, whole or in slices; all ranks hold the router."""
+    model = read_model_description(zoo[case].folder)
+    whole = load_weights(model, None, CPU)
+    mappings = [Mapping(tp_size, 1, rank, moe_ep_size) for rank in range(tp_size)]
+    parts = [Part.from_mapping(mapping, model.decoder) for mapping in mappings]
+    ranks = [load_weights(model, None, CPU, part) for part in parts]
+    count, in_group = model.decoder.experts.count // moe_ep_size, tp_size // moe_ep_size
+    for index, layer in enumerate(whole.layers):
+        if layer.experts is None:
+            assert all(rank.layers[index].experts is None for rank in ranks)
+            continue
+        gates, ups = layer.experts.up.weight.chunk(2, dim=1)
+        found = torch.zeros_like(gates), torch.zeros_like(ups), torch.zeros_like(layer.experts.down.weight)
+        for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
+            experts = rank.layers[index].experts
+            assert torch.equal(experts.router.weight, layer.experts.router.weight)
+            first, last = part.held_config(model.decoder).experts.held
+            assert (first, last) == ((number % moe_ep_size) * count, (number % moe_ep_size + 1) * count)
+            width = gates.shape[1] // in_group
+            own = slice(number // moe_ep_size * width, (number // moe_ep_size + 1) * width)
+            assert part.held_config(model.decoder).experts.intermediate_size == width
+            for target, tensor in zip(found[:2], experts.up.weight.chunk(2, dim=1), strict=True):
+                target[first:last, own] += tensor
+            found[2][first:last, :, own] += experts.down.weight
+            if layer.up is not None:
+                assert len(rank.layers[index].up.weight) == len(layer.up.weight) // tp_size, "as any MLP"
+        for tensor, expected in zip(found, (gates, ups, layer.experts.down.weight), strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def test_experts_of_others_are_not_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read_model_description(zoo["mixtral-even"].folder)
+    read: list[str] = []
+    read_tensor = Checkpoint.read
+
+    def note(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        read.append(name)
+        return read_tensor(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "read", note)
+    load_weights(model, None, CPU, Part.from_mapping(Mapping(2, 1, 1, 2), model.decoder))
+    assert {int(name.split("experts.")[1].split(".")[0]) for name in read if "experts." in name} == {3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("case", "tp_size", "moe_ep_size", "message"),
+    [
+        ("llama", 2, 2, "moe_expert_parallel_size is 2, but this model has no experts, expected 1"),
+        ("mixtral", 2, 2, "does not divide the 5 experts .* with tensor_parallel_size 2 it can be 1$"),
+        ("olmoe", 4, 4, "does not divide the 6 experts .* with tensor_parallel_size 4 it can be 1, 2$"),
+    ],
+)
+def test_groups_that_do_not_divide_the_experts_are_refused(
+    zoo: Zoo, case: str, tp_size: int, moe_ep_size: int, message: str
+) -> None:
+    decoder = read_model_description(zoo[case].folder).decoder
+    with pytest.raises(ConfigError, match=message):
+        Part.from_mapping(Mapping(tp_size, 1, 0, moe_ep_size), decoder)
+
+
+def test_groups_divide_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"moe_expert_parallel_size is 3, expected a divisor of .*, 4"):
+        Mapping(4, 1, 0, 3)
+
+
+def test_slices_of_experts_are_for_the_ranks_of_a_group(zoo: Zoo) -> None:
+    """Experts of 40 are 5 slices of 8 at most: with 8 ranks it takes 2 groups or more."""
+    decoder = read_model_description(zoo["qwen3-moe-even"].folder).decoder
+    decoder = replace(decoder, experts=replace(decoder.experts, intermediate_size=12))
+    with pytest.raises(ConfigError, match="MLP of 12; it can be 1, 2, 4"):
+        Shard(8).check(decoder)
+    Shard(8, moe_ep_size=2).check(decoder)
+    assert Shard(8, 7, 2).part_of(decoder).experts.intermediate_size == 3

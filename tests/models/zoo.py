@@ -5,6 +5,7 @@ Weights are drawn ten times wider than usual: with the usual 0.02 a random model
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,55 @@ _LLAMA3 = _rope(
 )
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 
+_GEMMA = {
+    "tie_word_embeddings": False,  # a tied one would repeat its last token
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 19,
+    "query_pre_attn_scalar": 9,
+}
+
+_DEEPSEEK = {
+    **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9),
+    "q_lora_rank": 36,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
     "llama-gqa-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama-head-dim": ("Llama", {"head_dim": 12}),
+    "llama-odd-sizes": (
+        "Llama",
+        {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 40},
+    ),
+    "llama-odd-heads": (
+        "Llama",
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 88,
+            "initializer_range": 0.25,
+        },
+    ),
     "llama-rope-llama3": ("Llama", _LLAMA3),
     "llama-rope-yarn": ("Llama", _YARN),
     "llama-rope-linear": ("Llama", _rope("linear", factor=4.0)),
     "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=4.0)),
-    "llama-attention-bias": ("Llama", {"attention_bias": True}),
+    "llama-attention-bias": ("Llama", {"attention_bias": True, "initializer_range": 0.25}),
     "llama-mlp-bias": ("Llama", {"mlp_bias": True, "hidden_act": "gelu"}),
     "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 19}),
     "mistral-no-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None}),
@@ -77,9 +117,152 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2}),
+    "phi3-partial-window": (
+        "Phi3",
+        {
+            "sliding_window": 19,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": MAX_POSITIONS,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 2.0],
+                "long_factor": [1.5, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": MAX_POSITIONS,
+                "factor": 4.0,
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "granite": (
+        "Granite",
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 1.5,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 19},
+    ),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-even": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_key_value_heads": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "initializer_range": 0.25,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "num_experts": 7,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3-moe-even": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek-v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "rope_parameters": None,
+            "mlp_bias": True,
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3", {**_DEEPSEEK, "norm_topk_prob": True}),
+    "deepseek-v3-half-rotation": (
+        "DeepseekV3",
+        {**_DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 19,
+            "swiglu_limit": 2.0,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            **_GEMMA,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "neox": ("GPTNeoX", {}),
+    "neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "relu"}),
+    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 64, "init_std": 0.3}),
     "gpt2": ("GPT2", {}),
     "gpt2-inner": ("GPT2", {"n_inner": 80, "activation_function": "relu"}),
 }
+
+WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("StableLm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "cohere": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.2}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "sliding_window": 19,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "nemotron": ("Nemotron", {"num_key_value_heads": 2}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 19}),
+    "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 8}),
+    "helium": ("Helium", {"num_key_value_heads": 2, "head_dim": 8}),
+    "granitemoe": (
+        "GraniteMoe",
+        {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+"""Families that transformers' own code runs."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +274,7 @@ class ZooModel:
 
     folder: Path
     oracle: Any
-    _found: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    _found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
         """Random token ids."""
@@ -100,8 +283,13 @@ class ZooModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: tuple[int, ...] | list[int]) -> torch.Tensor:
-        """The oracle's logits at every position, [positions, vocab_size]."""
-        return self.oracle(torch.tensor([token_ids])).logits[0].float()
+        """The oracle's logits at every position, [positions, vocab_size], computed in float64.
+
+        In float32 the oracle's own rounding is as large as that of what is compared with it.
+        """
+        if "in float64" not in self._found:
+            self._found["in float64"] = copy.deepcopy(self.oracle).double()
+        return self._found["in float64"](torch.tensor([token_ids])).logits[0].float()
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         """The oracle's own `generate`, without its stopping."""
@@ -158,15 +346,22 @@ class Zoo:
 
 def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> ZooModel:
     """Draw the weights of `case`, save them in `folder`."""
-    family, changes = CASES[case]
-    values = _GPT2 if family == "GPT2" else _COMMON
-    config = getattr(transformers, f"{family}Config")(**{**values, **changes})
+    family, changes = (CASES | WITHOUT_MAP)[case]
+    values = _GPT2 if family == "GPT2" else dict(_COMMON)
+    foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
+    for name in foreign.get(family, ()):
+        del values[name]
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_name)(**{**values, **changes})
     torch.manual_seed(seed)
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    config._experts_implementation = "eager"  # the others compute no float64
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
-            if name.endswith("bias") or "norm" in name:  # drawn as 0 and 1: nobody would miss them
+        biases = [pair for pair in oracle.named_buffers() if pair[0].endswith("correction_bias")]
+        for name, parameter in (*oracle.named_parameters(), *biases):
+            # drawn as 0 and 1: nobody would miss them
+            if name.endswith("bias") or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     oracle.save_pretrained(folder, **save_options)
     return ZooModel(folder, oracle)

@@ -5,7 +5,7 @@ attention: `inflight.engine` runs what is loaded here. Used by the loading threa
 """
 
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.decoder_weights import DecoderWeights, LayerWeights, Linear, Norm, PlainWeights
+from inflight.models.decoder_weights import DecoderWeights, Layer, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.families import FAMILIES
 from inflight.models.loader import load_weights
 from inflight.models.registry import DTYPES, ModelDescription, read_model_description
@@ -15,6 +15,7 @@ __all__ = [
     "FAMILIES",
     "DecoderConfig",
     "DecoderWeights",
+    "Layer",
     "LayerWeights",
     "Linear",
     "ModelDescription",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +48,13 @@ class Checkpoint:
         self._closing = ExitStack()
         self._files = {}
         self._stored_as: dict[str, str] = {}
+        self._added: dict[str, Callable[[], Tensor]] = {}
         try:
             # In transformers' order: of a tensor that stands in two files, the last one's counts.
             for name, expected in sorted(_file_names(folder).items()):
                 self._open(name, expected)
             self.tensors = dict(self._describe())
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else would close the files
             self._closing.close()
             raise
 
@@ -64,7 +66,17 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Tensor `name` on the CPU, in the file's dtype."""
-        return self._files[self.tensors[name].file].get_tensor(self._stored_as.get(name, name))
+        if name in self._added:
+            return self._added[name]()
+        return self.read_stored(self._stored_as.get(name, name), self.tensors[name])
+
+    def read_stored(self, name: str, info: TensorInfo) -> Tensor:
+        """A tensor of a file, by its name there, whether or not it is one of `tensors` still."""
+        return self._files[info.file].get_tensor(name)
+
+    def add(self, name: str, info: TensorInfo, make: Callable[[], Tensor]) -> None:
+        """Have one more tensor, which `make` makes of others each time it is read."""
+        self.tensors[name], self._added[name] = info, make
 
     def rename(self, name: str, new_name: str) -> None:
         """Tensor `name` goes by `new_name` from now on, and by no other name."""
@@ -74,7 +86,8 @@ class Checkpoint:
     def release_pages(self, tensor: Tensor) -> None:
         """Let the pages of a tensor that `read` returned no longer count as this process's memory."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        end = (tensor.data_ptr() + reach * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
             _madvise(start, end - start, mmap.MADV_DONTNEED)
 
@@ -86,6 +99,10 @@ class Checkpoint:
             raise ConfigError(f"{path} does not exist, but {_INDEX} names it") from None
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+        except (
+            RuntimeError
+        ) as error:  # torch maps the file: it can be larger than what the machine lets one map
+            raise ConfigError(f"{path} cannot be mapped into memory: {error}") from error
         absent = expected.difference(self._files[name].keys())
         if absent:
             raise ConfigError(f"{path} has no tensor {min(absent)!r}, but {_INDEX} says that it is there")

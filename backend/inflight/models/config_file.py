@@ -23,8 +23,9 @@ _ORIGIN = """
 _LABELS = "id2label label2id num_labels _num_labels problem_type finetuning_task prefix task_specific_params"
 _TRAINING = """
     attention_dropout hidden_dropout dropout attn_pdrop embd_pdrop resid_pdrop classifier_dropout initializer_range
-    gradient_checkpointing neftune_noise_alpha summary_type summary_use_proj summary_activation
-    summary_proj_to_labels summary_first_dropout
+    init_std layerdrop gradient_checkpointing neftune_noise_alpha
+    output_router_logits router_aux_loss_coef router_jitter_noise summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout aux_loss_alpha seq_aux
 """
 # Which of several ways to the same numbers is taken, and what a forward pass in Python gives back.
 _EXECUTION = """
@@ -32,9 +33,10 @@ _EXECUTION = """
     tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
     use_flash_attn use_flash_attention_2 experts_implementation output_attentions output_hidden_states output_past
     output_scores output_logits return_dict return_dict_in_generate is_decoder predict_special_tokens n_special
+    ep_size
 """
 # How long sequences were in training or in a tokenizer; the family's own key says how long they can be.
-_LENGTHS = "n_ctx max_sequence_length max_seq_len seq_length seq_len model_max_length"
+_LENGTHS = "n_ctx initial_context_length max_sequence_length max_seq_len seq_length seq_len model_max_length"
 # Beside what goes by the name of a sampling control.
 _GENERATION = """
     max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
@@ -140,6 +142,16 @@ class ConfigFile:
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty if absent."""
         return tuple(self._checked(key, lambda value: _is_list_of(value, str), "a list of strings") or ())
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, list) and all(type(item) in (int, float) and item > 0 for item in value)
+
+        expected = "a list of numbers > 0"
+        found = self._required(key, self._checked(key, is_valid, expected), expected)
+        return tuple(float(item) for item in found)
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
         """A token id or a list of token ids, without those below 0, which no token has; None if absent."""

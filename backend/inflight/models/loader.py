@@ -1,58 +1,50 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
-Every tensor is copied once, from the mapped file straight into its place on the device, so that a load needs no
-more memory than the model, and the file may be replaced afterwards. A long load says how far it is: by a bar on
-stderr for people, by one log line for everybody else.
+Every tensor is copied once, from the mapped file straight into its place on the device, and what becomes of a
+projection is made as soon as it is read: a load needs no more memory than what is kept and one tensor. The file
+may be replaced afterwards. A long load says how far it is (`inflight.progress`).
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Generic
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.hub import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.decoder_config import DecoderConfig
+from inflight.models.decoder_config import ExpertsConfig, LatentAttention
 from inflight.models.decoder_weights import (
     DecoderWeights,
-    HeadT,
+    ExpertWeights,
+    LatentWeights,
+    Layer,
     LayerT,
     LayerWeights,
     Linear,
+    LinearT,
     Norm,
     PlainWeights,
 )
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range
+from inflight.models.stacked_experts import unstack_experts
+from inflight.progress import load_progress
 
-_LM_HEAD = "lm_head"
 _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
-_PATIENCE_S = 1.0  # a shorter load says nothing of itself
 _logger = logging.getLogger(__name__)
 
 
-class Finisher(ABC, Generic[LayerT, HeadT]):
-    """Says what is kept of a model's layers and of its output projection once they are read.
+class Finisher(ABC, Generic[LayerT, LinearT]):
+    """Says what is kept of a model's projections and layers once they are read.
 
     Attributes:
         keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
@@ -65,20 +57,55 @@ class Finisher(ABC, Generic[LayerT, HeadT]):
         return torch.empty(shape, dtype=dtype, device=device)
 
     @abstractmethod
-    def layer(self, layer: LayerWeights) -> LayerT:
-        """What is kept instead of a layer."""
+    def linear(self, linear: Linear, is_gated: bool = False) -> LinearT:
+        """What is kept instead of a layer's projection or the output projection; asked before the next is read.
+
+        `is_gated`: it is gate above up of a gated MLP.
+        """
 
     @abstractmethod
-    def head(self, head: Linear) -> HeadT:
-        """What is kept instead of the output projection."""
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> LinearT:
+        """What is kept of a layer's experts' matrices, each of which is read when it is asked for.
+
+        Args:
+            matrices: [outputs, inputs] of one expert after the other.
+            shape: [experts, outputs, inputs].
+            bias: [experts, outputs], or None.
+            is_gated: They are gate above up.
+        """
+
+    @abstractmethod
+    def layer(self, layer: Layer[LinearT]) -> LayerT:
+        """What is kept instead of a layer, whose projections are what `linear` has made of them."""
 
 
 class _AsRead(Finisher[LayerWeights, Linear]):
+    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
+        return linear
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        first = next(matrices)
+        stacked = first.new_empty(shape)
+        for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
+            target.copy_(matrix)
+        return Linear(stacked, bias)
+
     def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
-    def head(self, head: Linear) -> Linear:
-        return head
+
+class _NotRead(_AsRead):
+    """For a walk over a model's tensors that reads none."""
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        *_, last = matrices
+        return Linear(last, bias)
 
 
 _AS_READ = _AsRead()
@@ -104,12 +131,14 @@ class _TensorSpec:
         columns: How many the checkpoint has; None for vectors.
         kept: Which of the columns are wanted.
         transposed: Whether the checkpoint has columns for rows.
+        dtype: What it is kept as, whatever the model is; None: as the model.
     """
 
     parts: tuple[_Rows, ...]
     columns: int | None
     kept: Range = (0, 0)
     transposed: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,7 +146,7 @@ class _TensorSpec:
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape in the file of a part with `rows` rows."""
+        """Shape of a part in the file."""
         if self.columns is None:
             return (rows,)
         return (self.columns, rows) if self.transposed else (rows, self.columns)
@@ -130,17 +159,62 @@ class _TensorSpec:
 
 
 def tensor_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of the model has, in the order in which they are read, and their shapes."""
+    """The tensors that a checkpoint of the model has, in the order in which they are read, and their shapes.
+
+    Experts that checkpoints have in one tensor count as one each.
+    """
     return _stored_shapes(_specs(model, Part.whole(model.decoder)))
+
+
+def check_weights(model: ModelDescription) -> None:
+    """Raise ConfigError unless the checkpoint has the model's tensors, by its files' headers: no weight is read.
+
+    The message names a tensor that is missing, one too many or of another shape, and its file.
+    """
+    with Checkpoint(model.folder) as checkpoint:
+        _fitted(model, checkpoint)
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
     """What the checkpoint's weights are stored as. ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
-        model = _as_stored(model, checkpoint)
-        expected = _specs(model, Part.whole(model.decoder))
-        _check(checkpoint, model, expected)
-        return _stored_dtype(model.decoder, checkpoint, expected[0])
+        return _stored_dtype(_fitted(model, checkpoint), checkpoint)
+
+
+def num_weight_bytes(model: ModelDescription, dtype: torch.dtype, linear_dtype: torch.dtype) -> int:
+    """Bytes of all the model's weights. ConfigError if the checkpoint does not hold them.
+
+    Args:
+        model: What the checkpoint is expected to hold.
+        dtype: Of embeddings and vectors.
+        linear_dtype: Of the matrices that are multiplied with. An embedding that is the output projection's matrix
+            too is there twice if the types differ.
+    """
+    with Checkpoint(model.folder) as checkpoint:
+        model = _untied(_fitted(model, checkpoint), checkpoint)
+    specs = _specs(model, Part.whole(model.decoder))
+    names = model.names
+    looked_up = {f"{names.base}{name}.weight" for name in (names.embedding, names.position_embedding)}
+    linear = [spec for spec in specs if spec.columns is not None and spec.parts[0].name not in looked_up]
+    others = [spec for spec in specs if spec not in linear]
+    if model.decoder.tied_embeddings and linear_dtype != dtype:
+        linear.append(specs[0])
+    return _num_bytes(linear, linear_dtype) + _num_bytes(others, dtype)
+
+
+def num_parameters(model: ModelDescription) -> tuple[int, int]:
+    """How many numbers the model's tensors have, and how many of them are there for any one token.
+
+    A mixture sends a token to a few of a layer's experts: those of the others are left out of the second.
+    """
+    sizes = {name: torch.Size(shape).numel() for name, shape in tensor_shapes(model).items()}
+    total, experts = sum(sizes.values()), model.decoder.experts
+    if experts is None:
+        return total, total
+    below_layer = model.names.base + model.names.layers + model.names.expert.split("{}")[0]
+    prefixes = tuple(below_layer.format(index) for index in range(model.decoder.num_layers))
+    of_experts = sum(size for name, size in sizes.items() if name.startswith(prefixes))
+    return total, total - of_experts // experts.count * (experts.count - experts.num_per_token)
 
 
 def load_weights(
@@ -164,49 +238,65 @@ def load_finished_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     part: Part,
-    finisher: Finisher[LayerT, HeadT],
-) -> DecoderWeights[LayerT, HeadT]:
-    """As `load_weights`, but each layer, and the output projection, is given to `finisher` once it is read.
+    finisher: Finisher[LayerT, LinearT],
+) -> DecoderWeights[LayerT, LinearT]:
+    """As `load_weights`, but each projection and each layer is given to `finisher` once it is read.
 
-    What that returns is kept instead, so that no more than one layer is there twice.
+    What that returns is kept instead, so that no more than one projection is there twice.
     """
     with Checkpoint(model.folder) as checkpoint:
-        is_tied = model.decoder.tied_embeddings
-        model = _as_stored(model, checkpoint)
-        if is_tied and not model.decoder.tied_embeddings:
-            _logger.warning(_UNTIED, model.folder, model.names.base + model.names.embedding, _LM_HEAD)
-        expected = _specs(model, Part.whole(model.decoder))
-        _check(checkpoint, model, expected)
-        target = dtype or _stored_dtype(model.decoder, checkpoint, expected[0])
+        model = _untied(_fitted(model, checkpoint), checkpoint)
+        target = dtype or _stored_dtype(model, checkpoint)
         specs = _specs(model, part)
-        sizes = [torch.Size(spec.shape).numel() * target.itemsize for spec in specs]
-        with load_progress(f"Loading {model.folder.name}", sum(sizes)) as advance:
+        with load_progress(f"Loading {checkpoint_name(model.folder)}", _num_bytes(specs, target)) as advance:
 
             def read(spec: _TensorSpec, empty: _Empty = _AS_READ.empty) -> Tensor:
-                tensor = _read(checkpoint, spec, empty(spec.shape, target, device))
+                tensor = _read(checkpoint, spec, empty(spec.shape, spec.dtype or target, device))
                 advance(tensor.nbytes)
                 return tensor
 
-            return _Builder(model, part, read, partial(read, empty=finisher.empty)).build(finisher)
+            return _Builder(model, part, read, partial(read, empty=finisher.empty), finisher).build()
 
 
-def _as_stored(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """The model with the names of this checkpoint's tensors, and its embeddings tied as transformers ties them.
+def _num_bytes(specs: list[_TensorSpec], dtype: torch.dtype) -> int:
+    return sum(torch.Size(spec.shape).numel() * (spec.dtype or dtype).itemsize for spec in specs)
+
+
+def _fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
+    """The model with the names of this checkpoint's tensors. ConfigError unless they are the model's.
 
     A checkpoint of a model without its output projection leaves out the prefix of all names. Where config.json
-    says that the embeddings are tied and only one of the two is stored, it is both, whichever it is. Where both
-    are stored, they are tied if they are equal, and are what they are otherwise.
+    says that the embeddings are tied and only one of the two is stored, it is both, whichever it is. Stacked
+    experts get tensors of their own.
     """
     if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
-    embedding, head = f"{model.names.base}{model.names.embedding}.weight", f"{_LM_HEAD}.weight"
+    unstack_experts(checkpoint, model)
+    embedding, head = _vocabulary_names(model)
+    if model.decoder.tied_embeddings and embedding not in checkpoint.tensors and head in checkpoint.tensors:
+        checkpoint.rename(head, embedding)
+    _check(checkpoint, model)
+    return model
+
+
+def _untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
+    """The model that was fitted, its embeddings tied as transformers ties them.
+
+    Where both are stored, they are tied if they are equal, and are what they are otherwise.
+    """
+    embedding, head = _vocabulary_names(model)
     if not model.decoder.tied_embeddings or head not in checkpoint.tensors:
         return model
-    if embedding not in checkpoint.tensors:
-        checkpoint.rename(head, embedding)
-    elif not _is_same(checkpoint, embedding, head):
-        return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
-    return model
+    if _is_same(checkpoint, embedding, head):
+        return model
+    base = model.names.base
+    _logger.warning(_UNTIED, model.folder, base + model.names.embedding, model.names.lm_head)
+    return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
+
+
+def _vocabulary_names(model: ModelDescription) -> tuple[str, str]:
+    """The tensors of the embedding and of the output projection."""
+    return f"{model.names.base}{model.names.embedding}.weight", f"{model.names.lm_head}.weight"
 
 
 def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
@@ -228,69 +318,190 @@ def _specs(model: ModelDescription, part: Part) -> list[_TensorSpec]:
         specs.append(spec)
         return torch.empty(0)
 
-    _Builder(model, part, note, note).build(_AS_READ)
+    _Builder(model, part, note, note, _NotRead()).build()
     return specs
 
 
-class _Builder:
+class _Builder(Generic[LayerT, LinearT]):
     """Walks over a part of a model, asking `make` for each of its tensors, `make_in_layer` for those of layers."""
 
-    def __init__(self, model: ModelDescription, part: Part, make: _Make, make_in_layer: _Make) -> None:
+    def __init__(
+        self,
+        model: ModelDescription,
+        part: Part,
+        make: _Make,
+        make_in_layer: _Make,
+        finisher: Finisher[LayerT, LinearT],
+    ) -> None:
         self._decoder, self._names, self._part = model.decoder, model.names, part
-        self._make, self._make_in_layer = make, make_in_layer
+        self._make, self._make_in_layer, self._finisher = make, make_in_layer, finisher
 
-    def build(self, finisher: Finisher[LayerT, HeadT]) -> DecoderWeights[LayerT, HeadT]:
-        """The part's weights, as `finisher` makes them."""
+    def build(self) -> DecoderWeights[LayerT, LinearT]:
+        """The part's weights, as the finisher makes them."""
         decoder, part, base = self._decoder, self._part, self._names.base
         vocabulary = part.shard.split(decoder.vocab_size)
         embedding, position_embedding, final_norm, lm_head = None, None, None, None
         if part.is_first_stage:
             embedding = self._matrix(base + self._names.embedding, decoder.vocab_size, vocabulary)
-            if decoder.rope is None:
-                positions = decoder.max_positions
+            if decoder.learned_positions:
+                positions = decoder.max_positions + decoder.position_offset
                 name = base + self._names.position_embedding
                 position_embedding = self._matrix(name, positions, (0, positions))
         # Before the layers, so that a matrix is not there twice when they are there too.
         if part.is_last_stage:
             table = embedding if decoder.tied_embeddings else None
             if table is None:
-                name = base + self._names.embedding if decoder.tied_embeddings else _LM_HEAD
+                name = base + self._names.embedding if decoder.tied_embeddings else self._names.lm_head
                 table = self._matrix(name, decoder.vocab_size, vocabulary)
-            lm_head = finisher.head(Linear(table))
-            if decoder.tied_embeddings and not finisher.keeps_tied_embedding:
+            lm_head = self._finisher.linear(Linear(table))
+            if decoder.tied_embeddings and not self._finisher.keeps_tied_embedding:
                 embedding = None
             del table
             final_norm = self._norm(base + self._names.final_norm, decoder.hidden_size, self._make)
-        layers = tuple(finisher.layer(self._layer(index)) for index in range(*part.layers))
+        layers = tuple(self._finisher.layer(self._layer(index)) for index in range(*part.layers))
         return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
 
     def _matrix(self, name: str, rows: int, kept: Range) -> Tensor:
         hidden = self._decoder.hidden_size
         return self._make(_TensorSpec((_Rows(f"{name}.weight", rows, (kept,)),), hidden, (0, hidden)))
 
-    def _layer(self, index: int) -> LayerWeights:
+    def _layer(self, index: int) -> Layer[LinearT]:
         decoder, names, shard = self._decoder, self._names, self._part.shard
         prefix = names.base + names.layers.format(index)
 
-        def norm(module: str, size: int) -> Norm:
-            return self._norm(prefix + module, size, self._make_in_layer)
+        def norm(module: str, size: int, own: Range | None = None) -> Norm | None:
+            return self._norm(prefix + module, size, self._make_in_layer, own) if module else None
 
-        hidden, inner = decoder.hidden_size, decoder.intermediate_size
+        hidden = decoder.hidden_size
+        inner = 0 if decoder.has_experts(index) else decoder.intermediate_size
         queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
-        wide = (inner, shard.split(inner))
-        qkv, up = ((decoder.query_size, queries), keys, keys), (wide, wide) if decoder.gated_mlp else (wide,)
-        return LayerWeights(
+        if decoder.latent is None:
+            rows = (decoder.query_size, queries), keys, keys
+            qkv, latent = self._column_parallel(prefix, names.qkv, rows, decoder.qkv_bias), None
+        else:
+            qkv, latent = self._latent(prefix, decoder.latent)
+        up, down = self._mlp(prefix, names.up, names.down, inner)
+        experts = None
+        if decoder.experts is not None and decoder.has_experts(index):
+            up, down = self._mlp(
+                prefix, names.shared_up, names.shared_down, decoder.experts.shared_intermediate_size
+            )
+            experts = self._experts(prefix, decoder.experts)
+        return Layer(
             attention_norm=norm(names.attention_norm, hidden),
-            qkv=self._column_parallel(prefix, names.qkv, qkv, decoder.qkv_bias),
-            query_norm=norm(names.query_norm, decoder.head_dim) if decoder.qk_norm else None,
-            key_norm=norm(names.key_norm, decoder.head_dim) if decoder.qk_norm else None,
-            output=self._row_parallel(
-                prefix + names.output, decoder.query_size, queries, decoder.output_bias
+            qkv=self._finisher.linear(qkv),
+            query_norm=self._head_norm(prefix, names.query_norm, (decoder.query_size, queries)),
+            key_norm=self._head_norm(prefix, names.key_norm, keys),
+            output=self._finisher.linear(
+                self._row_parallel(
+                    prefix + names.output,
+                    decoder.num_heads * decoder.output_head_dim,
+                    shard.head_rows(decoder, decoder.output_head_dim),
+                    decoder.output_bias,
+                )
             ),
+            attention_post_norm=norm(names.attention_post_norm, hidden),
             mlp_norm=norm(names.mlp_norm, hidden),
-            up=self._column_parallel(prefix, names.up, up, decoder.mlp_bias),
-            down=self._row_parallel(prefix + names.down, inner, wide[1], decoder.mlp_bias),
+            up=up,
+            down=down,
+            mlp_post_norm=norm(names.mlp_post_norm, hidden),
+            experts=experts,
+            latent=latent,
+            sinks=self._sinks(prefix) if decoder.learned_sinks else None,
         )
+
+    def _latent(self, prefix: str, config: LatentAttention) -> tuple[Linear, LatentWeights]:
+        """What hidden states are multiplied by, and the rest of latent attention, of this shard's heads."""
+        decoder, names, rank = self._decoder, self._names, config.query_rank
+
+        def rows_of_heads(width: int) -> tuple[int, Range]:
+            return decoder.num_heads * width, self._part.shard.head_rows(decoder, width)
+
+        def of_heads(name: str, width: int, columns: int) -> Linear:
+            count, own = rows_of_heads(width)
+            weight = _Rows(f"{prefix}{name}.weight", count, (own,))
+            return self._linear((weight,), columns, (0, columns), None)
+
+        def norm(name: str, size: int) -> Norm:
+            return self._norm(prefix + name, size, self._make_in_layer)
+
+        queries = rows_of_heads(config.query_head_dim) if rank is None else (rank, (0, rank))
+        modules = (names.query if rank is None else names.query_down, names.kv_down)
+        rows = queries, (config.cached_dim, (0, config.cached_dim))
+        return self._column_parallel(prefix, modules, rows, decoder.qkv_bias), LatentWeights(
+            query_norm=None if rank is None else norm(names.query_down_norm, rank),
+            query_up=None if rank is None else of_heads(names.query_up, config.query_head_dim, rank),
+            kv_norm=norm(names.kv_down_norm, config.kv_rank),
+            kv_up=of_heads(names.kv_up, config.nope_head_dim + config.value_head_dim, config.kv_rank),
+        )
+
+    def _mlp(
+        self, prefix: str, up: tuple[str, ...], down: str, inner: int
+    ) -> tuple[LinearT, LinearT] | tuple[None, None]:
+        """Both projections of an MLP that is `inner` wide; no such MLP where that is 0."""
+        if not inner:
+            return None, None
+        decoder, own = self._decoder, (inner, self._part.shard.split(inner))
+        rows = (own, own) if decoder.gated_mlp else (own,)
+        finish = self._finisher.linear
+        return (
+            finish(self._column_parallel(prefix, up, rows, decoder.mlp_bias), decoder.gated_mlp),
+            finish(self._row_parallel(prefix + down, inner, own[1], decoder.mlp_bias)),
+        )
+
+    def _sinks(self, prefix: str) -> Tensor:
+        """The learned scores of this shard's query heads."""
+        count = self._decoder.num_heads
+        rows = _Rows(prefix + self._names.sinks, count, (self._part.shard.split(count),))
+        return self._make_in_layer(_TensorSpec((rows,), None))
+
+    def _experts(self, prefix: str, config: ExpertsConfig) -> ExpertWeights[LinearT]:
+        """A layer's router, and of the experts that this shard has its slices."""
+        names, hidden, inner = self._names, self._decoder.hidden_size, config.intermediate_size
+        own = self._part.shard.slice_of_experts(inner)
+        held = range(*self._part.shard.experts(config.count))
+        modules = [prefix + names.expert.format(index) for index in held]
+        up = [tuple(_Rows(each + name, inner, (own,)) for name in names.expert_up) for each in modules]
+        down = [(_Rows(each + names.expert_down, hidden, ((0, hidden),)),) for each in modules]
+
+        def replicated(name: str, rows: int, bias: bool = False) -> Linear:
+            weight, vector = (
+                _Rows(f"{prefix}{name}.{kind}", rows, ((0, rows),)) for kind in ("weight", "bias")
+            )
+            return self._linear((weight,), hidden, (0, hidden), (vector,) if bias else None)
+
+        def stack(
+            modules: list[tuple[_Rows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
+        ) -> LinearT:
+            specs = [_TensorSpec(_named(each, "weight"), columns, kept) for each in modules]
+            shape, bias = (len(specs), *specs[0].shape), None
+            if has_bias:
+                vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
+                bias = self._make_in_layer(_TensorSpec(vectors, None)).view(-1, shape[1])
+            return self._finisher.stack(map(self._make_in_layer, specs), shape, bias, is_gated)
+
+        # What the ranks give is added up, and a bias is in it once.
+        has_down_bias = config.has_bias and own[0] == 0
+        return ExpertWeights(
+            router=replicated(names.router, config.count, config.has_router_bias),
+            up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
+            down=stack(down, inner, own, has_down_bias, is_gated=False),
+            shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
+            choice_bias=self._choice_bias(prefix, config) if config.has_choice_bias else None,
+        )
+
+    def _choice_bias(self, prefix: str, config: ExpertsConfig) -> Tensor:
+        """Kept in float32: what it decides between may be closer together than bfloat16's steps."""
+        rows = _Rows(prefix + self._names.choice_bias, config.count, ((0, config.count),))
+        return self._make_in_layer(_TensorSpec((rows,), None, dtype=torch.float32))
+
+    def _head_norm(self, prefix: str, module: str, all_heads: tuple[int, Range]) -> Norm | None:
+        """The norm over each head, or over all of them: how wide they are, and which are this shard's."""
+        decoder = self._decoder
+        if decoder.qk_norm is None:
+            return None
+        size, own = (decoder.head_dim, None) if decoder.qk_norm == "heads" else all_heads
+        return self._norm(prefix + module, size, self._make_in_layer, own)
 
     def _column_parallel(
         self, prefix: str, modules: tuple[str, ...], rows: tuple[tuple[int, Range], ...], bias: bool
@@ -299,6 +510,8 @@ class _Builder:
 
         def parts(kind: str) -> tuple[_Rows, ...]:
             fused, *others = modules
+            if self._names.qkv_by_head and len(rows) == 3 and not others:
+                return (self._rows_by_head(f"{prefix}{fused}.{kind}"),)
             if others:
                 pairs = zip(modules, rows, strict=True)
                 return tuple(_Rows(f"{prefix}{m}.{kind}", count, (own,)) for m, (count, own) in pairs)
@@ -308,6 +521,16 @@ class _Builder:
 
         hidden = self._decoder.hidden_size
         return self._linear(parts("weight"), hidden, (0, hidden), parts("bias") if bias else None)
+
+    def _rows_by_head(self, name: str) -> _Rows:
+        """This shard's rows of a matrix with a head's query, key and value after each other, in our order."""
+        size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
+        ranges = (
+            ((3 * head + kind) * size, (3 * head + kind + 1) * size)
+            for kind in range(3)
+            for head in range(first, last)
+        )
+        return _Rows(name, 3 * self._decoder.query_size, tuple(ranges))
 
     def _row_parallel(self, name: str, columns: int, own: Range, bias: bool) -> Linear:
         hidden = self._decoder.hidden_size
@@ -321,19 +544,33 @@ class _Builder:
         matrix = make(_TensorSpec(weight, columns, kept, self._names.transposed))
         return Linear(matrix, None if bias is None else make(_TensorSpec(bias, None)))
 
-    def _norm(self, name: str, size: int, make: _Make) -> Norm:
+    def _norm(self, name: str, size: int, make: _Make, own: Range | None = None) -> Norm:
+        offset = self._decoder.norm_offset
+
         def vector(kind: str) -> Tensor:
-            return make(_TensorSpec((_Rows(f"{name}.{kind}", size, ((0, size),)),), None))
+            tensor = make(_TensorSpec((_Rows(f"{name}.{kind}", size, (own or (0, size),)),), None))
+            return tensor.float() + offset if offset and kind == "weight" else tensor
 
         return Norm(vector("weight"), vector("bias") if self._decoder.norm == "layer" else None)
 
 
-def _check(checkpoint: Checkpoint, model: ModelDescription, specs: list[_TensorSpec]) -> None:
-    expected = _stored_shapes(specs)
+def _named(modules: tuple[_Rows, ...], kind: str) -> tuple[_Rows, ...]:
+    """Weights or biases of modules."""
+    return tuple(replace(each, name=f"{each.name}.{kind}") for each in modules)
+
+
+def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
+    decoder = model.decoder
+    expected = _stored_shapes(_specs(model, Part.whole(decoder)))
     missing = [name for name in expected if name not in checkpoint.tensors]
-    ignored = model.names.ignored + ((f"{_LM_HEAD}.weight",) if model.decoder.tied_embeddings else ())
+    head = _vocabulary_names(model)[1]
+    if decoder.tied_embeddings and head in checkpoint.tensors:
+        expected[head] = (decoder.vocab_size, decoder.hidden_size)
+    ignored = model.names.ignored or ("\0",)
     unexpected = [
-        name for name in checkpoint.tensors if name not in expected and not name.endswith(ignored or ("\0",))
+        name
+        for name in checkpoint.tensors
+        if name not in expected and not name.endswith(ignored) and not _is_of_draft_layer(name, model)
     ]
     if missing or unexpected:
         raise ConfigError(
@@ -351,6 +588,13 @@ def _check(checkpoint: Checkpoint, model: ModelDescription, specs: list[_TensorS
             raise ConfigError(f"{where} has dtype {info.dtype}, expected one of {', '.join(DTYPES)}")
 
 
+def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
+    """Whether it is of a layer behind the model's last one."""
+    first = model.decoder.num_layers
+    layers = range(first, first + model.decoder.num_draft_layers)
+    return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))
+
+
 def _stored_shapes(specs: list[_TensorSpec]) -> dict[str, tuple[int, ...]]:
     return {part.name: spec.stored_shape(part.rows) for spec in specs for part in spec.parts}
 
@@ -360,8 +604,10 @@ def _some(names: list[str], limit: int = 3) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _stored_dtype(decoder: DecoderConfig, checkpoint: Checkpoint, first: _TensorSpec) -> torch.dtype:
-    return getattr(torch, decoder.dtype or checkpoint.tensors[first.parts[0].name].dtype)
+def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:
+    """config.json's, else that of the tensor that is read first."""
+    first = next(iter(_stored_shapes(_specs(model, Part.whole(model.decoder)))))
+    return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)
 
 
 def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
@@ -375,46 +621,3 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
             start = end
         checkpoint.release_pages(stored)
     return tensor
-
-
-@contextmanager
-def load_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Around a load of `total_bytes`; gives a function that counts bytes as loaded.
-
-    The bar appears once the load has taken a second, and only on a terminal. Without one, a load that took that
-    long is logged when it is done.
-    """
-    started, done = time.monotonic(), 0
-    bar: Progress | None = None
-
-    def advance(num_bytes: int) -> None:
-        nonlocal bar, done
-        done += num_bytes
-        if bar is None and sys.stderr.isatty() and time.monotonic() - started > _PATIENCE_S:
-            bar = _show_bar(title, total_bytes)
-        if bar is not None:
-            bar.update(bar.task_ids[0], completed=done)
-
-    try:
-        yield advance
-        elapsed = time.monotonic() - started
-        if bar is None and elapsed > _PATIENCE_S:
-            _logger.info("%s: %.2f GB in %.1f s", title, done / 1e9, elapsed)
-    finally:
-        if bar is not None:
-            bar.stop()
-
-
-def _show_bar(title: str, total_bytes: int) -> Progress:
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    bar.add_task(title, total=total_bytes)
-    bar.start()
-    return bar

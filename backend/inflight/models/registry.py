@@ -15,6 +15,7 @@ from inflight.models.families import FAMILIES, Family, WeightNames
 _logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
+_NOT_QUANTIZED = "no such key: quantized checkpoints are not supported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +33,42 @@ class ModelDescription:
     names: WeightNames
 
 
+class UnknownFamily(ConfigError):
+    """A checkpoint whose family has no map here.
+
+    Attributes:
+        family: What config.json calls it.
+    """
+
+    def __init__(self, error: ConfigError, family: str) -> None:
+        super().__init__(str(error))
+        self.family = family
+
+
 def read_model_description(folder: Path | str) -> ModelDescription:
     """Read config.json and, if it is there, generation_config.json of a checkpoint folder.
 
     Raises:
+        UnknownFamily: Its family is none of `FAMILIES`.
         ConfigError: The folder, a file or a key is missing, has the wrong type, or asks for something that is not
             supported; the message names file, key, what came and what was expected.
     """
-    folder = Path(native(folder))
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder")
-    config = ConfigFile.load(folder / "config.json")
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if config.has(key):
-            raise config.error(key, "no such key: quantized checkpoints are not supported")
+    config = read_config_file(folder)
     family = _family(config)
+    refuse_quantized(config, family.quantizations)
     decoder = replace(family.read_config(config), eos_token_ids=_eos_token_ids(config), dtype=_dtype(config))
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
-    return ModelDescription(folder, decoder, family.names)
+    return ModelDescription(config.path.parent, decoder, family.names)
+
+
+def read_config_file(folder: Path | str) -> ConfigFile:
+    """config.json of a checkpoint folder; ConfigError if there is none."""
+    folder = Path(native(folder))
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder")
+    return ConfigFile.load(folder / "config.json")
 
 
 def _family(config: ConfigFile) -> Family:
@@ -61,7 +78,8 @@ def _family(config: ConfigFile) -> Family:
         for family in FAMILIES:
             if family.model_type == model_type:
                 return family
-        raise config.error("model_type", f"one of {', '.join(family.model_type for family in FAMILIES)}")
+        expected = f"one of {', '.join(family.model_type for family in FAMILIES)}"
+        raise UnknownFamily(config.error("model_type", expected), model_type or "a model without model_type")
     for family in FAMILIES:
         if family.architecture in architectures:
             if model_type not in (None, family.model_type):
@@ -69,7 +87,27 @@ def _family(config: ConfigFile) -> Family:
                     "model_type", f"{family.model_type!r}, as architectures has {family.architecture}"
                 )
             return family
-    raise config.error("architectures", f"one of {', '.join(family.architecture for family in FAMILIES)}")
+    expected = f"one of {', '.join(family.architecture for family in FAMILIES)}"
+    raise UnknownFamily(config.error("architectures", expected), ", ".join(architectures))
+
+
+def refuse_quantized(config: ConfigFile, methods: tuple[str, ...] = ()) -> None:
+    """ConfigError for a checkpoint that is quantized, unless by one of `methods`, which loading undoes."""
+    for key in ("compression_config", "quantization"):
+        if config.has(key):
+            raise config.error(key, _NOT_QUANTIZED)
+    key = "quantization_config"
+    if not config.has(key):
+        return
+    if not methods:
+        raise config.error(key, _NOT_QUANTIZED)
+    section = config.child(key)
+    if section.text_or_none("quant_method") not in methods:
+        raise config.error(key, f"one whose quant_method is {' or '.join(methods)}")
+    # The tensors themselves say which of them are packed, and all of those are dequantized.
+    section.texts("modules_to_not_convert")
+    section.boolean("dequantize", False)
+    refuse_unread(section)
 
 
 def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
@@ -103,11 +141,19 @@ def _dtype(config: ConfigFile) -> str | None:
 def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
     if decoder.num_heads % decoder.num_kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads, {decoder.num_heads}")
-    if decoder.query_size != decoder.hidden_size and not config.has("head_dim") and not decoder.qk_norm:
+    derived = decoder.head_dim == decoder.hidden_size // decoder.num_heads and not config.has("head_dim")
+    if decoder.latent is None and derived and decoder.query_size != decoder.hidden_size:
         raise ConfigError(
             f"{config.path}: hidden size {decoder.hidden_size} is not a multiple of {decoder.num_heads} heads"
         )
-    if decoder.rope is not None and decoder.head_dim % 2:
-        raise ConfigError(
-            f"{config.path}: heads are {decoder.head_dim} wide, rotary positions need an even width"
+    experts = decoder.experts
+    if experts is not None and experts.num_per_token > experts.count:
+        raise config.error(
+            "num_experts_per_tok", f"at most num_experts (or num_local_experts), which is {experts.count}"
         )
+    for rope in dict.fromkeys(decoder.ropes):
+        if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:
+            raise ConfigError(
+                f"{config.path}: with num_attention_heads {decoder.num_heads} and partial_rotary_factor "
+                f"{rope.partial_factor:g}, {rotary_dim} dimensions of a head are rotated, expected an even number"
+            )

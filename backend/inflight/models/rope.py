@@ -7,6 +7,7 @@ have `rope_theta` at the top and `rope_scaling` with `rope_type` (or `type`) whe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,27 +17,32 @@ from inflight.models.decoder_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeConfig,
     RopeScaling,
     YarnScaling,
 )
 
 _DEFAULT_THETA = 10000.0
-_SUPPORTED = "one of default, linear, dynamic, llama3, yarn"
+_SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope"
 # YaRN's authors wrote it beside the scaling that a model was trained with.
 _NEUTRAL = {"finetuned": (None, True, False)}
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each [max_positions, head_dim / 2] float32 on the CPU."""
-    frequencies, factor = inverse_frequencies(rope, head_dim)
+    """cos and sin of every position's angles, each [max_positions, rotary_dim / 2] float32 on the CPU."""
+    frequencies, factor = inverse_frequencies(rope, head_dim, max_positions)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians a token turns each pair of dimensions, [head_dim / 2] float32, and the factor on cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Radians a token turns each pair of dimensions, [rotary_dim / 2] float32, and the factor on cos and sin.
+
+    `max_positions`: how many positions an engine uses.
+    """
+    rotary_dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / rope.theta**exponents
     scaling = rope.scaling
     if scaling is None or isinstance(scaling, DynamicScaling):
@@ -45,6 +51,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return frequencies / scaling.factor, 1.0
     if isinstance(scaling, Llama3Scaling):
         return _llama3(frequencies, scaling), 1.0
+    if isinstance(scaling, LongRopeScaling):
+        is_long = max_positions > scaling.original_max_positions
+        factors = torch.tensor(scaling.long_factors if is_long else scaling.short_factors)
+        return frequencies / factors, scaling.attention_factor
     return _yarn(frequencies, scaling, rope.theta), scaling.attention_factor
 
 
@@ -72,35 +82,94 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)
 
 
-def read_rope(config: ConfigFile, max_positions: int) -> RopeConfig:
+def read_rope(
+    config: ConfigFile,
+    max_positions: int,
+    default_theta: float = _DEFAULT_THETA,
+    default_part: float | None = None,
+    of_section_alone: bool = False,
+) -> RopeConfig:
     """The model's rotary positions. Raises ConfigError for a type, or a key of it, that is not understood.
 
-    `max_positions` is `max_position_embeddings`, or what stands for it.
+    Args:
+        config: The whole file.
+        max_positions: `max_position_embeddings`, or what stands for it.
+        default_theta: The base where none is given.
+        of_section_alone: As for `read_rope_section`.
+        default_part: Which part of a head is rotated where none is given; None: a family that rotates whole heads.
     """
-    section = _section(config)
-    theta = config.number_or_none("rope_theta") or _DEFAULT_THETA
-    theta = section.number_or_none("rope_theta") or theta
-    for place in (section, config):
-        if place.number_or_none("partial_rotary_factor") not in (None, 1.0):
-            raise place.error(
-                "partial_rotary_factor", "1.0: rotary positions on part of a head are not supported"
-            )
-    rope = RopeConfig(theta, _read_scaling(config, section, max_positions))
+    theta = config.number_or_none("rope_theta") or default_theta
+    return read_rope_section(config, _section(config), max_positions, theta, default_part, of_section_alone)
+
+
+def read_layer_type_ropes(
+    config: ConfigFile, max_positions: int, default_thetas: Mapping[str, float]
+) -> dict[str, RopeConfig]:
+    """Rotary positions of each type of layers, as `rope_parameters` has a section for each.
+
+    Without it, `rope_theta` and `rope_scaling` are of full_attention, and `rope_local_base_freq` is the base of
+    sliding_attention.
+    """
+    thetas = dict(default_thetas)
+    for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
+        thetas[kind] = config.number_or_none(key) or thetas[kind]
+    sections = {kind: ConfigFile(config.path, {}, "rope_parameters") for kind in thetas}
+    if config.value("rope_parameters"):
+        parameters = config.child("rope_parameters")
+        for kind, value in parameters.values.items():
+            if kind not in sections or not isinstance(value, dict):
+                raise config.error("rope_parameters", f"a section for each of {', '.join(sections)}")
+            sections[kind] = parameters.child(kind)
+    if config.value("rope_scaling"):
+        if config.value("rope_parameters"):
+            raise config.error("rope_scaling", "no such key beside rope_parameters")
+        sections["full_attention"] = config.child("rope_scaling")
+        if not sections["full_attention"].has("rope_type"):
+            raise config.error("rope_scaling", "an object with rope_type")
+    return {
+        kind: read_rope_section(config, sections[kind], max_positions, theta)
+        for kind, theta in thetas.items()
+    }
+
+
+def read_rope_section(
+    config: ConfigFile,
+    section: ConfigFile,
+    max_positions: int,
+    default_theta: float,
+    default_part: float | None = None,
+    of_section_alone: bool = False,
+) -> RopeConfig:
+    """Rotary positions as one section describes them; `config` is the file that it is in.
+
+    With `of_section_alone`, `partial_rotary_factor` stands there or nowhere.
+    """
+    theta = section.number_or_none("rope_theta") or default_theta
+    part = default_part or 1.0
+    for place in (section,) if of_section_alone else (config, section):
+        given = place.number_or_none("partial_rotary_factor")
+        if given is not None and (given > 1 or (default_part is None and given != 1)):
+            expected = "at most 1" if default_part else "1.0: this family rotates whole heads"
+            raise place.error("partial_rotary_factor", expected)
+        part = part if given is None else given
+    rope = RopeConfig(theta, _read_scaling(config, section, max_positions), part)
     refuse_unread(section, _NEUTRAL)
     return rope
 
 
-def longest_sequence(rope: RopeConfig, max_positions: int) -> int:
+def longest_sequence(ropes: Sequence[RopeConfig], max_positions: int) -> int:
     """How many tokens the positions reach.
 
     Linear and YaRN scaling stretch what the model was first trained with by their factor, and many a
     `max_position_embeddings` beside them was left as it was. Llama 3's is always that of the scaled model. Dynamic
     NTK ends where it would begin to scale: what is cached then stands for positions of another base.
     """
-    scaling = rope.scaling
-    if isinstance(scaling, LinearScaling | YarnScaling):
-        return max(max_positions, int(scaling.factor * scaling.original_max_positions))
-    return max_positions
+    reached = (
+        int(rope.scaling.factor * rope.scaling.original_max_positions)
+        for rope in ropes
+        if isinstance(rope.scaling, LinearScaling | YarnScaling)
+    )
+    return max(max_positions, *reached, 0)
 
 
 def _section(config: ConfigFile) -> ConfigFile:
@@ -127,6 +196,8 @@ def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -
         return _read_llama3(section, original)
     if kind == "yarn":
         return _read_yarn(section, original, max_positions)
+    if kind in ("longrope", "su"):
+        return _read_longrope(section, original, max_positions)
     raise section.error(key, _SUPPORTED)
 
 
@@ -151,6 +222,7 @@ def _read_llama3(section: ConfigFile, original: int) -> Llama3Scaling:
 def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnScaling:
     factor = section.number_or_none("factor") or max_positions / original
     computed = _yarn_attention_factor(section, factor)
+    of_all = section.number("mscale_all_dim") if section.value("mscale_all_dim") else 0.0
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
@@ -158,14 +230,28 @@ def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnSc
         beta_slow=section.number_or_none("beta_slow") or 1.0,
         attention_factor=section.number_or_none("attention_factor") or computed,
         truncate=section.boolean("truncate", True),
+        all_dim_factor=_yarn_mscale(factor, of_all),
+    )
+
+
+def _read_longrope(section: ConfigFile, original: int, max_positions: int) -> LongRopeScaling:
+    factor = section.number_or_none("factor") or max_positions / original
+    computed = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        short_factors=section.numbers("short_factor"),
+        long_factors=section.numbers("long_factor"),
+        original_max_positions=original,
+        attention_factor=section.number_or_none("attention_factor") or computed,
     )
 
 
 def _yarn_attention_factor(section: ConfigFile, factor: float) -> float:
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     both = section.value("mscale"), section.value("mscale_all_dim")
     if all(both):
-        return scale(section.number("mscale")) / scale(section.number("mscale_all_dim"))
-    return scale(1.0)
+        mscale, of_all = section.number("mscale"), section.number("mscale_all_dim")
+        return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, of_all)
+    return _yarn_mscale(factor, 1.0)
+
+
+def _yarn_mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

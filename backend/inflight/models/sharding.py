@@ -3,16 +3,20 @@
     column parallel   qkv, up, gate: each rank computes some of the outputs (Megatron's split)
     row parallel      output, down: each rank has some of the inputs; the ranks' results are added up
     vocabulary        embedding and output projection: each rank has some of the token ids
-    replicated        norms, biases of row-parallel layers, learned positions
+    experts           of every expert a slice, as of an MLP; or with expert parallelism some of the experts: ranks
+                      are in groups, each of which has other experts, and of these each of its ranks a slice
+    replicated        norms, biases of row-parallel layers, learned positions, routers
     pipeline          each stage has consecutive layers; the first embeds the tokens, the last makes the logits
 
-A rank has whole key heads. Where there are fewer key heads than ranks, several ranks hold the same one. A low-rank
-delta B A of a projection is split as that is: of a column-parallel one the rows of B, of a row-parallel one the
-columns of A, and the other factor is replicated.
+A rank has whole key heads. Where there are fewer key heads than ranks, several ranks hold the same one. Of latent
+attention a rank has some of the heads, and all of what these share: the projection to the compressed latent, and
+what is cached. A low-rank delta B A of a projection is split as that is: of a column-parallel one the rows of B,
+of a row-parallel one the columns of A, and the other factor is replicated.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from inflight.errors import ConfigError
@@ -25,19 +29,34 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Tensor-parallel rank `rank` of `size`."""
+    """Tensor-parallel rank `rank` of `size`, which are in `moe_ep_size` groups with other experts each.
+
+    As in TensorRT-LLM, neighbours are in different groups.
+    """
 
     size: int = 1
     rank: int = 0
+    moe_ep_size: int = 1
 
     def split(self, count: int) -> Range:
         """This rank's slice of `count` things, which need not divide: the last ranks have fewer, or none."""
         each = -(-count // self.size)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
+    def experts(self, count: int) -> Range:
+        """Of `count` experts those that this rank has, whole or slices of them."""
+        each, group = count // self.moe_ep_size, self.rank % self.moe_ep_size
+        return group * each, (group + 1) * each
+
+    def slice_of_experts(self, inner: int) -> Range:
+        """Of experts that are `inner` wide, this rank's slice."""
+        return Shard(self.size // self.moe_ep_size, self.rank // self.moe_ep_size).split(inner)
+
     def check(self, decoder: DecoderConfig) -> None:
         """Raise ConfigError, with sizes that would do, if the model cannot be split so."""
-        heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, decoder.intermediate_size
+        if self.moe_ep_size > 1:
+            self._check_experts(decoder)
+        heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, math.gcd(*self._mlp_widths(decoder))
         sizes = tensor_parallel_sizes(heads, kv_heads, inner)
         if self.size in sizes:
             return
@@ -46,18 +65,49 @@ class Shard:
             f"heads, MLP of {inner}; it can be {', '.join(map(str, sizes))}"
         )
 
+    def _check_experts(self, decoder: DecoderConfig) -> None:
+        name = f"moe_expert_parallel_size is {self.moe_ep_size}"
+        if decoder.experts is None:
+            raise ConfigError(f"{name}, but this model has no experts, expected 1")
+        count = decoder.experts.count
+        if count % self.moe_ep_size:
+            sizes = [each for each in range(1, self.size + 1) if not (self.size % each or count % each)]
+            raise ConfigError(
+                f"{name}, which does not divide the {count} experts of this model; with tensor_parallel_size "
+                f"{self.size} it can be {', '.join(map(str, sizes))}"
+            )
+
+    def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
+        """What has to be a multiple of all ranks: an expert's slices are for those of a group alone."""
+        widths = [decoder.dense_width] if decoder.dense_width else []
+        experts = decoder.experts
+        if experts is not None:
+            widths += [experts.intermediate_size * self.moe_ep_size, experts.shared_intermediate_size]
+        return [width for width in widths if width]
+
     def part_of(self, decoder: DecoderConfig) -> DecoderConfig:
         """The model as this rank computes it: fewer heads and a narrower MLP, the same hidden size."""
+        experts = decoder.experts and replace(
+            decoder.experts,
+            intermediate_size=decoder.experts.intermediate_size * self.moe_ep_size // self.size,
+            held=self.experts(decoder.experts.count),
+            shared_intermediate_size=decoder.experts.shared_intermediate_size // self.size,
+        )
         return replace(
             decoder,
+            experts=experts,
             num_heads=decoder.num_heads // self.size,
             num_kv_heads=max(1, decoder.num_kv_heads // self.size),
             intermediate_size=decoder.intermediate_size // self.size,
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
-        """This rank's rows of all query heads, which are its columns of the output projection."""
-        return _scaled(self.split(decoder.num_heads), decoder.head_dim)
+        """This rank's rows of all query heads."""
+        return self.head_rows(decoder, decoder.head_dim)
+
+    def head_rows(self, decoder: DecoderConfig, width: int) -> Range:
+        """This rank's rows of a matrix that has `width` of them for every query head."""
+        return _scaled(self.split(decoder.num_heads), width)
 
     def kv_rows(self, decoder: DecoderConfig) -> Range:
         """This rank's rows of all key heads, and of all value heads."""
@@ -90,7 +140,7 @@ class Part:
     @classmethod
     def from_mapping(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
         """A rank's part of a model; ConfigError if it cannot be divided so."""
-        shard = Shard(mapping.tp_size, mapping.tp_rank)
+        shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
         layers = mapping.layers(decoder.num_layers)
         return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)
@@ -103,9 +153,12 @@ class Part:
     def held_config(self, decoder: DecoderConfig) -> DecoderConfig:
         """The model as this rank computes it: its layers alone, the first of which is layer 0, of its shard."""
         begin, end = self.layers
+        part = self.shard.part_of(decoder)
         return replace(
-            self.shard.part_of(decoder),
+            part,
+            experts=part.experts and replace(part.experts, layers=part.experts.layers[begin:end]),
             num_layers=end - begin,
+            ropes=decoder.ropes[begin:end],
             sliding_windows=decoder.sliding_windows[begin:end],
         )
 

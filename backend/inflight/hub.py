@@ -1,0 +1,113 @@
+"""Where a checkpoint is: a folder on this machine, or a name of the Hugging Face hub, which is fetched.
+
+huggingface_hub does the fetching: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` opens what is
+not public, `HF_ENDPOINT` names another hub, and `HF_HUB_OFFLINE=1` asks none. What is served of a checkpoint is
+fetched, and neither weights in other formats nor code. Standard library only until something is to be fetched; any
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from inflight.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # the same in other formats
+_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
+_log = logging.getLogger(__name__)
+
+
+def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = True) -> Path:
+    """The folder that holds a checkpoint; on a terminal a fetch shows a bar.
+
+    Args:
+        model: A folder, or a name of the hub, such as Qwen/Qwen3-0.6B.
+        revision: Of a name of the hub its branch, tag or commit; None: the branch main.
+        may_fetch: Whether what is not in the hub's cache on this machine may be fetched.
+
+    Raises:
+        ConfigError: There is none to be had; the message says why.
+    """
+    folder = Path(model).expanduser()
+    if folder.exists() or not _HUB_ID.fullmatch(model):
+        if not folder.is_dir():
+            raise ConfigError(f"{model}: not a folder")
+        if revision is not None:
+            raise ConfigError(
+                f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a folder"
+            )
+    else:
+        folder = _fetch(model, revision, may_fetch)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{model}: no config.json in that folder, so not a Hugging Face checkpoint")
+    return folder
+
+
+def checkpoint_name(folder: Path) -> str:
+    """What a checkpoint is called: by its name of the hub if it was fetched, else as its folder."""
+    found = _SNAPSHOT.search(folder.as_posix())
+    return found[1].replace("--", "/") if found else folder.name
+
+
+def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError:
+        raise ConfigError(
+            f"{name}: no such folder, and fetching it from the Hugging Face hub needs the package "
+            "huggingface_hub (pip install huggingface_hub)"
+        ) from None
+    _log.info("%s: no such folder, so it is looked up on %s", name, constants.ENDPOINT)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+                local_files_only=not may_fetch,
+            )
+        )
+    except Exception as error:  # the hub's client raises its own, the HTTP library's and the system's
+        reason = _reason(name, revision or constants.DEFAULT_REVISION, error)
+        raise ConfigError(f"{name}: no such folder, and {reason}") from error
+
+
+def _reason(name: str, revision: str, error: Exception) -> str:
+    """Why there is no such checkpoint, and what can be done about it."""
+    from huggingface_hub import constants, errors
+
+    endpoint = constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"on {endpoint} it is gated: accept its conditions at {endpoint}/{name}, and set HF_TOKEN to a token "
+            "of yours"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{endpoint} has no model of this name, or it is private: then set HF_TOKEN to a token of "
+            "somebody who may read it"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"on {endpoint} it has no revision {revision!r}"
+    if isinstance(error, errors.LocalEntryNotFoundError):  # it stands for anything that kept it from asking
+        cache = constants.HF_HUB_CACHE
+        if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+            return f"revision {revision!r} of that name is not, or not all of it, in the hub's cache {cache}"
+        return (
+            f"it cannot be fetched from {endpoint} ({_first_line(error.__cause__)}), nor is revision "
+            f"{revision!r}, or all of it, in the hub's cache {cache}"
+        )
+    return f"not to be had from {endpoint}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

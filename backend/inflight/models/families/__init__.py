@@ -1,0 +1,26 @@
+"""The families of models: what each one's config.json means, and what its tensors are called.
+
+A new family is an entry in one of the tables, with a function that reads its config.json and the names of its
+tensors. What the functions return names components that decoders have; nothing else knows of families.
+"""
+
+from __future__ import annotations
+
+from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
+from inflight.models.families.family import Family, WeightNames
+from inflight.models.families.gemma import GEMMA_FAMILIES
+from inflight.models.families.gpt import GPT_FAMILIES
+from inflight.models.families.gpt_oss import GPT_OSS
+from inflight.models.families.llama import LLAMA_FAMILIES
+from inflight.models.families.mixtures import MIXTURE_FAMILIES
+
+FAMILIES: tuple[Family, ...] = (
+    *LLAMA_FAMILIES,
+    *MIXTURE_FAMILIES,
+    *DEEPSEEK_FAMILIES,
+    GPT_OSS,
+    *GEMMA_FAMILIES,
+    *GPT_FAMILIES,
+)
+
+__all__ = ["FAMILIES", "Family", "WeightNames"]

@@ -1,0 +1,181 @@
+"""DeepSeek-V2 and V3: latent attention, and mixtures of experts whose router knows groups of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.models.config_file import ConfigFile
+from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention, YarnScaling
+from inflight.models.families.family import ExpertStacks, Family, read_size
+from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+
+_V2_NAMES = replace(
+    LLAMA_NAMES,
+    qkv=(),
+    query="self_attn.q_proj",
+    query_down="self_attn.q_a_proj",
+    query_down_norm="self_attn.q_a_layernorm",
+    query_up="self_attn.q_b_proj",
+    kv_down="self_attn.kv_a_proj_with_mqa",
+    kv_down_norm="self_attn.kv_a_layernorm",
+    kv_up="self_attn.kv_b_proj",
+    router="mlp.gate",
+    expert="mlp.experts.{}.",
+    expert_up=("gate_proj", "up_proj"),
+    expert_down="down_proj",
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+    stacks=ExpertStacks(),
+)
+_V3_NAMES = replace(_V2_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
+# What the model's first code read, and transformers' does not.
+_V2_NEUTRAL = {
+    "moe_layer_freq": (None, 1),
+    "scoring_func": (None, "softmax"),
+    "norm_topk_prob": (None, False),
+}
+_V3_NEUTRAL = {
+    "moe_layer_freq": (None, 1),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
+
+
+def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
+    if "q_lora_rank" not in config.values:
+        raise config.error("q_lora_rank", "an integer >= 1 or null")
+    latent = LatentAttention(
+        query_rank=config.int_or_none("q_lora_rank"),
+        kv_rank=config.positive_int("kv_lora_rank"),
+        nope_head_dim=config.positive_int("qk_nope_head_dim"),
+        rope_head_dim=config.positive_int("qk_rope_head_dim"),
+        value_head_dim=config.positive_int("v_head_dim"),
+        interleaved=interleaved,
+    )
+    if latent.rope_head_dim % 2:
+        raise config.error("qk_rope_head_dim", "an even number")
+    for key, size in (("qk_head_dim", latent.query_head_dim), ("head_dim", latent.rope_head_dim)):
+        if config.int_or_none(key) not in (None, size):
+            raise config.error(key, f"{size}, which follows from qk_nope_head_dim and qk_rope_head_dim")
+    num_heads = config.positive_int("num_attention_heads")
+    if config.int_or_none("num_key_value_heads") not in (None, num_heads):
+        raise config.error(
+            "num_key_value_heads", f"num_attention_heads, {num_heads}: all heads share the latent"
+        )
+    return latent
+
+
+def _read_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
+    """What both have in common; the router takes the likeliest experts of all. `alias`: of n_routed_experts."""
+    num_layers = config.positive_int("num_hidden_layers")
+    width = config.positive_int("moe_intermediate_size")
+    num_dense = config.value("first_k_dense_replace")
+    if type(num_dense) is not int or num_dense < 0:
+        raise config.error("first_k_dense_replace", "an integer >= 0")
+    return ExpertsConfig(
+        count=read_size(config, "n_routed_experts", alias),
+        num_per_token=config.positive_int("num_experts_per_tok"),
+        intermediate_size=width,
+        is_normalized=False,
+        layers=tuple(index >= num_dense for index in range(num_layers)),
+        shared_intermediate_size=width * config.positive_int("n_shared_experts"),
+        result_scale=config.number("routed_scaling_factor"),
+        has_float32_router=True,
+    )
+
+
+def _read_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_group: int) -> ExpertsConfig:
+    """The same with groups of experts. ConfigError if they do not divide, or have too few for a token."""
+    num_groups, chosen = config.positive_int("n_group"), config.positive_int("topk_group")
+    each, rest = divmod(experts.count, num_groups)
+    if rest or each < scores_per_group:
+        raise config.error(
+            "n_group", f"groups of at least {scores_per_group} of {experts.count} n_routed_experts"
+        )
+    if chosen > num_groups:
+        raise config.error("topk_group", f"at most n_group, {num_groups}")
+    if chosen * each < experts.num_per_token:
+        raise config.error(
+            "num_experts_per_tok",
+            f"at most {chosen * each}, which topk_group of n_group groups of experts have",
+        )
+    return replace(
+        experts, num_groups=num_groups, num_groups_per_token=chosen, scores_per_group=scores_per_group
+    )
+
+
+def _read_decoder(
+    config: ConfigFile,
+    latent: LatentAttention,
+    experts: ExpertsConfig,
+    default_positions: int,
+    *,
+    mlp_bias: bool,
+) -> DecoderConfig:
+    has_bias = config.boolean("attention_bias", False)
+    if has_bias and latent.query_rank is None:
+        raise config.error("attention_bias", "false where q_lora_rank is null")
+    decoder = read_llama_like(
+        config,
+        default_positions=default_positions,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=mlp_bias,
+        num_kv_heads=1,
+        head_dim=latent.cached_dim,
+        latent=latent,
+        experts=experts,
+    )
+    rope = decoder.ropes[0]
+    factor = rope.scaling.all_dim_factor if rope and isinstance(rope.scaling, YarnScaling) else 1.0
+    return replace(decoder, attention_scale=latent.query_head_dim**-0.5 * factor**2)
+
+
+def _read_v2(config: ConfigFile) -> DecoderConfig:
+    """Probabilities by softmax, as they are; a token's experts may be those of a few groups."""
+    experts = _read_experts(config, "num_experts")
+    method = config.text_or_none("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.error("topk_method", "greedy or group_limited_greedy")
+    if method == "greedy":
+        for key in ("n_group", "topk_group"):
+            config.value(key)
+    else:
+        experts = _read_groups(config, experts, 1)
+    latent = _read_latent(config, interleaved=True)
+    return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))
+
+
+def _read_v3(config: ConfigFile) -> DecoderConfig:
+    """Probabilities by sigmoid, divided by their sum; experts are chosen with a bias, from a few groups.
+
+    null is false here, and no key is true, as transformers has it.
+    """
+    experts = _read_experts(config, "num_local_experts")
+    experts = replace(
+        _read_groups(config, experts, 2),
+        scoring="sigmoid",
+        has_choice_bias=True,
+        is_normalized=config.boolean("norm_topk_prob", "norm_topk_prob" not in config.values),
+    )
+    interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
+    latent = _read_latent(config, interleaved=interleaved)
+    decoder = _read_decoder(config, latent, experts, 4096, mlp_bias=False)
+    return replace(decoder, num_draft_layers=_read_num_draft_layers(config))
+
+
+def _read_num_draft_layers(config: ConfigFile) -> int:
+    """1 where neither of its names is there."""
+    found = 1
+    for key in ("num_mtp_layers", "num_nextn_predict_layers"):
+        if config.has(key):
+            found = config.value(key)
+            if type(found) is not int or found < 0:
+                raise config.error(key, "an integer >= 0")
+    return found
+
+
+DEEPSEEK_FAMILIES = (
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _V2_NAMES, _V2_NEUTRAL),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _V3_NAMES, _V3_NEUTRAL),
+)

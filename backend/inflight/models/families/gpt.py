@@ -1,0 +1,191 @@
+"""Families with LayerNorms and biases: GPT-2, GPT-NeoX (Pythia) and OPT."""
+
+from __future__ import annotations
+
+from inflight.models.config_file import ConfigFile
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.families.family import Family, WeightNames, read_activation, read_size
+from inflight.models.rope import longest_sequence, read_rope
+
+_GPT2_POSITIONS = 1024  # where the key is absent
+
+# ---------------------------------------------------------------------- GPT-2
+
+
+_GPT2_NAMES = WeightNames(
+    base="transformer.",
+    embedding="wte",
+    position_embedding="wpe",
+    final_norm="ln_f",
+    layers="h.{}.",
+    attention_norm="ln_1",
+    qkv=("attn.c_attn",),
+    output="attn.c_proj",
+    mlp_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    transposed=True,
+    ignored=("attn.bias", "attn.masked_bias"),  # the causal mask, saved as a buffer by old versions
+)
+
+
+def _read_gpt2(config: ConfigFile) -> DecoderConfig:
+    """Learned positions, LayerNorm, biases everywhere, and weights stored the other way around."""
+    for key, needed in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        if config.boolean(key, needed) != needed:
+            raise config.error(key, str(needed).lower())
+    hidden_size = read_size(config, "n_embd", "hidden_size")
+    num_heads = read_size(config, "n_head", "num_attention_heads")
+    num_layers = read_size(config, "n_layer", "num_hidden_layers")
+    return DecoderConfig(
+        vocab_size=config.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=config.int_or_none("n_inner") or 4 * hidden_size,
+        max_positions=read_size(config, "n_positions", "max_position_embeddings", _GPT2_POSITIONS),
+        norm="layer",
+        norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
+        activation=read_activation(config, "activation_function", "gelu_new"),
+        gated_mlp=False,
+        ropes=(None,) * num_layers,
+        learned_positions=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        sliding_windows=(None,) * num_layers,
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+    )
+
+
+# ---------------------------------------------------------------------- GPT-NeoX and Pythia
+
+
+_NEOX_NAMES = WeightNames(
+    base="gpt_neox.",
+    embedding="embed_in",
+    lm_head="embed_out",
+    final_norm="final_layer_norm",
+    layers="layers.{}.",
+    attention_norm="input_layernorm",
+    qkv=("attention.query_key_value",),
+    qkv_by_head=True,
+    output="attention.dense",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    # The causal mask and rotary frequencies, saved as buffers by old versions.
+    ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+)
+_NEOX_ROTARY_PART = 0.25  # where the key is absent
+
+
+def _read_neox(config: ConfigFile) -> DecoderConfig:
+    """Attention and MLP beside each other, rotary positions on a part of each head."""
+    num_heads, num_layers = (
+        config.positive_int("num_attention_heads"),
+        config.positive_int("num_hidden_layers"),
+    )
+    hidden_size = config.positive_int("hidden_size")
+    max_positions = config.int_or_none("max_position_embeddings") or 2048
+    rope = read_rope(
+        config,
+        max_positions,
+        default_theta=config.number_or_none("rotary_emb_base") or 10000.0,
+        default_part=config.number_or_none("rotary_pct") or _NEOX_ROTARY_PART,
+        of_section_alone=True,
+    )
+    attention_bias = config.boolean("attention_bias", True)
+    return DecoderConfig(
+        vocab_size=config.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=config.positive_int("intermediate_size"),
+        max_positions=longest_sequence([rope], max_positions),
+        norm="layer",
+        norm_eps=config.number_or_none("layer_norm_eps") or 1e-5,
+        activation=read_activation(config, "hidden_act", "gelu"),
+        gated_mlp=False,
+        ropes=(rope,) * num_layers,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=True,
+        sliding_windows=(None,) * num_layers,
+        tied_embeddings=config.boolean("tie_word_embeddings", False),
+        parallel_residual=config.boolean("use_parallel_residual", True),
+    )
+
+
+# ---------------------------------------------------------------------- OPT
+
+
+_OPT_NAMES = WeightNames(
+    base="model.decoder.",
+    embedding="embed_tokens",
+    position_embedding="embed_positions",
+    final_norm="final_layer_norm",
+    layers="layers.{}.",
+    attention_norm="self_attn_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+)
+
+
+def _read_opt(config: ConfigFile) -> DecoderConfig:
+    """Learned positions whose embedding has two rows before position 0's."""
+    hidden_size = config.positive_int("hidden_size")
+    for key, needed in (
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+    ):
+        if config.boolean(key, needed) != needed:
+            raise config.error(key, str(needed).lower())
+    if (config.int_or_none("word_embed_proj_dim") or hidden_size) != hidden_size:
+        raise config.error("word_embed_proj_dim", f"hidden_size, {hidden_size}, or no such key")
+    num_heads, num_layers = (
+        config.positive_int("num_attention_heads"),
+        config.positive_int("num_hidden_layers"),
+    )
+    bias = config.boolean("enable_bias", True)
+    return DecoderConfig(
+        vocab_size=config.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=config.positive_int("ffn_dim"),
+        max_positions=config.int_or_none("max_position_embeddings") or 2048,
+        norm="layer",
+        norm_eps=1e-5,
+        activation=read_activation(config, "activation_function", "relu"),
+        gated_mlp=False,
+        ropes=(None,) * num_layers,
+        learned_positions=True,
+        position_offset=2,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        sliding_windows=(None,) * num_layers,
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+    )
+
+
+GPT_FAMILIES = (
+    Family("gpt2", "GPT2LMHeadModel", _read_gpt2, _GPT2_NAMES),
+    Family("gpt_neox", "GPTNeoXForCausalLM", _read_neox, _NEOX_NAMES),
+    Family("opt", "OPTForCausalLM", _read_opt, _OPT_NAMES),
+)

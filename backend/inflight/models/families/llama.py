@@ -1,0 +1,289 @@
+"""Llama, and the families that are Llama with a few differences, in the same spelling of keys and tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from inflight.models.config_file import ConfigFile
+from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
+from inflight.models.families.family import (
+    Family,
+    WeightNames,
+    read_activation,
+    read_layer_types,
+    read_no_windows,
+    read_windows_if_used,
+    read_windows_of_all,
+)
+from inflight.models.rope import longest_sequence, read_rope
+
+_QWEN3_HEAD_DIM = 128  # where the key is absent
+# Whatever it says, the window is `sliding_window`.
+_WINDOW_IS_USED = {"use_sliding_window": (None, True, False)}
+# Those of query, key and value are, whatever it says.
+_BIASES_ARE_THERE = {"attention_bias": (None, True, False)}
+
+
+def read_llama_like(
+    config: ConfigFile,
+    *,
+    default_positions: int,
+    default_kv_heads: int | None = None,
+    default_theta: float = 10000.0,
+    default_part: float | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: QkNorm | None = None,
+    ropes: tuple[RopeConfig, ...] | None = None,
+    sliding_windows: tuple[int | None, ...] | None = None,
+    **changes: Any,
+) -> DecoderConfig:
+    """RMSNorm, rotary positions and a gated MLP, in Llama's spelling of the keys.
+
+    Args:
+        config: The whole file.
+        default_positions: What transformers takes where `max_position_embeddings` is missing.
+        default_kv_heads: What it takes where `num_key_value_heads` is missing; None: as many as there are query
+            heads, which is what null means for every family.
+        default_theta: What it takes where `rope_theta` is missing.
+        default_part: Which part of a head is rotated where the key is missing; None: heads are rotated whole.
+        ropes: Rotary positions of each layer, where they differ.
+        changes: Other values of the DecoderConfig.
+    """
+    num_layers = config.positive_int("num_hidden_layers")
+    num_heads = config.positive_int("num_attention_heads")
+    hidden_size = config.positive_int("hidden_size")
+    kv_heads_if_absent = num_heads if "num_key_value_heads" in config.values else default_kv_heads
+    max_positions = config.int_or_none("max_position_embeddings") or default_positions
+    ropes = ropes or (read_rope(config, max_positions, default_theta, default_part),) * num_layers
+    decoder = DecoderConfig(
+        vocab_size=config.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.int_or_none("num_key_value_heads") or kv_heads_if_absent or num_heads,
+        head_dim=config.int_or_none("head_dim") or hidden_size // num_heads,
+        intermediate_size=config.positive_int("intermediate_size"),
+        max_positions=longest_sequence(ropes, max_positions),
+        norm="rms",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-6,
+        activation=read_activation(config, "hidden_act", "silu"),
+        gated_mlp=True,
+        ropes=ropes,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        sliding_windows=sliding_windows or (None,) * num_layers,
+        tied_embeddings=config.boolean("tie_word_embeddings", False),
+    )
+    return replace(decoder, **changes)
+
+
+LLAMA_NAMES = WeightNames(
+    base="model.",
+    embedding="embed_tokens",
+    final_norm="norm",
+    layers="layers.{}.",
+    attention_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    ignored=("rotary_emb.inv_freq",),
+)
+
+
+def _read_llama(config: ConfigFile) -> DecoderConfig:
+    attention_bias = config.boolean("attention_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=2048,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=config.boolean("mlp_bias", False),
+        sliding_windows=read_no_windows(config),
+    )
+
+
+# ---------------------------------------------------------------------- Mistral and Ministral
+
+
+def _read_mistral(config: ConfigFile) -> DecoderConfig:
+    """Llama with a sliding window, in every layer or in those that `layer_types` names.
+
+    transformers loads a Mistral that has `layer_types` as a Ministral; without them the two are the same.
+    """
+    windows = read_windows_of_all(config)
+    return read_llama_like(config, default_positions=131072, default_kv_heads=8, sliding_windows=windows)
+
+
+# ---------------------------------------------------------------------- Qwen
+
+
+def _read_qwen2(config: ConfigFile) -> DecoderConfig:
+    """Qwen2 and Qwen2.5: Llama with biases on query, key and value, and a sliding window in some layers."""
+    return read_llama_like(
+        config,
+        default_positions=32768,
+        default_kv_heads=32,
+        qkv_bias=True,
+        sliding_windows=read_windows_if_used(config),
+    )
+
+
+def _read_qwen3(config: ConfigFile) -> DecoderConfig:
+    """Qwen3 (dense): Qwen2 without its biases, with a norm over each query and key head."""
+    attention_bias = config.boolean("attention_bias", False)
+    decoder = read_llama_like(
+        config,
+        default_positions=32768,
+        default_kv_heads=32,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="heads",
+        sliding_windows=read_windows_if_used(config),
+    )
+    return replace(decoder, head_dim=config.int_or_none("head_dim") or _QWEN3_HEAD_DIM)
+
+
+# ---------------------------------------------------------------------- Phi-3 and Phi-4
+
+
+def _read_phi3(config: ConfigFile) -> DecoderConfig:
+    """Llama with one matrix for query, key and value, another for gate and up, and LongRoPE."""
+    config.value("original_max_position_embeddings")
+    window = config.int_or_none("sliding_window")
+    num_layers = config.positive_int("num_hidden_layers")
+    return read_llama_like(
+        config,
+        default_positions=4096,
+        default_part=1.0,
+        sliding_windows=(window,) * num_layers,
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+    )
+
+
+# ---------------------------------------------------------------------- OLMo 2
+
+
+def _read_olmo2(config: ConfigFile) -> DecoderConfig:
+    """Norms on what attention and MLP give, and over all query heads and all key heads together."""
+    attention_bias = config.boolean("attention_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=2048,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="projection",
+        norm_placement="after",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+    )
+
+
+# ---------------------------------------------------------------------- Granite
+
+
+def _read_granite(config: ConfigFile) -> DecoderConfig:
+    """Llama with four scales: of embeddings, of attention's scores, of what layers add, and of logits."""
+    attention_bias = config.boolean("attention_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=2048,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=config.boolean("mlp_bias", False),
+        embedding_scale=config.number_or_none("embedding_multiplier") or 1.0,
+        attention_scale=config.number_or_none("attention_multiplier") or 1.0,
+        residual_scale=config.number_or_none("residual_multiplier") or 1.0,
+        logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
+    )
+
+
+# ---------------------------------------------------------------------- SmolLM 3
+
+
+_SMOLLM3_INTERVAL = 4  # where `no_rope_layer_interval` is absent: every fourth layer has no positions
+
+
+def _read_smollm3(config: ConfigFile) -> DecoderConfig:
+    """Llama with some layers that have no positions."""
+    num_layers = config.positive_int("num_hidden_layers")
+    rotates = _read_rotating_layers(config, num_layers)
+    attention_bias = config.boolean("attention_bias", False)
+    decoder = read_llama_like(
+        config,
+        default_positions=32768,
+        default_kv_heads=4,
+        default_theta=2e6,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=config.boolean("mlp_bias", False),
+        sliding_windows=_read_smollm3_windows(config, num_layers, rotates),
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+    )
+    ropes = tuple(rope if rotated else None for rope, rotated in zip(decoder.ropes, rotates, strict=True))
+    return replace(decoder, ropes=ropes)
+
+
+def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have positions: 1 or true in `no_rope_layers`, in spite of its name."""
+    interval = config.int_or_none("no_rope_layer_interval") or _SMOLLM3_INTERVAL
+    listed = config.value("no_rope_layers")
+    if listed is None:
+        return tuple((index + 1) % interval != 0 for index in range(num_layers))
+    if not isinstance(listed, list) or len(listed) != num_layers or any(one not in (0, 1) for one in listed):
+        raise config.error("no_rope_layers", f"0 or 1 for each of num_hidden_layers, {num_layers}")
+    return tuple(bool(one) for one in listed)
+
+
+def _read_smollm3_windows(
+    config: ConfigFile, num_layers: int, rotates: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    """A window in the layers that `layer_types` names, else in those without positions, if windows are used."""
+    types, window = read_layer_types(config, num_layers), config.int_or_none("sliding_window")
+    if not config.boolean("use_sliding_window", False) or window is None:
+        if "sliding_attention" in types:
+            raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
+        return (None,) * num_layers
+    slides = [kind == "sliding_attention" for kind in types] or [not rotated for rotated in rotates]
+    return tuple(window if sliding else None for sliding in slides)
+
+
+LLAMA_FAMILIES = (
+    Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES),
+    Family("mistral", "MistralForCausalLM", _read_mistral, LLAMA_NAMES, _WINDOW_IS_USED),
+    Family("ministral", "MinistralForCausalLM", _read_mistral, LLAMA_NAMES, _WINDOW_IS_USED),
+    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES, _BIASES_ARE_THERE),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _read_qwen3,
+        replace(LLAMA_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        _read_phi3,
+        replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        _read_olmo2,
+        replace(
+            LLAMA_NAMES,
+            attention_norm="",
+            attention_post_norm="post_attention_layernorm",
+            mlp_norm="",
+            mlp_post_norm="post_feedforward_layernorm",
+            query_norm="self_attn.q_norm",
+            key_norm="self_attn.k_norm",
+        ),
+    ),
+    Family("granite", "GraniteForCausalLM", _read_granite, LLAMA_NAMES),
+    Family("smollm3", "SmolLM3ForCausalLM", _read_smollm3, LLAMA_NAMES),
+)

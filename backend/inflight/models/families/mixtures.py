@@ -1,0 +1,163 @@
+"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.models.config_file import ConfigFile
+from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
+from inflight.models.families.family import (
+    DEFAULT_FULL_LAYERS,
+    ExpertStacks,
+    Family,
+    read_layer_types,
+    read_size,
+    read_window,
+)
+from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+
+_MIXTRAL_NAMES = replace(
+    LLAMA_NAMES,
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}.",
+    expert_up=("w1", "w3"),
+    expert_down="w2",
+    stacks=ExpertStacks(router="mlp.gate"),
+)
+_MOE_NAMES = replace(
+    LLAMA_NAMES,
+    router="mlp.gate",
+    expert="mlp.experts.{}.",
+    expert_up=("gate_proj", "up_proj"),
+    expert_down="down_proj",
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+    stacks=ExpertStacks(),
+)
+_MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+
+
+def _read_mixtral(config: ConfigFile) -> DecoderConfig:
+    """Mistral with experts in every layer."""
+    num_layers = config.positive_int("num_hidden_layers")
+    experts = ExpertsConfig(
+        count=read_size(config, "num_local_experts", "num_experts", 8),
+        num_per_token=config.int_or_none("num_experts_per_tok") or 2,
+        intermediate_size=config.positive_int("intermediate_size"),
+        is_normalized=True,
+        layers=(True,) * num_layers,
+    )
+    return read_llama_like(
+        config,
+        default_positions=131072,
+        default_kv_heads=8,
+        default_theta=1e6,
+        sliding_windows=(config.int_or_none("sliding_window"),) * num_layers,
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        experts=experts,
+    )
+
+
+def _read_qwen_experts(
+    config: ConfigFile, default_count: int, default_per_token: int, default_width: int
+) -> ExpertsConfig:
+    num_layers = config.positive_int("num_hidden_layers")
+    step = config.int_or_none("decoder_sparse_step") or 1
+    plain = config.value("mlp_only_layers") or []
+    if not isinstance(plain, list) or any(type(layer) is not int for layer in plain):
+        raise config.error("mlp_only_layers", "a list of layers")
+    return ExpertsConfig(
+        count=read_size(config, "num_experts", "num_local_experts", default_count),
+        num_per_token=config.int_or_none("num_experts_per_tok") or default_per_token,
+        intermediate_size=config.int_or_none("moe_intermediate_size") or default_width,
+        is_normalized=config.boolean("norm_topk_prob", False),
+        layers=tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers)),
+    )
+
+
+def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
+    """Qwen2 with experts in some layers, and beside them an MLP for all tokens."""
+    experts = _read_qwen_experts(config, default_count=60, default_per_token=4, default_width=1408)
+    shared = config.int_or_none("shared_expert_intermediate_size") or 5632
+    return read_llama_like(
+        config,
+        default_positions=32768,
+        default_kv_heads=16,
+        qkv_bias=config.boolean("qkv_bias", True),
+        sliding_windows=_read_qwen2_moe_windows(config),
+        experts=replace(experts, shared_intermediate_size=shared, has_shared_gate=True),
+    )
+
+
+def _read_qwen2_moe_windows(config: ConfigFile) -> tuple[int | None, ...]:
+    """If windows are used, in layers that `layer_types` names, or in every other one below `max_window_layers`."""
+    num_layers = config.positive_int("num_hidden_layers")
+    types = read_layer_types(config, num_layers)
+    most = config.value("max_window_layers") if "max_window_layers" in config.values else DEFAULT_FULL_LAYERS
+    if not config.boolean("use_sliding_window", False):
+        config.value("sliding_window")
+        if "sliding_attention" in types:
+            raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
+        return (None,) * num_layers
+    if type(most) is not int or most < 0:
+        raise config.error("max_window_layers", "an integer >= 0")
+    window = read_window(config)
+    slides = [kind == "sliding_attention" for kind in types] or [
+        index % 2 == 0 and index < most for index in range(num_layers)
+    ]
+    if window is None and any(slides):
+        raise config.error("sliding_window", "an integer >= 1, since use_sliding_window is true")
+    return tuple(window if sliding else None for sliding in slides)
+
+
+def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
+    """Qwen3 with experts in some layers."""
+    attention_bias = config.boolean("attention_bias", False)
+    window = config.int_or_none("sliding_window") if config.boolean("use_sliding_window", False) else None
+    config.value("sliding_window")
+    return read_llama_like(
+        config,
+        default_positions=32768,
+        default_kv_heads=4,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="heads",
+        sliding_windows=(window,) * config.positive_int("num_hidden_layers"),
+        experts=_read_qwen_experts(config, default_count=128, default_per_token=8, default_width=768),
+    )
+
+
+def _read_olmoe(config: ConfigFile) -> DecoderConfig:
+    """Experts in every layer, and norms over all query heads and all key heads together."""
+    num_layers, attention_bias = (
+        config.positive_int("num_hidden_layers"),
+        config.boolean("attention_bias", False),
+    )
+    head_dim = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
+    if config.int_or_none("head_dim") not in (None, head_dim):
+        raise config.error("head_dim", f"hidden_size over num_attention_heads, {head_dim}, or no such key")
+    experts = ExpertsConfig(
+        count=read_size(config, "num_experts", "num_local_experts", 64),
+        num_per_token=config.int_or_none("num_experts_per_tok") or 8,
+        intermediate_size=config.positive_int("intermediate_size"),
+        is_normalized=config.boolean("norm_topk_prob", False),
+        layers=(True,) * num_layers,
+    )
+    return read_llama_like(
+        config,
+        default_positions=4096,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="projection",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        experts=experts,
+    )
+
+
+MIXTURE_FAMILIES = (
+    Family("mixtral", "MixtralForCausalLM", _read_mixtral, _MIXTRAL_NAMES),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _MOE_NAMES_WITH_QK_NORM),
+    Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _MOE_NAMES_WITH_QK_NORM),
+)

@@ -1,0 +1,182 @@
+"""Checkpoints that have all experts of a layer in one tensor, seen as if each expert had tensors of its own.
+
+The one tensor may be packed as MXFP4 (Open Compute Project, Microscaling Formats 1.0): two 4-bit floats a byte,
+and a power of two for every 32 of them. An expert's matrix is unpacked when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.models.checkpoint import Checkpoint, TensorInfo
+from inflight.models.families.family import ExpertStacks
+from inflight.models.registry import DTYPES, ModelDescription
+
+_BLOCK = 32  # values that share a scale
+_SCALE_BIAS = 127  # of its exponent, which is all that a scale has
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the 4-bit floats; the fourth bit is the sign
+_FLOATS = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+# What each byte stands for, its lower half first: two bfloat16, which are looked up as one int32.
+_PAIRS = torch.tensor([(_FLOATS[byte % 16], _FLOATS[byte // 16]) for byte in range(256)])
+_PAIRS = _PAIRS.bfloat16().view(torch.int32).flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A stacked tensor of a layer: matrices [rows, columns] of each expert, and their biases.
+
+    Attributes:
+        name: With `_bias` it is that of the biases, with `_blocks` and `_scales` those of packed matrices.
+        rows: Outputs.
+        columns: Inputs.
+        modules: Of one expert, below its prefix, with the rows that each has.
+        transposed: Matrices are stored [columns, rows]; packed ones never are.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    modules: tuple[tuple[str, slice], ...]
+    transposed: bool
+
+
+def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
+    """Replace a checkpoint's stacked tensors by one for each module of each expert; nothing if it has none.
+
+    Matrices are stored [experts, out, in] or [experts, in, out] under the stack's name, or packed,
+    [experts, out, in / 32, 16] under `…_blocks` beside [experts, out, in / 32] under `…_scales`; biases are
+    [experts, out].
+
+    Raises:
+        ConfigError: A stacked tensor is missing, or has another shape or type.
+    """
+    experts, stacks = model.decoder.experts, model.names.stacks
+    if experts is None or stacks is None or not any(f".{stacks.up}" in name for name in checkpoint.tensors):
+        return
+    if stacks.router:
+        _rename_routers(checkpoint, model, stacks.router)
+    for prefix, stack in _stacks(model, stacks):
+        if f"{stack.name}_blocks" in checkpoint.tensors or f"{stack.name}_scales" in checkpoint.tensors:
+            matrices = _PackedMatrices(checkpoint, stack, experts.count)
+        else:
+            matrices = _PlainMatrices(checkpoint, stack, experts.count)
+        biases = None
+        if experts.has_bias:
+            biases = _take(checkpoint, f"{stack.name}_bias", (experts.count, stack.rows), DTYPES)
+        num_rows = stack.rows // len(stack.modules)
+        for index in range(experts.count):
+            for module, rows in stack.modules:
+                name = prefix.format(index) + module
+                matrix = TensorInfo(matrices.file, (num_rows, stack.columns), matrices.dtype)
+                checkpoint.add(f"{name}.weight", matrix, partial(matrices.read, index, rows))
+                if biases is not None:
+                    bias = TensorInfo(biases.info.file, (num_rows,), biases.info.dtype)
+                    checkpoint.add(f"{name}.bias", bias, partial(biases.read, index, rows))
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers that MXFP4 stands for, [..., n * 32] bfloat16, which has room for all of them.
+
+    Args:
+        blocks: [..., n, 16] uint8.
+        scales: [..., n] uint8, exponents of 2 plus 127.
+    """
+    values = _PAIRS[blocks.int()].view(torch.bfloat16)
+    return torch.ldexp(values, scales.int()[..., None] - _SCALE_BIAS, out=values).flatten(-2)
+
+
+def _rename_routers(checkpoint: Checkpoint, model: ModelDescription, stored: str) -> None:
+    for layer in range(model.decoder.num_layers):
+        prefix = model.names.base + model.names.layers.format(layer)
+        if f"{prefix}{stored}.weight" in checkpoint.tensors:
+            checkpoint.rename(f"{prefix}{stored}.weight", f"{prefix}{model.names.router}.weight")
+
+
+def _stacks(model: ModelDescription, stacks: ExpertStacks) -> Iterator[tuple[str, _Stack]]:
+    """Every stack, and the prefix of its layer's experts, in which `{}` stands for the index of one."""
+    decoder, names = model.decoder, model.names
+    assert decoder.experts is not None, "stacks are of experts"
+    hidden, inner = decoder.hidden_size, decoder.experts.intermediate_size
+    halves = (
+        (slice(0, None, 2), slice(1, None, 2)) if stacks.interleaved else (slice(inner), slice(inner, None))
+    )
+    for layer in range(decoder.num_layers):
+        if decoder.has_experts(layer):
+            prefix = names.base + names.layers.format(layer)
+            up = _Stack(
+                prefix + stacks.up, 2 * inner, hidden, (*zip(names.expert_up, halves),), stacks.transposed
+            )
+            all_rows = ((names.expert_down, slice(hidden)),)
+            down = _Stack(prefix + stacks.down, hidden, inner, all_rows, stacks.transposed)
+            yield from ((prefix + names.expert, up), (prefix + names.expert, down))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A tensor that no longer counts as one of the checkpoint's."""
+
+    checkpoint: Checkpoint
+    name: str
+    info: TensorInfo
+
+    def read(self, index: int, rows: slice = slice(None)) -> Tensor:
+        """These rows of what an expert has of it, where they are mapped."""
+        return self.checkpoint.read_stored(self.name, self.info)[index][rows]
+
+
+class _PlainMatrices:
+    """Of all experts [experts, rows, columns], or [experts, columns, rows] where they are transposed."""
+
+    def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
+        shape = (stack.columns, stack.rows) if stack.transposed else (stack.rows, stack.columns)
+        self._taken = _take(checkpoint, stack.name, (count, *shape), DTYPES)
+        self._is_transposed = stack.transposed
+        self.file, self.dtype = self._taken.info.file, self._taken.info.dtype
+
+    def read(self, index: int, rows: slice) -> Tensor:
+        matrix = self._taken.read(index)
+        return (matrix.T if self._is_transposed else matrix)[rows]
+
+
+class _PackedMatrices:
+    """Of all experts, packed along their columns."""
+
+    dtype = "bfloat16"
+
+    def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
+        if stack.columns % _BLOCK:
+            raise ConfigError(
+                f"{checkpoint.folder}: {stack.name}_blocks is MXFP4, blocks of {_BLOCK} values, "
+                f"expected matrices of a multiple of {_BLOCK} columns instead of {stack.columns}"
+            )
+        shape = (count, stack.rows, stack.columns // _BLOCK)
+        self._checkpoint = checkpoint
+        self._blocks = _take(checkpoint, f"{stack.name}_blocks", (*shape, _BLOCK // 2), ("U8",))
+        self._scales = _take(checkpoint, f"{stack.name}_scales", shape, ("U8",))
+        self.file = self._blocks.info.file
+
+    def read(self, index: int, rows: slice) -> Tensor:
+        blocks, scales = self._blocks.read(index, rows), self._scales.read(index, rows)
+        matrix = dequantize(blocks, scales)
+        self._checkpoint.release_pages(blocks)
+        self._checkpoint.release_pages(scales)
+        return matrix
+
+
+def _take(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Taken:
+    """Take a stored tensor away that has this shape and one of these types; ConfigError if there is no such."""
+    info = checkpoint.tensors.pop(name, None)
+    if info is None:
+        raise ConfigError(f"{checkpoint.folder}: the weights do not fit config.json: missing {name}")
+    where = f"{checkpoint.folder / info.file}: tensor {name!r}"
+    if info.shape != shape:
+        raise ConfigError(f"{where} has shape {list(info.shape)}, expected {list(shape)} from config.json")
+    if info.dtype not in dtypes:
+        raise ConfigError(f"{where} has dtype {info.dtype}, expected {' or '.join(dtypes)}")
+    return _Taken(checkpoint, name, info)

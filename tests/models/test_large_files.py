@@ -1,0 +1,132 @@
+"""What does not fit config.json is refused by the files' headers: of files of many GB no weight is read.
+
+The files are sparse: headers, and holes where weights would be. Pages of a hole that somebody reads are in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import mmap
+import struct
+from pathlib import Path
+
+import pytest
+
+from inflight.config import EngineConfig
+from inflight.engine.torch import TorchEngine, load_decoder
+from inflight.errors import ConfigError
+from inflight.models import read_model_description
+from inflight.models.loader import check_weights, tensor_shapes
+
+Shapes = dict[str, tuple[int, ...]]
+_LLAMA_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+}
+_NUM_FILES = 3
+_MOST_READ = 16 << 20
+"""Bytes of a file: the header, and what the kernel reads ahead."""
+
+
+def _write(folder: Path, shapes: Shapes) -> list[Path]:
+    """An index, and files with these tensors in bfloat16 and no weights."""
+    names = list(shapes)
+    weight_map: dict[str, str] = {}
+    paths = []
+    for number in range(_NUM_FILES):
+        path = folder / f"model-{number + 1:05}-of-{_NUM_FILES:05}.safetensors"
+        header, size = {}, 0
+        for name in names[number::_NUM_FILES]:
+            end = size + 2 * math.prod(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [size, end]}
+            size = end
+            weight_map[name] = path.name
+        text = json.dumps(header).encode()
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + size)
+        paths.append(path)
+    index = {"metadata": {"total_size": sum(path.stat().st_size for path in paths)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return paths
+
+
+def _bytes_in_memory(path: Path) -> int:
+    """How much of a file anybody has read lately, in whole pages."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(mapped)
+        assert libc.mincore(ctypes.addressof(first), len(mapped), pages) == 0
+        del first
+        return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
+
+
+def _without(shapes: Shapes) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if name != "model.layers.31.mlp.down_proj.weight"}
+
+
+def _with_more(shapes: Shapes) -> Shapes:
+    return {**shapes, "model.layers.32.mlp.down_proj.weight": (4096, 11008)}
+
+
+def _reshaped(shapes: Shapes) -> Shapes:
+    return {**shapes, "model.layers.31.mlp.down_proj.weight": (11008, 4096)}
+
+
+def _with_another_head(shapes: Shapes) -> Shapes:
+    """Beside a tied embedding."""
+    return {**shapes, "lm_head.weight": (32001, 4096)}
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "both-stored-of-tied"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without, "missing model.layers.31.mlp.down_proj.weight; unexpected none"),
+        (_with_more, "missing none; unexpected model.layers.32.mlp.down_proj.weight"),
+        (
+            _reshaped,
+            "'model.layers.31.mlp.down_proj.weight' has shape [11008, 4096], expected [4096, 11008]",
+        ),
+        (_with_another_head, "'lm_head.weight' has shape [32001, 4096], expected [32000, 4096]"),
+    ],
+)
+def test_headers_say_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message: str, is_tied: bool
+) -> None:
+    config = {**_LLAMA_7B, "tie_word_embeddings": is_tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {**tensor_shapes(read_model_description(tmp_path)), "lm_head.weight": (32000, 4096)}
+    paths = _write(tmp_path, change(shapes))
+    assert sum(path.stat().st_size for path in paths) > 13e9
+
+    def compile_layers(*_: object) -> None:
+        raise AssertionError("the checkpoint is looked at before anything is compiled")
+
+    monkeypatch.setattr(load_decoder, "load_library", compile_layers)
+    with pytest.raises(ConfigError) as error:
+        TorchEngine.load(EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu"))
+    assert message in str(error.value)
+    assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
+
+
+def test_what_fits_is_not_read_either(tmp_path: Path) -> None:
+    """And it is noticed here if weights are."""
+    (tmp_path / "config.json").write_text(json.dumps(_LLAMA_7B))
+    model = read_model_description(tmp_path)
+    paths = _write(tmp_path, tensor_shapes(model))
+    check_weights(model)
+    assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
+    with paths[0].open("rb") as file:
+        file.read(2 * _MOST_READ)
+    assert _bytes_in_memory(paths[0]) >= 2 * _MOST_READ

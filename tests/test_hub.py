@@ -1,0 +1,248 @@
+"""Checkpoints by name, from a hub of the tests' own, as programs ask for them that `HF_ENDPOINT` sends there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.hub import checkpoint_name
+from inflight.server.config_text import read_parameters
+from tests.hub import TOKEN, Hub, Model, running_hub
+from tests.models.zoo import make_model
+
+_PROGRAM = """
+import json, sys
+from inflight.errors import ConfigError
+from inflight.hub import find_checkpoint
+for call in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps({"folder": str(find_checkpoint(*call))}))
+    except ConfigError as error:
+        print(json.dumps({"error": str(error)}))
+"""
+_EXAMINE = """
+import sys
+from inflight.doctor.checkpoint import check_checkpoint
+print(next(check_checkpoint(sys.argv[1], sys.argv[2], None, {})).says)
+"""
+_GENERATE = """
+import sys
+import inflight.executor as trtllm
+from inflight.config import EngineConfig, Parameters
+parameters = Parameters(engine=EngineConfig(dtype="float32", device="cpu", kernels="torch", engine_threads=1))
+config = trtllm.ExecutorConfig(kv_cache_config=trtllm.KvCacheConfig(max_tokens=512))
+with trtllm.Executor(sys.argv[1], executor_config=config, parameters=parameters, revision="v2") as executor:
+    [response] = executor.await_responses(executor.enqueue_request(trtllm.Request([5, 6, 7, 8], 10)))
+    print(response.result.output_token_ids[0][4:])
+"""
+_SERVED = [
+    "config.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+]
+_SERVED += ["chat_template.jinja", "additional_chat_templates/tools.jinja", "merges.txt", "tokenizer.model"]
+_NOT_SERVED = ["pytorch_model.bin", "modeling_own.py", "onnx/config.json", "onnx/model.safetensors"]
+_NOT_SERVED += ["consolidated.safetensors", "README.md", ".gitattributes"]
+
+
+def _write(folder: Path, text: str, files: list[str]) -> Path:
+    for name in files:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"{name}": "{text}"}}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    folder = tmp_path_factory.mktemp("hub")
+    new = _write(folder / "new", "new", _SERVED + _NOT_SERVED)
+    old = _write(folder / "old", "old", _SERVED)
+    return {
+        "owner/model-1.5": Model({"main": new, "v1": old}),
+        "owner/gated": Model({"main": old}, is_gated=True),
+    }
+
+
+@pytest.fixture
+def hub(models: dict[str, Model]) -> Iterator[Hub]:
+    with running_hub(models) as hub:
+        yield hub
+
+
+class Caller:
+    """Programs on a machine whose cache is empty at first."""
+
+    def __init__(self, home: Path, url: str) -> None:
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_HOME": str(home),
+            "HF_ENDPOINT": url,
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+
+    def run(self, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        options = {"capture_output": True, "text": True, "timeout": 60, "env": self.environment, **more}
+        return subprocess.run(command, **options)
+
+    def find(self, *calls: tuple[Any, ...], **environment: str) -> list[dict[str, str]]:
+        """What `find_checkpoint` returns, or its error, for each call's arguments."""
+        done = self.run("-c", _PROGRAM, json.dumps(calls), env={**self.environment, **environment})
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def caller(tmp_path: Path, hub: Hub) -> Caller:
+    return Caller(tmp_path / "home", hub.url)
+
+
+def _text(folder: str) -> str:
+    return json.loads((Path(folder) / "config.json").read_text())["config.json"]
+
+
+def test_what_is_served_is_fetched_once_and_found_without_the_hub(
+    tmp_path: Path, models: dict[str, Model]
+) -> None:
+    name = "owner/model-1.5"
+    with running_hub(models) as hub:
+        caller = Caller(tmp_path, hub.url)
+        found, again = caller.find((name,), (name,))
+        assert sorted(hub.fetched) == sorted(f"{name}/{file}" for file in _SERVED)
+    folder = Path(found["folder"])
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == set(_SERVED) and again == found
+    assert folder.is_relative_to(tmp_path) and checkpoint_name(folder) == name
+    [gone] = caller.find((name,))
+    assert gone == found, "the hub is away"
+    [offline] = caller.find((name,), HF_HUB_OFFLINE="1")
+    assert offline == found
+
+
+def test_revisions_are_branches_tags_and_commits(caller: Caller, hub: Hub) -> None:
+    name = "owner/model-1.5"
+    commit = hub.models[name].commit("v1")
+    main, tag, by_commit, other = caller.find((name,), (name, "v1"), (name, commit), (name, "v2"))
+    assert [_text(found["folder"]) for found in (main, tag, by_commit)] == ["new", "old", "old"]
+    assert tag == by_commit
+    assert other["error"] == f"{name}: no such folder, and on {hub.url} it has no revision 'v2'"
+
+
+def test_what_is_not_to_be_had_says_why_and_what_to_do(caller: Caller, hub: Hub) -> None:
+    unknown, gated = caller.find(("owner/unknown",), ("owner/gated",))
+    assert f"{hub.url} has no model of this name, or it is private: then set HF_TOKEN" in unknown["error"]
+    assert f"it is gated: accept its conditions at {hub.url}/owner/gated, and set HF_TOKEN" in gated["error"]
+    assert not hub.fetched
+    [found] = caller.find(("owner/gated",), HF_TOKEN=TOKEN)
+    assert _text(found["folder"]) == "old"
+
+
+def test_without_a_hub_the_cache_is_named(tmp_path: Path) -> None:
+    caller = Caller(tmp_path, "http://127.0.0.1:9")  # nobody listens there
+    name = "owner/model-1.5"
+    [away] = caller.find((name,))
+    assert "it cannot be fetched from http://127.0.0.1:9 (" in away["error"]
+    assert f"nor is revision 'main', or all of it, in the hub's cache {tmp_path}" in away["error"]
+    [offline] = caller.find((name,), HF_HUB_OFFLINE="1")
+    assert f"is not, or not all of it, in the hub's cache {tmp_path}" in offline["error"]
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path, models: dict[str, Model]) -> None:
+    name = "owner/model-1.5"
+    with running_hub(models) as hub:
+        caller = Caller(tmp_path, hub.url)
+        hub.broken = {"model-00001-of-00001.safetensors"}
+        [found] = caller.find((name,))
+        assert f"it cannot be fetched from {hub.url} (403" in found["error"]
+    [away] = caller.find((name,))
+    assert "it cannot be fetched" in away["error"] and "or all of it, in the hub's cache" in away["error"]
+
+
+def test_paths_and_folders_are_not_asked_for(caller: Caller, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    found = caller.find(
+        ("./missing",), ("/missing",), ("a/b/c",), ("",), (str(tmp_path / "empty"),), (str(tmp_path), "v1")
+    )
+    assert ["not a folder" in each["error"] for each in found[:3]] == [True] * 3
+    assert all("no config.json in that folder" in each["error"] for each in found[3:5])
+    assert "revision 'v1' is for names of the Hugging Face hub" in found[5]["error"]
+    assert not hub.asked
+
+
+def test_what_may_not_be_fetched_is_found_in_the_cache(caller: Caller, hub: Hub) -> None:
+    name = "owner/model-1.5"
+    [missing] = caller.find((name, None, False))
+    assert "is not, or not all of it, in the hub's cache" in missing["error"] and not hub.asked
+    fetched, found = caller.find((name,), (name, None, False))
+    assert found == fetched
+
+
+def test_a_terminal_shows_a_bar(caller: Caller) -> None:
+    call = json.dumps([["owner/model-1.5"]])
+    assert "Fetching" not in caller.run("-c", _PROGRAM, call).stderr
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    try:
+        done = caller.run(
+            "-c", _PROGRAM, json.dumps([["owner/model-1.5", "v1"]]), capture_output=False, stderr=follower
+        )
+        os.close(follower)
+        shown = b""
+        try:
+            while chunk := os.read(leader, 1 << 16):
+                shown += chunk
+        except OSError:  # a terminal whose other end is closed
+            pass
+    finally:
+        os.close(leader)
+    assert done.returncode == 0
+    assert b"Fetching 8 files" in shown and b"100%" in shown
+
+
+def test_serve_and_doctor_take_names(caller: Caller, tmp_path: Path) -> None:
+    """A doctor fetches nothing; with a repository written, the checkpoint is in the cache."""
+    name = "owner/model-1.5"
+
+    def says() -> str:
+        done = caller.run("-c", _EXAMINE, name, "v1")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "in the hub's cache" in says()
+    target = tmp_path / "repository"
+    done = caller.run(
+        "-m", "inflight.server", "--model", name, "--revision", "v1", "--write-repository", str(target)
+    )
+    assert done.returncode == 0, done.stderr
+    [found] = caller.find((name, "v1"))
+    parameters = read_parameters((target / "tensorrt_llm" / "config.pbtxt").read_text())
+    assert parameters["gpt_model_path"] == parameters["tokenizer_dir"] == found["folder"]
+    assert "it is refused" in says() and found["folder"] in says(), "what it lacks is named"
+
+
+def test_a_revision_needs_a_name(tmp_path: Path) -> None:
+    done = Caller(tmp_path, "http://127.0.0.1:9").run("-m", "inflight.server", "--revision", "v1")
+    assert done.returncode != 0 and "--revision is for a --model" in done.stderr
+
+
+def test_an_executor_takes_names(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "v2", "llama", max_shard_size="60KB")
+    models = {"owner/model": Model({"main": make_model(tmp_path / "main", "llama", seed=1).folder})}
+    models["owner/model"].revisions["v2"] = model.folder
+    with running_hub(models) as hub:
+        done = Caller(tmp_path / "home", hub.url).run("-c", _GENERATE, "owner/model")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == model.greedy((5, 6, 7, 8), 10)
