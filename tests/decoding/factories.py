@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
@@ -38,8 +39,10 @@ def make_request(
     draft_logits: Sequence[Sequence[float]] | Tensor | None = None,
     threshold: float | None = None,
     output: OutputConfig | None = None,
+    num_table_rows: int = 0,
     **sampling: Any,
 ) -> Request:
+    """With `num_table_rows`, so many ids beyond the vocabulary may be in the prompt."""
     draft = None
     if drafts is not None:
         logits = None if draft_logits is None else floats(draft_logits)
@@ -54,7 +57,13 @@ def make_request(
         draft=draft,
         sampling=SamplingConfig(**sampling),
         output=output or OutputConfig(),
+        prompt_table=make_table(num_table_rows) if num_table_rows else None,
     )
+
+
+def make_table(num_rows: int) -> PromptTable:
+    """A table that no model looks at."""
+    return PromptTable.of(Matrix((num_rows, 1), "float32", RawBuffer(bytes(4 * num_rows))))
 
 
 @dataclass(frozen=True)

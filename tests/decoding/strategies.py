@@ -43,8 +43,12 @@ _FEATURES = [
 
 @st.composite
 def requests(draw: st.DrawFn, vocab_size: int, **always: object) -> Request:
-    """A request with some of everything; few of the parameters are set at a time, or all would ban everything."""
+    """A request with some of everything; few of the parameters are set at a time, or all would ban everything.
+
+    Some prompts have ids beyond the vocabulary, which stand for rows of a table.
+    """
     tokens = st.integers(0, vocab_size - 1)
+    num_table_rows = draw(st.sampled_from([0, 0, 2]))
     features = draw(st.lists(st.sampled_from(range(len(_FEATURES))), max_size=4, unique=True))
     sampling: dict[str, object] = {"random_seed": draw(st.integers(0, 2**64 - 1))}
     for index in features:
@@ -58,7 +62,8 @@ def requests(draw: st.DrawFn, vocab_size: int, **always: object) -> Request:
     words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3)
     bias = st.lists(st.floats(-3, 3, width=32), min_size=vocab_size, max_size=vocab_size)
     return make_request(
-        draw(st.lists(tokens, min_size=1, max_size=8)),
+        draw(st.lists(st.integers(0, vocab_size + num_table_rows - 1), min_size=1, max_size=8)),
+        num_table_rows=num_table_rows,
         end_ids=draw(st.lists(tokens, max_size=2, unique=True)),
         bad_words=draw(words),
         bias=draw(st.none() | st.none() | bias),

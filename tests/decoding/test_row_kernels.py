@@ -50,10 +50,9 @@ def test_the_same_tokens(
 
 
 @NATIVE
-@pytest.mark.parametrize("token", [-1, 100, 2**31 - 1])
-def test_a_history_with_other_ids_is_an_error_and_changes_no_row(row_kernels: RowKernels, token: int) -> None:
+def test_a_history_with_negative_ids_is_an_error_and_changes_no_row(row_kernels: RowKernels) -> None:
     """It would be written beyond the memory that there is."""
-    row = Row(make_request([5, token, 8], repetition_penalty=1.2))
+    row = Row(make_request([5, -1, 8], repetition_penalty=1.2))
     logits = torch.randn(1, 100)
     before = logits.clone()
     with pytest.raises(IndexError, match=r"slots \[0\] look back at, \[3\] tokens"):

@@ -36,8 +36,8 @@ def test_a_greedy_batch_costs_an_argmax_and_a_look_at_the_maxima() -> None:
     logits = torch.randn(4, 100)
     with Noted():
         output = decoding.decode(batch, logits, positions)
-    to_host = ("resolve", "to", "detach")
-    assert [call for call in calls if not call.startswith(to_host)] == ["amax", "argmax"]
+    to_host, views = ("resolve", "to", "detach"), ("lift_fresh", "slice", "unsqueeze", "squeeze")
+    assert [call for call in calls if not call.startswith((*to_host, *views))] == ["gather"]  # numpy's argmax
     assert output.token_ids == [(token,) for token in logits.argmax(-1).tolist()]
 
 

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from inflight.config import EngineConfig
+from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import (
+    AdapterLoad,
     ContextChunk,
     ContextDetails,
     ModelOutput,
@@ -75,7 +77,17 @@ class Driver:
         self.tokens_per_block = engine.limits.tokens_per_block
         self._released: list[int] = []
         self._starts: list[SlotStart] = []
+        self._loads: list[AdapterLoad] = []
+        self._free_pages = list(range(engine.limits.num_adapter_pages))
         self._iteration = 0
+
+    def put(self, adapter: StoredAdapter, pages: Sequence[int] | None = None) -> int:
+        """Load an adapter with the next batch, into these pages or the first free ones; returns the first page."""
+        if pages is None:
+            count = self.engine.limits.adapter_pages(adapter.rank)
+            pages, self._free_pages = self._free_pages[:count], self._free_pages[count:]
+        self._loads.append(AdapterLoad(adapter, tuple(pages)))
+        return pages[0]
 
     def start(
         self,
@@ -84,16 +96,20 @@ class Driver:
         sequence_index: int = 0,
         shared_blocks: Sequence[int] = (),
         prompt_length: int | None = None,
+        adapter: int = -1,
         **options: Any,
     ) -> Row:
-        """A sequence in the first free slot, its first tokens in `shared_blocks`; `options` are a Request's."""
+        """A sequence in the first free slot, its first tokens in `shared_blocks`; `options` are a Request's.
+
+        `adapter` is the first page of its adapter.
+        """
         slot = self.free_slots.pop(0)
         length = len(tokens) if prompt_length is None else prompt_length
         request = Request(
             100 + slot, tuple(tokens[:length]), 100, sampling=sampling or SamplingConfig(), **options
         )
         known = tuple(tokens) if request.looks_back else ()
-        start = SlotStart(slot, request, sequence_index, known)
+        start = SlotStart(slot, request, sequence_index, known, adapter)
         self._starts.append(start)
         computed = len(shared_blocks) * self.tokens_per_block
         return Row(slot, list(tokens), start, list(shared_blocks), computed)
@@ -133,6 +149,7 @@ class Driver:
             iteration=self._iteration,
             released_slots=tuple(self._released),
             starts=tuple(self._starts),
+            adapter_loads=tuple(self._loads),
             block_copies=tuple(copy for step in steps for copy in step.block_copies),
             moves=tuple(move for step in steps for move in step.moves),
             replaced_blocks=tuple(block for step in steps for block in step.replaced_blocks),
@@ -145,7 +162,7 @@ class Driver:
             beam_groups=tuple(step.group for step in steps if step.group),
         )
         self._iteration += 1
-        self._released, self._starts = [], []
+        self._released, self._starts, self._loads = [], [], []
         return batch
 
     def step(

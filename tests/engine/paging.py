@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import AuxRequest
 
 from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.torch import TorchEngine
@@ -32,21 +34,32 @@ def load_paged(
     capture: Capture | None = None,
     attention: Attention | None = None,
     device: str = "cpu",
+    num_adapter_pages: int = 0,
     **windows: Any,
 ) -> TorchEngine:
     """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = Part.whole(model.decoder)
+    aux = AuxRequest(lse=True) if model.decoder.learned_sinks else None
+    kernel = partial(ReferenceVarlen(), return_aux=aux)
     asked = windows.get("max_attention_window_size", ()), windows.get("sink_token_length", 0)
     decoder = Decoder(
         model.decoder,
         load_weights(model, torch.float32, on, part),
         layer_windows(model.decoder.sliding_windows, *asked, MAX_SEQUENCE_LENGTH),
         MAX_SEQUENCE_LENGTH,
-        attention=attention or PagedAttention(ReferenceVarlen(), takes_key_bounds=True),
+        attention=attention or PagedAttention(kernel, takes_key_bounds=True),
     )
     cache = KvCache(model.decoder, num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
     limits = EngineLimits(
-        model.decoder.vocab_size, MAX_SEQUENCE_LENGTH, max_num_sequences, num_blocks, TOKENS_PER_BLOCK
+        model.decoder.vocab_size,
+        MAX_SEQUENCE_LENGTH,
+        max_num_sequences,
+        num_blocks,
+        TOKENS_PER_BLOCK,
+        num_adapter_pages=num_adapter_pages,
+        max_adapter_rank=64,
     )
+    if num_adapter_pages:
+        decoder.reserve_adapters(num_adapter_pages, limits.adapter_page_rank)
     return TorchEngine(TorchRunner(decoder, cache, limits, max_num_tokens=512, capture=capture))

@@ -29,6 +29,7 @@ def ranks(
     max_num_sequences: int = 4,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
+    moe_ep_size: int = 1,
     **changes: Any,
 ) -> Iterator[ThreadRanks]:
     """As `tests.engine.serving.load` makes one."""
@@ -36,7 +37,9 @@ def ranks(
         "dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8,
         "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,
     }  # fmt: skip
-    engine = ThreadRanks(EngineConfig(str(folder), **values), *topology, processors, make_grammars)
+    engine = ThreadRanks(
+        EngineConfig(str(folder), **values), *topology, processors, make_grammars, moe_ep_size
+    )
     try:
         yield engine
     finally:

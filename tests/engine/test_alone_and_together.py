@@ -40,7 +40,7 @@ def assert_equal(row: Row, other: Row) -> None:
     assert torch.equal(torch.stack(row.logits[:count]), torch.stack(other.logits[:count]))
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "llama-head-dim", "qwen3", "gpt2"])
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe"])
 @pytest.mark.parametrize("size", [2, 3, 16])
 def test_rows_of_a_batch(zoo: Zoo, case: str, dtype: str, size: int) -> None:
     """Contexts beside each other, then contexts beside generation, then generation alone."""
@@ -59,7 +59,7 @@ def test_rows_of_a_batch(zoo: Zoo, case: str, dtype: str, size: int) -> None:
         assert_equal(row, single)
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2", "qwen3-moe"])
 @pytest.mark.parametrize("chunk", [1, 7, 8, 33])
 def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> None:
     model = zoo[case]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from importlib.machinery import ModuleSpec
@@ -11,13 +12,25 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from inflight.config import EngineConfig
+from inflight.engine.torch.attention_check import CannotAttend
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.engine import _find_capture
 from inflight.ranks.topology import Mapping
 
 CUDA = torch.device("cuda")
+
+
+def scores(**changes: Any) -> Any:
+    """A model whose scores differ from Llama's in this."""
+    return mock.Mock(
+        **{"attention_scale": None, "attention_soft_cap": None, "learned_sinks": False, **changes}
+    )
+
+
+LLAMA = scores()
 
 
 @pytest.mark.parametrize("error", [ImportError("undefined symbol"), RuntimeError("no FA3 forward kernels")])
@@ -31,7 +44,7 @@ def test_a_flash_attention_3_that_is_broken_leaves_2(
     activate = mock.Mock(side_effect=error)
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
     with caplog.at_level(logging.WARNING):
-        attention = torch_paged_attention(CUDA)
+        attention = torch_paged_attention(CUDA, LLAMA)
     activate.assert_called_once_with("FA3")
     assert attention._takes_key_bounds, "as 2 wants them"
     (record,) = caplog.records
@@ -62,3 +75,24 @@ def test_one_gpu_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     decoder = mock.Mock(has_fixed_shapes=True)
     assert _find_capture(EngineConfig(""), decoder, Mapping(), CUDA, False) is recorder
     assert not caplog.records
+
+
+def test_scores_that_the_kernel_cannot_compute_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    with pytest.raises(CannotAttend, match="no cap on scores"):
+        torch_paged_attention(CUDA, scores(attention_soft_cap=50.0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, *, window_size: query)
+    with pytest.raises(CannotAttend, match="no scale of its own"):
+        torch_paged_attention(CUDA, scores(attention_scale=0.1))
+    with pytest.raises(CannotAttend, match="does not tell the sums of its softmaxes"):
+        torch_paged_attention(CUDA, scores(learned_sinks=True))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, *, scale=None: query * scale)
+    attention = torch_paged_attention(CUDA, scores(attention_scale=0.5))
+    assert attention._varlen(torch.ones(1)).item() == 0.5
+
+
+def test_a_model_with_learned_sinks_asks_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    attention = torch_paged_attention(CUDA, scores(learned_sinks=True))
+    asked = inspect.signature(varlen_attn).bind_partial(**attention._varlen.keywords).arguments
+    assert asked == {"return_aux": AuxRequest(lse=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention, GatheringAttention
+from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention, GatheringAttention, gathering
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
-from inflight.engine.torch.load_decoder import _find_attention
+from inflight.engine.torch.load_decoder import find_attention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver
@@ -58,8 +58,9 @@ def useless(*_: Any, **__: Any) -> Tensor:
 
 
 def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dtype) -> None:
-    for case in ("llama", "llama-gqa"):
+    for case in ("llama", "llama-gqa", "deepseek-v2"):
         decoder = read_model_description(zoo[case].folder).decoder
+        decoder = replace(decoder, attention_scale=None)  # as these kernels compute
         check_attention(attention, decoder, tokens_per_block, WINDOWS, dtype, CPU)
 
 
@@ -110,16 +111,65 @@ def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -
         check(zoo, GatheringAttention(spoilt), 32, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens_per_block", [3, 32])
+def test_learned_sinks_are_as_by_products(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
+    decoder = read_model_description(zoo["gpt-oss"].folder).decoder
+    for scale in (None, 0.7):
+        scaled = replace(decoder, attention_scale=scale)
+        check_attention(gathering(scaled), scaled, tokens_per_block, WINDOWS, dtype, CPU)
+
+
+@pytest.mark.parametrize("most_scores", [1, 1000, 1 << 26])
+def test_products_with_learned_sinks_give_the_models_tokens(
+    zoo: Zoo, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.engine.torch.attention._MOST_SCORES", most_scores)
+    model = zoo["gpt-oss"]
+    driver = Driver(load_paged(model.folder, attention=BY_PRODUCTS))
+    row = driver.start(model.prompt(40))
+    driver.step({row: 23})
+    driver.step({row: 17})
+    for _ in range(9):
+        driver.step(generation=[row])
+    assert row.generated == model.greedy(model.prompt(40), 10)
+
+
+def test_a_gpu_whose_kernel_does_not_tell_its_sums_computes_products(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel that knows of learned sinks is for CPUs; the meta device stands for another."""
+    decoder = read_model_description(zoo["gpt-oss"].folder).decoder
+    place = "inflight.engine.torch.load_decoder"
+    device = torch.device("meta")
+
+    def check(attention: Attention, *arguments: Any) -> None:
+        queries = torch.empty(1, 1, 1, decoder.head_dim, device=device)
+        try:
+            attention._kernel(queries, queries, queries, sinks=torch.empty(1, device=device))
+        except NotImplementedError as error:
+            raise CannotAttend(str(error)) from error
+
+    with (
+        mock.patch(f"{place}.torch_paged_attention", side_effect=CannotAttend("torch 2.6 has none")),
+        mock.patch(f"{place}.check_attention", check),
+        caplog.at_level(logging.WARNING),
+    ):
+        found = find_attention(EngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
+    assert found is BY_PRODUCTS
+    assert "does not have the learned sinks" in caplog.records[-1].getMessage()
+
+
 def find(zoo: Zoo, kernel: Any) -> Attention:
     """What is chosen on a GPU that cannot read blocks in place, and whose scaled dot product attention this is."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     place = "inflight.engine.torch.load_decoder"
     with (
         mock.patch(f"{place}.torch_paged_attention", side_effect=CannotAttend("torch 2.6 has none")),
-        mock.patch(f"{place}.GATHERING", GatheringAttention(kernel)),
+        mock.patch(f"{place}.gathering", lambda decoder: GatheringAttention(kernel)),
         mock.patch(f"{place}.check_attention", lambda *arguments: check_attention(*arguments[:-1], CPU)),
     ):
-        return _find_attention(EngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
+        return find_attention(EngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kernel", [useless, lambda query, *_, **__: torch.zeros_like(query)])

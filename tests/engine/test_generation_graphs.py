@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.generation_graphs import GenerationGraphs, graph_bytes, recorded_sizes
 from tests.engine.driver import Driver, load_engine
+from tests.engine.lora import make_adapter, stored
 from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, serve
 from tests.engine.tape import Tape
 from tests.engine.test_paged_attention import requests_of
-from tests.models.zoo import Zoo
+from tests.models.zoo import Zoo, ZooModel
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,40 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
     assert set(tape.replayed) == set(range(5)), "11, 8, 4, 2 and 1 rows, recorded in this order"
 
 
+def serve_adapters(engine: TorchEngine, model: ZooModel, ranks: list[int], **options: Any) -> list[list[int]]:
+    """Rows of adapters of these ranks, two of each, and of none; adapters come and go while others run."""
+    driver = Driver(engine)
+    rows, ended = [], []
+    for number, rank in enumerate(ranks):
+        weights = make_adapter(model, number, r=rank, lora_alpha=rank / 2, **options).weights
+        page = driver.put(stored(weights, number))
+        new = [driver.start(model.prompt(5 + number, seed), adapter=page) for seed in range(2)]
+        driver.step(dict.fromkeys(new, 5 + number), rows)
+        rows += new
+        driver.step(generation=rows)
+        if len(rows) > 4:
+            ended.append(rows.pop(0))
+            driver.release(ended[-1])
+            rows.append(driver.start(model.prompt(4, number)))
+            driver.step({rows[-1]: 4}, rows[:-1])
+        driver.step(generation=rows[::-1])
+    driver.step(generation=[row for row in rows if row.start.adapter < 0] or rows)
+    return [row.generated for row in (*ended, *rows)]
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
+    """Their pages, and how many rows there are, differ from replay to replay."""
+    model, tape = zoo[case], Tape()
+    recorded = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
+    ranks = [8, 20, 1, 33]
+    assert serve_adapters(recorded, model, ranks) == serve_adapters(
+        load_engine(model.folder, max_num_sequences=11, kernels="torch", max_sequence_length=96), model, ranks
+    )
+    assert len(tape.replayed) == 2 * len(ranks) + 1, "all that only generate"
+    assert {index < 5 for index in tape.replayed} == {True, False}, "with adapters, and without"
+
+
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
 def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
@@ -129,11 +165,56 @@ def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
     sizes = []
 
     class Spy(GenerationGraphs):
-        def _run(self, size: int) -> None:
+        def _run(self, size: int, with_adapters: bool) -> None:
             sizes.append(size)
-            super()._run(size)
+            super()._run(size, with_adapters)
 
     engine = load_paged(zoo["llama"].folder)
     with torch.inference_mode():
         Spy(engine.runner.decoder, engine.runner.slots, engine.runner.cache, Tape())
     assert sizes == [6, 6, 4, 4, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("ranks", "options"), [([64, 64, 8], {}), ([8], {"use_dora": True})])
+def test_more_adapters_than_are_recorded_and_magnitudes_run_without(
+    zoo: Zoo, ranks: list[int], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tape = zoo["llama-gqa"], Tape()
+    with caplog.at_level(logging.INFO):
+        engine = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
+    assert "more than 128 ranks together, or magnitudes" in caplog.text
+    driver = Driver(engine)
+    adapters = [make_adapter(model, rank, r=rank, lora_alpha=4, **options) for rank in ranks]
+    rows = [
+        driver.start(model.prompt(9, number), adapter=driver.put(stored(adapter.weights, number)))
+        for number, adapter in enumerate(adapters)
+    ]
+    driver.step(dict.fromkeys(rows, 9))
+    for _ in range(10):
+        driver.step(generation=rows)
+    assert not tape.replayed
+    for row, adapter in zip(rows, adapters, strict=True):
+        assert row.generated == adapter.oracle.greedy(tuple(row.tokens[:9]), 11)
+    driver.release(rows.pop())
+    other = driver.start(model.prompt(5))
+    driver.step({other: 5})
+    driver.step(generation=[other])
+    assert len(tape.replayed) == 1, "without an adapter"
+
+
+def test_rows_that_fill_a_batch_up_have_no_adapter(zoo: Zoo) -> None:
+    """Though the rows before them, in an earlier batch, had one."""
+    model = zoo["llama-gqa"]
+    engine = load_paged(model.folder, 60, 6, Tape(), num_adapter_pages=20)
+    driver = Driver(engine)
+    page = driver.put(stored(make_adapter(model, 1, r=8).weights, 1))
+    rows = [driver.start(model.prompt(8, seed), adapter=page) for seed in range(6)]
+    driver.step(dict.fromkeys(rows, 8))
+    driver.step(generation=rows)
+    driver.step(generation=rows[:5])
+    graphs = engine.runner._graphs
+    assert graphs._adapters[2 * 16 :].tolist() == [page] * 5 + [-1]
+
+
+def test_with_adapters_every_size_is_recorded_twice() -> None:
+    assert graph_bytes(8, with_adapters=True) == 2 * graph_bytes(8)

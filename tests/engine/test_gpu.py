@@ -16,9 +16,11 @@ from inflight.decoding import LogitsPostProcessors
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import check_attention
+from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
+from tests.engine.lora import make_adapter, stored
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.engine.test_overlapped_iterations import assert_same, undemanding
 from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
@@ -160,6 +162,14 @@ def test_blocks_are_read_in_place_and_batches_recorded(zoo: Zoo, case: str) -> N
     assert engine.recorded_sizes == (1, 2, 4, 8, 11)
 
 
+@pytest.mark.skipif(not AMPERE, reason="FlashAttention is for processors from Ampere on")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_learned_sinks_with_blocks_in_place(zoo: Zoo, dtype: torch.dtype) -> None:
+    decoder = replace(read_model_description(zoo["gpt-oss"].folder).decoder, head_dim=64)
+    device, windows = torch.device("cuda"), (None, AttentionWindow(128), AttentionWindow(5))
+    check_attention(torch_paged_attention(device, decoder), decoder, 256, windows, dtype, device)
+
+
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
 def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> None:
     """Filled up to the same numbers of rows, since matrix products of others may be rounded otherwise."""
@@ -172,6 +182,37 @@ def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> 
     for (tokens, logits), (expected_tokens, expected) in zip(recorded, launched, strict=True):
         assert tokens == expected_tokens
         assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
+    """In float32 the tokens of PEFT; recorded in bfloat16 exactly what their operations give, and near those."""
+    model = zoo[case]
+    adapters = [make_adapter(model, rank, r=rank, lora_alpha=4) for rank in (8, 20)]
+
+    def serve_all(engine: TorchEngine) -> list[Row]:
+        driver = Driver(engine)
+        pages = [driver.put(stored(each.weights, number)) for number, each in enumerate(adapters)]
+        rows = [driver.start(model.prompt(30, page), adapter=page) for page in (*pages, -1)]
+        driver.step(dict.fromkeys(rows, 30))
+        for number in range(40):
+            driver.step(generation=rows if number % 3 else rows[:2])
+        return rows
+
+    exact = serve_all(load_engine(model.folder, device="cuda", max_tokens_in_paged_kv_cache=4096))
+    oracles = [*(adapter.oracle for adapter in adapters), model]
+    for row, oracle in zip(exact, oracles, strict=True):
+        assert row.generated == oracle.greedy(tuple(row.tokens[:30]), len(row.generated))
+    recorded = serve_all(_load_graphed(model))
+    with mock.patch(
+        "inflight.engine.torch.engine.GraphCapture", lambda device: lambda operations: operations
+    ):
+        launched = serve_all(_load_graphed(model))
+    for row, other, oracle in zip(recorded, launched, oracles, strict=True):
+        assert torch.equal(torch.stack(row.logits), torch.stack(other.logits))
+        expected = oracle.logits(row.tokens)[29:-1]
+        error = (torch.stack(row.logits) - expected).square().mean().sqrt() / expected.std()
+        assert error < 0.15
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window"])

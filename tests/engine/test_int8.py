@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.build import load_model
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.packing import quantize
+from inflight.load_model import load_model
 from inflight.models import Linear, load_weights, read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native

@@ -1,4 +1,4 @@
-"""The size of the KV cache from figures, and the figures from a made-up /proc and /sys."""
+"""The size of the KV cache, and the room for adapters, from figures; the figures from a made-up /proc and /sys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.memory import KvCachePlan, available_cpu_memory, free_memory, plan_kv_cache
+from inflight.engine.memory import (
+    KvCachePlan,
+    available_cpu_memory,
+    check_adapter_pages,
+    free_memory,
+    plan_adapter_pages,
+    plan_kv_cache,
+)
 from inflight.engine.torch import engine as engine_module
 from inflight.engine.torch import load_stage
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
@@ -61,7 +68,7 @@ def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
     assert f"{MAX_TOKENS} is {changes.get(MAX_TOKENS, 'unset')}" in str(error.value)
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "deepseek-v3"])
 def test_block_bytes_are_what_a_block_takes(zoo: Zoo, case: str) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
     cache = KvCache(decoder, 5, 16, torch.bfloat16, torch.device("cpu"))
@@ -121,6 +128,74 @@ def test_parameters_that_cannot_be_used(zoo: Zoo, changes: dict[str, Any], messa
     assert message in str(error.value)
 
 
+LORA_FRACTION = "lora_cache_gpu_memory_fraction"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_pages"),
+    [
+        ({}, 5),  # a twentieth
+        ({LORA_FRACTION: 0.2}, 20),
+        # Four sequences with adapters of rank 64, of which each takes eight pages.
+        ({LORA_FRACTION: 1.0}, 32),
+        ({LORA_FRACTION: 1.0, "lora_cache_max_adapter_size": 9}, 8),
+        ({LORA_FRACTION: 1.0, "lora_cache_optimal_adapter_size": 64}, 4),
+        ({LORA_FRACTION: 0.2, "free_bytes": 0}, 0),
+    ],
+)
+def test_pages_for_adapters(changes: dict[str, Any], num_pages: int) -> None:
+    """Of 1,000 bytes."""
+    values = {"max_num_sequences": 4, "free_bytes": 100_000, **changes}
+    free_bytes = values.pop("free_bytes")
+    assert plan_adapter_pages(EngineConfig(**values), 1000, free_bytes) == num_pages
+
+
+def test_no_room_for_the_largest_adapter_is_an_error_where_somebody_has_asked_for_it() -> None:
+    config = EngineConfig(lora_cache_gpu_memory_fraction=0.1, lora_cache_max_adapter_size=20)
+    assert check_adapter_pages(config, 3, 2**20) == 3
+    with pytest.raises(ConfigError) as error:
+        check_adapter_pages(config, 2, 2**20)
+    assert str(error.value).startswith(
+        "Not enough space allocated to device LoRA cache to hold 1 max sized LoRA: one of rank 20 takes 3.0 MiB, "
+        "and there are 2.0 MiB with a lora_cache_gpu_memory_fraction of 0.1"
+    )
+    assert check_adapter_pages(EngineConfig(lora_cache_max_adapter_size=20), 2, 2**20) == 0
+
+
+@pytest.mark.parametrize(
+    ("free_kib", "changes", "num_pages", "said"),
+    [
+        (1 << 30, {}, 48, "48 pages of 8 ranks"),
+        (1 << 30, {LORA_FRACTION: 0}, 0, ""),
+        (64, {}, 0, "LoRA adapters are not taken: there is no memory for one of rank 64"),
+        (1 << 30, {"lora_cache_optimal_adapter_size": 16}, 24, "room for 6 adapters of rank 64, the largest"),
+    ],
+)
+def test_an_engine_says_how_many_adapters_it_has_room_for(
+    zoo: Zoo,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_kib: int,
+    changes: dict[str, Any],
+    num_pages: int,
+    said: str,
+) -> None:
+    decoder = read_model_description(zoo["llama"].folder).decoder
+    blocks = 2 * 10 * block_bytes(decoder, 8, torch.float32)
+    answers = iter([free_kib * 1024] if changes.get(LORA_FRACTION) != 0 else [])
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: next(answers, blocks))
+    with caplog.at_level("INFO"):
+        limits = load_engine(zoo["llama"].folder, **changes).limits
+    assert (limits.num_adapter_pages, limits.max_adapter_rank) == (num_pages, 64 if num_pages else 0)
+    assert limits.adapter_page_rank == changes.get("lora_cache_optimal_adapter_size", 8)
+    assert said in caplog.text and ("LoRA" in caplog.text) == bool(said)
+
+
+def test_an_engine_without_room_that_was_asked_for_does_not_load(zoo: Zoo) -> None:
+    with pytest.raises(ConfigError, match="to hold 1 max sized LoRA"):
+        load_engine(zoo["llama"].folder, lora_cache_gpu_memory_fraction=1e-12)
+
+
 def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
     asked = []
 
@@ -136,7 +211,10 @@ def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
         max_tokens_in_paged_kv_cache=100,
     )
     stage = load_stage(config, Mapping(1, 2, 1), agree=agree)
-    assert asked == [12]
+    assert asked == [2 * 8, 12], (
+        "pages for adapters, of which one of the largest rank takes eight, and blocks"
+    )
+    assert stage.limits.num_adapter_pages == 0, "fewer than eight"
     assert (stage.limits.num_blocks, stage.limits.num_micro_batches) == (7, 2)
     assert stage.runner.cache._blocks.shape[:3] == (1, 2, 8), (
         "one layer of three; seven blocks and the null block"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,8 +273,8 @@ def test_without_locks_several_build_at_once(machine: Machine, monkeypatch: pyte
     monkeypatch.setattr(library.fcntl, "flock", refuse)
     meeting, compile_ = threading.Barrier(3), library._compile
 
-    def meet(compiler: str, target: Path) -> None:
-        compile_(compiler, target)
+    def meet(compiler: list[str], target: Path, tick: Callable[[], None]) -> None:
+        compile_(compiler, target, tick)
         meeting.wait(30)
 
     monkeypatch.setattr(library, "_compile", meet)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
+from tests.models.mxfp4 import pack
 from tests.models.zoo import Zoo, make_model
 
 TOLERANCE = 1e-4
@@ -181,3 +182,22 @@ def test_scaled_positions_reach_beyond_max_position_embeddings(
     with torch.inference_mode():
         expected = oracle(torch.tensor([row.tokens])).logits[0, len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_experts_packed_as_mxfp4(zoo: Zoo, tmp_path: Path) -> None:
+    """As transformers computes them where it unpacks them all."""
+    folder = tmp_path / "packed"
+    shutil.copytree(zoo["gpt-oss"].folder, folder)
+    pack(folder)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        folder,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others compute no float64
+        dtype=torch.float32,
+        quantization_config=Mxfp4Config(dequantize=True),
+    )
+    row = alone(load_engine(folder, dtype="float32"), PROMPT, 24)
+    logits = oracle.double()(torch.tensor([row.tokens])).logits[0, len(PROMPT) - 1 : -1].float()
+    assert row.generated == logits.argmax(-1).tolist()
+    torch.testing.assert_close(torch.stack(row.logits), logits, rtol=0, atol=TOLERANCE)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention.varlen import AuxRequest
 
 from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import GATHERING
+from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
-from inflight.engine.torch.load_decoder import _find_attention
+from inflight.engine.torch.load_decoder import find_attention
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
@@ -32,7 +34,9 @@ def paged(**changes: Any) -> PagedAttention:
     return PagedAttention(ReferenceVarlen(**changes), takes_key_bounds=True)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "mistral-window"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "mistral-window", "gpt-oss"]
+)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_tokens_are_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
     model = zoo[case]
@@ -143,10 +147,10 @@ def find(zoo: Zoo, kernel: Any) -> Any:
     config = EngineConfig("", tokens_per_block=32)
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with (
-        mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda device: kernel()),
+        mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda *_: kernel()),
         mock.patch("inflight.engine.torch.load_decoder.check_attention", on_the_cpu),
     ):
-        return _find_attention(config, decoder, (None,), torch.float32, torch.device("cuda"))
+        return find_attention(config, decoder, (None,), torch.float32, torch.device("cuda"))
 
 
 def on_the_cpu(*arguments: Any) -> None:
@@ -169,6 +173,41 @@ def test_what_cannot_read_in_place_gathers_and_says_so_once(
 
 def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
     assert find(zoo, mock.Mock(side_effect=CannotAttend("torch 2.6 has none"))) is GATHERING
+
+
+@dataclass
+class WithSums(ReferenceVarlen):
+    """As it is asked of a kernel for models with learned sinks; by rows first if it is `transposed`."""
+
+    transposed: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        read, sums = super().__call__(*args, **kwargs, return_aux=AuxRequest(lse=True))
+        return read, sums.T if self.transposed else sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learned_sinks_are_tried_too(zoo: Zoo, dtype: torch.dtype) -> None:
+    decoder = read_model_description(zoo["gpt-oss"].folder).decoder
+    windows = (None, AttentionWindow(5))
+    check_attention(PagedAttention(WithSums(), True), decoder, 16, windows, dtype, CPU)
+    for attention in (PagedAttention(WithSums(transposed=True), True), IgnoringSinks(GATHERING)):
+        with pytest.raises(CannotAttend):
+            check_attention(attention, decoder, 16, windows, dtype, CPU)
+
+
+@dataclass
+class IgnoringSinks:
+    """An attention that computes what it would without them."""
+
+    attention: Attention
+    has_fixed_shapes: bool = False
+
+    def plan(self, *args: Any) -> Any:
+        return self.attention.plan(*args)
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        return self.attention.attend(*args[:-1])
 
 
 def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:

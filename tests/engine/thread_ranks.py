@@ -159,8 +159,9 @@ class ThreadRanks:
         pp_size: int = 1,
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         make_grammars: MakeGrammars = no_grammars,
+        moe_ep_size: int = 1,
     ) -> None:
-        mappings = [Mapping(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
+        mappings = [Mapping(tp_size, pp_size, rank, moe_ep_size) for rank in range(tp_size * pp_size)]
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
         self.collectives = [ThreadCollectives(meetings[m.pp_rank], m.tp_rank, tp_size) for m in mappings]
         self.stages = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest
 
 
 @dataclass
@@ -42,7 +43,8 @@ class ReferenceVarlen:
         seqused_k: Tensor,
         block_table: Tensor,
         num_splits: int,
-    ) -> Tensor:
+        return_aux: AuxRequest | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         num_sequences, num_blocks = block_table.shape
         rows, heads, head_dim = query.shape
         _, tokens_per_block, kv_heads, _ = key.shape
@@ -78,7 +80,11 @@ class ReferenceVarlen:
         keys, values = (pages[block_table[sequence].long()].view(shape).float() for pages in (key, value))
         queries = query.reshape(rows, 1, kv_heads, heads // kv_heads, head_dim).float()
         scores = (queries * keys).sum(-1) * head_dim**-0.5
-        weights = scores.masked_fill(~visible[:, :, None, None], -torch.inf).softmax(dim=1)
+        scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
+        weights = scores.softmax(dim=1)
         # What lies behind a sequence's last token is never multiplied, so that it may be anything.
         values = values.masked_fill(~visible[:, :, None, None, None], 0.0)
-        return (weights[..., None] * values).sum(1).reshape(rows, heads, head_dim).to(query.dtype)
+        read = (weights[..., None] * values).sum(1).reshape(rows, heads, head_dim).to(query.dtype)
+        if return_aux is None or not return_aux.lse:
+            return read
+        return read, scores.logsumexp(1).reshape(rows, heads).T.contiguous()

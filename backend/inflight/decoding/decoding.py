@@ -22,7 +22,7 @@ from inflight.core.request.guide import GUIDE_END
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, TokenDetails
 from inflight.decoding.details import beam_candidates, join_details, token_details, with_drawn_log_probs
 from inflight.decoding.drafts import NO_TOKEN, accept_by_chance, accept_equal, drafts_of, weighed_draft
-from inflight.decoding.guides import Guides
+from inflight.decoding.guides import Guides, Masked
 from inflight.decoding.history import History
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.decoding.nan_check import check_peaks
@@ -187,7 +187,7 @@ class Decoding:
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         with threads_for(logits):
             layout = _Layout.from_batch(batch, slots)
-            tokens, choosing = self._start_choosing(batch, layout, logits.contiguous(), positions)
+            tokens, choosing = self._start_choosing(batch, layout, logits, positions, peaks.tokens)
             return self._answer(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
 
     @torch.inference_mode()
@@ -202,13 +202,13 @@ class Decoding:
         """
         slots = batch.sampled_slots()
         self._check(batch, logits, positions)
-        highest, tokens = self._kernels.find_peaks(logits)
+        highest, likeliest = self._kernels.find_peaks(logits)
         if self._is_plain(batch, slots):
-            return Choice(tokens, Arriving.send(tokens, highest))
+            return Choice(likeliest, Arriving.send(likeliest, highest))
         layout = _Layout.from_batch(batch, slots)
         needs_host = self._slots.numbers["needs"][layout.slots] & int(Needs.HOST) != 0
         logits = logits.clone() if needs_host.any() else logits
-        tokens, choosing = self._start_choosing(batch, layout, logits.contiguous(), positions)
+        tokens, choosing = self._start_choosing(batch, layout, logits, positions, likeliest)
         first = tokens[upload(layout.first_rows, tokens.device)] if layout.drafted else tokens
         arriving = Arriving.send(tokens, highest, *choosing.beside())
         if needs_host.any():
@@ -269,16 +269,26 @@ class Decoding:
         return not batch.beam_groups and self._slots.demanding.isdisjoint(slots) and _num_drafts(batch) == 0
 
     def _start_choosing(
-        self, batch: ScheduledBatch, layout: _Layout, logits: Tensor, positions: NDArray[np.int64]
+        self,
+        batch: ScheduledBatch,
+        layout: _Layout,
+        logits: Tensor,
+        positions: NDArray[np.int64],
+        likeliest: Tensor,
     ) -> tuple[Tensor, _Choosing]:
-        """Process the rows, and choose [rows] int64 tokens on the device, of which some may be guesses."""
-        rows = self._rows(layout, logits, positions)
+        """Process the rows, and choose [rows] int64 tokens on the device, of which some may be guesses.
+
+        `likeliest` are the tokens with the highest logits, [rows] int64, as the rows come.
+        """
+        rows = self._rows(layout, logits.contiguous(), positions)
         raw = RawLogits(rows)
         failed = process(rows, self._slots)
-        ends = self._guides.take_ends(len(rows.slots))
+        masked = self._guides.take_masked()
+        ends = np.zeros(len(rows.slots), dtype=bool)
+        if masked is not None:
+            ends[masked.indices] = masked.ends
         ranked = np.isin(rows.slots, [slot for group in batch.beam_groups for slot in group.slots])
-        may_guess = logits.device.type != "cpu"
-        tokens, guesses = self._choose(rows, np.flatnonzero(~ranked), may_guess)
+        tokens, guesses = self._choose(rows, likeliest, masked, np.flatnonzero(~ranked))
         return tokens, _Choosing(layout, rows, raw, failed, ends, ranked, guesses)
 
     def _answer(self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]) -> ModelOutput:
@@ -326,34 +336,41 @@ class Decoding:
             (tokens[drawn.rows],) = to_host(drawn.tokens)
         return tokens, highest
 
-    def _choose(self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool) -> tuple[Tensor, list[Drawn]]:
+    def _choose(
+        self, rows: Rows, likeliest: Tensor, masked: Masked | None, wanted: NDArray[np.int64]
+    ) -> tuple[Tensor, list[Drawn]]:
         """Choose [rows] int64 tokens on the device, NO_TOKEN where all are banned; and say which are guesses.
 
-        Where nothing may be guessed, only a top_p alone is waited for.
+        On a CPU nothing is guessed; elsewhere, what a top_p alone would have to be waited for.
         """
-        tokens, guesses = self._choose_possible(rows, wanted, may_guess)
+        samples = samples_of(rows)[wanted]
+        tokens = self._choose_likeliest(rows, likeliest, masked, wanted[~samples])
+        guesses: list[Drawn] = []
+        for drawn in self._kernels.draw(rows, wanted[samples], may_guess=tokens.device.type != "cpu"):
+            tokens[rows.upload(drawn.rows)] = drawn.tokens
+            if drawn.is_final is not None:
+                guesses.append(drawn)
         if len(rows.needing(Needs.BANS)):
             chosen = rows.logits.gather(-1, tokens[:, None]).squeeze(-1)
             tokens.masked_fill_(chosen == -torch.inf, NO_TOKEN)  # then no other is possible either
         return tokens, guesses
 
-    def _choose_possible(
-        self, rows: Rows, wanted: NDArray[np.int64], may_guess: bool
-    ) -> tuple[Tensor, list[Drawn]]:
-        """Choose as `_choose` does, but any token where all are banned."""
-        samples = samples_of(rows)[wanted]
-        greedy, sampled = wanted[~samples], wanted[samples]
-        if len(greedy) == len(rows.slots):
-            return rows.logits.argmax(dim=-1), []
-        tokens = torch.zeros(len(rows.slots), dtype=torch.int64, device=rows.logits.device)
-        if len(greedy):
-            tokens[rows.upload(greedy)] = select_rows(rows.logits, greedy).argmax(dim=-1)
-        guesses: list[Drawn] = []
-        for drawn in self._kernels.draw(rows, sampled, may_guess):
-            tokens[rows.upload(drawn.rows)] = drawn.tokens
-            if drawn.is_final is not None:
-                guesses.append(drawn)
-        return tokens, guesses
+    def _choose_likeliest(
+        self, rows: Rows, likeliest: Tensor, masked: Masked | None, greedy: NDArray[np.int64]
+    ) -> Tensor:
+        """[rows] int64 tokens with the highest logits, in the rows `greedy`; in others any.
+
+        Rows are read again only where a step has changed them and no mask came last.
+        """
+        tokens = likeliest.clone()
+        is_known = rows.numbers["needs"] & int(Needs.CHANGES) == 0
+        if masked is not None:
+            tokens[rows.upload(masked.indices)] = masked.likeliest
+            is_known[masked.indices] = True
+        unknown = greedy[~is_known[greedy]]
+        if len(unknown):
+            tokens[rows.upload(unknown)] = self._kernels.find_likeliest(rows, unknown)
+        return tokens
 
     def _accept(
         self,

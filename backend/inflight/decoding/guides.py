@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
@@ -26,7 +27,20 @@ from inflight.errors import InflightError, StepFailed
 from inflight.guided.backend import MaskJob, Matcher
 from inflight.guided.grammars import Grammars
 
-_NO_END = np.zeros(0, dtype=bool)
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """The rows of a batch that masks were applied to.
+
+    Attributes:
+        indices: [n] of the rows.
+        likeliest: [n] int64, on the logits' device: tokens with the highest logits that are left, if any are.
+        ends: [n] whether a row can only end, without an end id.
+    """
+
+    indices: NDArray[np.int64]
+    likeliest: Tensor
+    ends: NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -70,7 +84,8 @@ class Guides:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._slots: dict[int, _Guided] = {}
-        self._ends = _NO_END
+        self._masked: Masked | None = None
+        self._masks = np.zeros((0, vocab_size // 32 + 1), dtype=np.int32)
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Note what a batch changes: releases, starts, moves, then drafts."""
@@ -91,20 +106,18 @@ class Guides:
         slots = rows.slots[indices]
         firsts = np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
         guided = [self._slots[slot] for slot in slots[firsts].tolist()]
-        masks = np.full((len(indices), self._vocab_size // 32 + 1), -1, dtype=np.int32)
+        masks = self._all_allowed(len(indices))
         failed = self._fill(guided, firsts, masks)
         ends = self._allow_ends(guided, firsts, masks)
-        kernels.apply_masks(rows, indices, masks)
-        self._ends = np.zeros(len(rows.slots), dtype=bool)
-        self._ends[indices[ends]] = True
+        self._masked = Masked(indices, kernels.apply_masks(rows, indices, masks), ends)
         for each in guided:
             each.drafts = ()
         return {int(indices[firsts[place]]): error for place, error in failed.items()}
 
-    def take_ends(self, num_rows: int) -> NDArray[np.bool_]:
-        """[rows] whether a row of the batch that `mask` has worked on can only end, without an end id."""
-        ends, self._ends = self._ends, _NO_END
-        return ends if len(ends) else np.zeros(num_rows, dtype=bool)
+    def take_masked(self) -> Masked | None:
+        """What `mask` has done to the rows of the batch; None if none of them has a guide."""
+        masked, self._masked = self._masked, None
+        return masked
 
     def accept(self, slots: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
         """Go on with the tokens that were chosen, [n] in the order of their sequences."""
@@ -138,6 +151,14 @@ class Guides:
             )
             self._slots[move.slot] = guided
 
+    def _all_allowed(self, num_rows: int) -> NDArray[np.int32]:
+        """Masks [num_rows, words] that allow everything, in memory that is kept: new memory comes page by page."""
+        if num_rows > len(self._masks):
+            self._masks = np.zeros((num_rows, self._masks.shape[1]), dtype=np.int32)
+        masks = self._masks[:num_rows]
+        masks.fill(-1)
+        return masks
+
     def _fill(
         self, guided: Sequence[_Guided], firsts: Sequence[int], masks: NDArray[np.int32]
     ) -> dict[int, InflightError]:
@@ -165,8 +186,8 @@ class Guides:
         word, bit = divmod(self._vocab_size, 32)
         may_end = (bits[:, word] >> np.uint32(bit)) & np.uint32(1) != 0
         bits[:, word] &= np.uint32((1 << bit) - 1)
-        can_go_on = bits.any(axis=1)
-        ends = may_end & ~can_go_on
+        ends = may_end.copy()
+        ends[may_end] = ~bits[may_end].any(axis=1)
         lasts = [*firsts[1:], len(masks)]
         for each, first, last in zip(guided, firsts, lasts):
             for end_id in each.end_ids:

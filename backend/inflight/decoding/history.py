@@ -1,5 +1,8 @@
 """The tokens before each row: what penalties, bad words and n-grams look back at. Kept on the device, by slot.
 
+A prompt may have ids beyond the vocabulary, for rows of a prompt table. They are kept as they are, for logits
+post-processors; everything else takes them for no tokens: nothing is equal to one, and none has a logit.
+
 A row looks at the tokens before its position and at nothing else, so draft tokens can be written ahead of their
 verification: those that are not accepted are overwritten before a later row can see them.
 """
@@ -33,6 +36,11 @@ class Seen:
     token_ids: Tensor
     rows: Tensor
     columns: Tensor
+
+    def below(self, vocab_size: int) -> Seen:
+        """Those that are in the vocabulary; on a GPU the host waits to know how many these are."""
+        kept = (self.token_ids < vocab_size).nonzero().squeeze(-1)
+        return Seen(self.token_ids[kept], self.rows[kept], self.columns[kept])
 
 
 class History:
@@ -93,7 +101,11 @@ class History:
 
 
 def repeated(
-    history: History, slots: NDArray[np.int64], lengths: NDArray[np.int64], sizes: NDArray[np.int64]
+    history: History,
+    slots: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The tokens that would complete an n-gram which a sequence has had before; all arrays are [rows].
 
@@ -102,6 +114,7 @@ def repeated(
         slots: Whose sequence a row looks at.
         lengths: How much of it: the tokens before this position.
         sizes: n, at least 1 and at most the length.
+        vocab_size: Ids from there on are no tokens, and no part of an n-gram.
 
     Returns:
         Row and token id of each find, [n] int64 both; a token may be found more than once.
@@ -111,9 +124,10 @@ def repeated(
     slot, length, size = upload(np.stack([slots, lengths, sizes]), device)
     # A find is a token whose n - 1 predecessors are the sequence's last n - 1 tokens. Few tokens come after the
     # last one, so the tokens before those are compared for what is left only.
-    candidates = seen.columns >= (size - 1)[seen.rows]
+    candidates = (seen.columns >= (size - 1)[seen.rows]) & (seen.token_ids < vocab_size)
     before = torch.roll(seen.token_ids, 1)
-    candidates &= (size == 1)[seen.rows] | (before == history.at(slot, length - 1)[seen.rows])
+    is_last = (before == history.at(slot, length - 1)[seen.rows]) & (before < vocab_size)
+    candidates &= (size == 1)[seen.rows] | is_last
     found = candidates.nonzero().squeeze(-1)
     rows, columns = seen.rows[found], seen.columns[found]
     for start in range(2, int(sizes.max()), _LENGTHS_AT_A_TIME):
@@ -122,6 +136,7 @@ def repeated(
         there = (columns[:, None] - back).clamp_(min=0)
         here = (length[rows][:, None] - back).clamp_(min=0)
         owner = slot[rows][:, None]
-        same = (beyond | (history.at(owner, there) == history.at(owner, here))).all(dim=-1)
+        token_ids = history.at(owner, here)
+        same = (beyond | ((history.at(owner, there) == token_ids) & (token_ids < vocab_size))).all(dim=-1)
         rows, columns = rows[same], columns[same]
     return rows, history.at(slot[rows], columns)

@@ -148,7 +148,7 @@ def _execute(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever it is, nobody may import half a module
         sys.modules.pop(spec.name, None)
         raise
     return module

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.decoding.argmax import first_highest
+
 
 class Peaks(NamedTuple):
     """The highest logit of each row, nan where any of a row is, and its token: [rows] float32, [rows] int64."""
@@ -25,11 +27,12 @@ class Peaks(NamedTuple):
 
 
 def find_peaks(logits: Tensor) -> Peaks:
-    """Find the peaks of logits [rows, vocab_size], as the model made them; of equal logits, any token.
+    """Find the peaks of logits [rows, vocab_size], as the model made them; of equal logits, the first token.
 
     Asked for before the rows are worked on, and read back with their tokens, so that nobody waits for it.
     """
-    return Peaks(logits.amax(dim=-1), logits.argmax(dim=-1))
+    tokens = first_highest(logits)
+    return Peaks(logits.gather(-1, tokens[:, None]).squeeze(-1), tokens)
 
 
 def check_peaks(

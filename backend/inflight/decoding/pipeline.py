@@ -1,7 +1,8 @@
 """The one way from a model's logits to a token, vectorised over the rows of a batch that mixes requests.
 
-First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, guide, allowed
-tokens, biases, penalties, bans. What one of them bans, no later one allows again.
+First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, allowed tokens,
+biases, penalties, bans, guide. What one of them bans, no later one allows again. The guide comes last, so that the
+pass over a row that bans what its mask lacks finds the highest logit too.
 Then a greedy row takes the highest logit. A sampling row divides by the temperature, keeps the top_k highest; of
 those the smallest set of the likeliest whose share reaches top_p (after decay); of those the ones that are not too
 unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the tokens that are left in ascending
@@ -15,7 +16,7 @@ a logit within bounds (`bounded`), and only bans and a bias of -inf make one -in
 TensorRT-LLM divides by the temperature behind the biases. Here that comes last, when few tokens are left; presence
 and frequency penalties are multiplied by it instead, which changes no probability. A batch pays for what its rows
 use: a step runs on the rows that ask for it, and touches the tokens that were seen, named or banned. Only
-embedding_bias and allowed_token_ids touch the whole vocabulary.
+embedding_bias, allowed_token_ids and guides touch the whole vocabulary.
 
 A new control is a field of `SamplingConfig` and, if it changes logits, a step here.
 """
@@ -53,7 +54,6 @@ def pipeline_steps(
     """The steps in order, reading the tokens so far in `history`."""
     return (
         PostProcessorStep(processors, history).step,
-        Step(guide_of, lambda rows, indices, _: guides.mask(rows, indices, kernels)),
         Step(_allowed_token_ids, _ban_others),
         Step(_embedding_bias, _add_embedding_bias),
         Step(_logit_bias, _add_logit_bias),
@@ -61,6 +61,7 @@ def pipeline_steps(
         Step(_min_length, _ban_early_ends),
         Step(_bad_words, partial(_ban_words, history)),
         Step(_no_repeat_ngram_size, partial(_ban_repeats, history)),
+        Step(guide_of, lambda rows, indices, _: guides.mask(rows, indices, kernels)),
     )
 
 
@@ -221,7 +222,8 @@ def _ban_repeats(history: History, rows: Rows, indices: Ids, _: Sequence[Any]) -
     sizes = rows.numbers["no_repeat_ngram_size"]
     indices = indices[sizes[indices] <= rows.positions[indices]]
     if len(indices):
-        row, token = repeated(history, rows.slots[indices], rows.positions[indices], sizes[indices])
+        slots, lengths = rows.slots[indices], rows.positions[indices]
+        row, token = repeated(history, slots, lengths, sizes[indices], rows.vocab_size)
         _ban(rows, rows.upload(indices)[row] * rows.vocab_size + token)
 
 

@@ -168,7 +168,7 @@ def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightErro
             *client_ids,
         )
         each_returned = _as_list(returned, len(calls))
-    except BaseException as error:
+    except BaseException as error:  # as in `_call_one`
         others = f"; it does not say for which of the {len(calls)} requests of this call, so all of them end"
         failures: dict[int, InflightError] = {}
         for call in calls:
@@ -178,7 +178,7 @@ def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightErro
     for call, one in zip(calls, each_returned, strict=True):
         try:
             _take(call, one)
-        except Exception as error:
+        except Exception as error:  # what the operator's code returned may raise anything when it is used
             failures |= _failed(call, error)
     return failures
 
@@ -247,7 +247,7 @@ def _text_of(error: BaseException) -> str:
     """An error's text, cut where it is too long for a message; its class may be the operator's own."""
     try:
         text = str(error)
-    except BaseException as second:
+    except BaseException as second:  # the operator's `__str__` may do anything too
         return f"(its text raised {type(second).__name__})"
     return text if len(text) <= _MAX_ERROR_TEXT else f"{text[:_MAX_ERROR_TEXT]}…"
 

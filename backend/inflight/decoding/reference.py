@@ -34,7 +34,11 @@ def _mix(x: int) -> int:
 
 
 def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> list[float]:
-    """What the controls make of one row; `tokens` is all of the sequence before the token to be chosen."""
+    """What the controls make of one row.
+
+    `tokens` is all of the sequence before the token to be chosen; ids beyond the logits, which stand for rows of a
+    prompt table, count as no tokens.
+    """
     sampling = request.sampling
     row = list(logits)
     if allowed := sampling.allowed_token_ids:
@@ -49,12 +53,12 @@ def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) ->
         row[token] = _bounded(row[token] + added, _LARGEST_LOGIT)
     row = [logit / (sampling.temperature or 1.0) for logit in row]
     penalty, largest = sampling.repetition_penalty, _LARGEST_LOGIT / (sampling.temperature or 1.0)
-    for token in set(tokens):
+    for token in {token for token in tokens if token < len(row)}:
         row[token] = row[token] * penalty if row[token] < 0 else row[token] / penalty
         row[token] -= sampling.presence_penalty
         row[token] -= sampling.frequency_penalty * list(tokens).count(token)
         row[token] = _bounded(row[token], largest)
-    for token in banned_tokens(request, list(tokens)):
+    for token in banned_tokens(request, list(tokens), len(row)):
         row[token] = BANNED
     return row
 
@@ -64,7 +68,7 @@ def _bounded(logit: float, largest: float) -> float:
     return max(-largest, min(logit, largest)) if logit > BANNED else BANNED
 
 
-def banned_tokens(request: Request, tokens: list[int]) -> set[int]:
+def banned_tokens(request: Request, tokens: list[int], vocab_size: int) -> set[int]:
     """What may not come after `tokens`, whatever else may."""
     banned: set[int] = set()
     if len(tokens) - request.prompt_length < request.sampling.min_length:
@@ -77,8 +81,9 @@ def banned_tokens(request: Request, tokens: list[int]) -> set[int]:
     if 0 < size < NO_REPEAT_OFF and size <= len(tokens):
         last = tokens[len(tokens) - size + 1 :]
         for start in range(len(tokens) - size + 1):
-            if tokens[start : start + size - 1] == last:
-                banned.add(tokens[start + size - 1])
+            ngram = tokens[start : start + size]
+            if ngram[:-1] == last and max(ngram) < vocab_size:
+                banned.add(ngram[-1])
     return banned
 
 

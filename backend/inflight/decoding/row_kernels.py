@@ -10,16 +10,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.decoding.argmax import first_highest
 from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks, find_peaks
-from inflight.decoding.rows import Rows, select_rows
+from inflight.decoding.rows import Needs, Rows, select_rows
 from inflight.decoding.top_k_top_p import Drawn, draw
-from inflight.decoding.transfer import as_tensor
+from inflight.decoding.transfer import as_array, as_tensor
 
 LARGEST_LOGIT = 1e30
 
 PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
 """What a row loses; presence and frequency are times the temperature, which divides the logits only later."""
+
+_UPPER_BOUNDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(np.inf),
+    np.float32(-np.inf),
+)
+"""[256, 8] what the logits of eight tokens may be at most, by their byte of a mask."""
 
 
 class RowKernels:
@@ -33,6 +41,8 @@ class RowKernels:
         """Apply repetition, presence and frequency penalties to the logits of the rows `indices`, in place."""
         penalties = penalties_of(rows, indices)
         seen = history.before(rows.slots[indices], rows.positions[indices])
+        if (rows.numbers["needs"][indices] & int(Needs.PROMPT_TABLE)).any():
+            seen = seen.below(rows.vocab_size)
         where = rows.upload(indices)[seen.rows] * rows.vocab_size + seen.token_ids
         logits = rows.logits.view(-1)
         values = logits.take(where)
@@ -54,7 +64,11 @@ class RowKernels:
         # A token that was seen twice is written twice, the same value.
         logits[where] = bounded(values, impossible)
 
-    def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+    def find_likeliest(self, rows: Rows, indices: NDArray[np.int64]) -> Tensor:
+        """Find [n] int64 tokens with the highest logits of the rows `indices`; of equal ones, the first."""
+        return first_highest(select_rows(rows.logits, indices))
+
+    def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
         """Ban what masks do not have, in the logits of the rows `indices`, in place.
 
         Args:
@@ -62,23 +76,46 @@ class RowKernels:
             indices: [n].
             masks: [n, words] contiguous; bit i of word w is 1 if token 32 * w + i may come. Bits behind the
                 vocabulary mean nothing.
+
+        Returns:
+            [n] int64 tokens with the highest logits that are left; of equal ones, the first. Any where none is.
+
+        Raises:
+            ValueError: There is not a mask for each row, or it has fewer bits than the vocabulary.
         """
+        check_shape(masks, len(indices), rows.vocab_size)
         if rows.logits.device.type == "cpu":
-            bits = np.unpackbits(~masks.view(np.uint8), axis=1, count=rows.vocab_size, bitorder="little")
-            is_banned = as_tensor(bits.view(np.bool_))
-        else:
-            is_banned = banned_by(rows.upload(masks), rows.vocab_size)
+            return as_tensor(_apply_on_host(as_array(rows.logits), indices, masks))
         logits = select_rows(rows.logits, indices)
-        banned = torch.full((), -torch.inf, device=logits.device)
-        torch.where(is_banned, banned, logits, out=logits)  # on a CPU three times as fast as masked_fill_
-        if (
-            logits.data_ptr() != rows.logits[int(indices[0])].data_ptr()
-        ):  # a copy, of rows with others between
+        logits.masked_fill_(banned_by(rows.upload(masks), rows.vocab_size), -torch.inf)
+        if logits.data_ptr() != rows.logits[int(indices[0])].data_ptr():  # a copy: others are between them
             rows.logits[rows.upload(indices)] = logits
+        return first_highest(logits)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
         """Draw tokens as `top_k_top_p.draw` does."""
         return draw(rows, sampled, may_guess)
+
+
+def _apply_on_host(
+    logits: NDArray[np.float32], indices: NDArray[np.int64], masks: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Apply masks as `RowKernels.apply_masks` does, row by row, as a row stays in the cache meanwhile."""
+    vocab_size = logits.shape[1]
+    pieces = masks.view(np.uint8)[:, : -(-vocab_size // 8)]
+    bounds = np.empty((pieces.shape[1], 8), dtype=np.float32)
+    tokens = np.empty(len(indices), dtype=np.int64)
+    for place, index in enumerate(indices.tolist()):
+        np.take(_UPPER_BOUNDS, pieces[place], axis=0, out=bounds, mode="clip")  # other modes fill a copy
+        np.minimum(logits[index], bounds.reshape(-1)[:vocab_size], out=logits[index])
+        tokens[place] = logits[index].argmax()
+    return tokens
+
+
+def check_shape(masks: NDArray[np.int32], num_rows: int, vocab_size: int) -> None:
+    """Raise ValueError unless masks [n, words] are one for each row, with a bit for each token."""
+    if len(masks) != num_rows or 32 * masks.shape[1] < vocab_size:
+        raise ValueError(f"masks are {list(masks.shape)} words for {num_rows} rows of {vocab_size} logits")
 
 
 def banned_by(masks: Tensor, vocab_size: int) -> Tensor:

@@ -38,6 +38,7 @@ class Needs(IntFlag):
     BANS = 64  # and may ban every token
     GUIDE = 128
     HOST = 256  # sees a token before the next one is chosen
+    PROMPT_TABLE = 512  # its prompt may have ids beyond the vocabulary
 
 
 _NUMBERS = [each.name for each in fields(SamplingConfig) if isinstance(each.default, int | float)]
@@ -134,7 +135,8 @@ class SlotParameters:
         return found
 
     def _note_demands(self, slot: int) -> None:
-        if self.numbers["needs"][slot] & ~int(Needs.HOST):  # what that is for, drafts too, is known otherwise
+        # What the host is for, drafts too, is known otherwise; a prompt table asks for nothing itself.
+        if self.numbers["needs"][slot] & ~int(Needs.HOST | Needs.PROMPT_TABLE):
             self.demanding.add(slot)
         else:
             self.demanding.discard(slot)
@@ -233,6 +235,7 @@ def _needs(request: Request) -> Needs:
         Needs.RAW_LOGITS: output.wants_details or output.wants_context,
         Needs.GUIDE: request.guide is not None,
         Needs.HOST: request.needs_host,
+        Needs.PROMPT_TABLE: request.prompt_table is not None,
     }
     needs = Needs(0)
     for need, is_asked in asked.items():

@@ -1,8 +1,9 @@
-"""How large the KV cache is to be: the least of what was asked for, what fits and what could ever be used.
+"""How large the KV cache is to be, and the room for LoRA adapters.
 
-`plan_kv_cache` is a pure function of figures. `free_memory` finds out how much more memory this process may use,
-on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own limit has to be asked
-for.
+Either is the least of what was asked for, what fits and what could ever be used. `plan_kv_cache` and
+`plan_adapter_pages` are pure functions of figures. `free_memory` finds out how much more memory this process may
+use, on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own limit has to be
+asked for.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 REUSE_ROOM = 2
 """On a CPU, times the tokens that all slots can hold, so that ended sequences stay to be reused."""
+_LORA_FRACTION = 0.05  # of free memory, where nobody says how much
 _NO_LIMIT = 2**60  # control groups of version 1 write a huge number where there is no limit
 
 
@@ -68,9 +72,48 @@ def plan_kv_cache(
     return plan
 
 
+def plan_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -> int:
+    """How many pages of `page_bytes` there may be for LoRA adapters, at most what all slots could use at once.
+
+    Args:
+        config: What was asked for.
+        page_bytes: Bytes of one page, over all layers.
+        free_bytes: Memory this process may still use on the device.
+    """
+    fraction = config.lora_cache_gpu_memory_fraction
+    share = _LORA_FRACTION if fraction is None else fraction
+    useful = config.max_num_sequences * largest_adapter_pages(config)
+    return min(useful, int(free_bytes * share) // page_bytes)
+
+
+def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:
+    """The number of pages, or 0 if nobody has asked for adapters and there is no room for the largest.
+
+    Raises ConfigError if somebody has.
+    """
+    fraction, needed = config.lora_cache_gpu_memory_fraction, largest_adapter_pages(config)
+    if num_pages >= needed:
+        return num_pages
+    if fraction:
+        raise ConfigError(
+            "Not enough space allocated to device LoRA cache to hold 1 max sized LoRA: one of rank "
+            f"{config.lora_cache_max_adapter_size} takes {needed * page_bytes / 2**20:.1f} MiB, and there are "
+            f"{num_pages * page_bytes / 2**20:.1f} MiB with a lora_cache_gpu_memory_fraction of {fraction}. Raise "
+            "that, or lower lora_cache_max_adapter_size"
+        )
+    return 0
+
+
+def largest_adapter_pages(config: EngineConfig) -> int:
+    """Pages that an adapter of the largest rank takes."""
+    return -(-config.lora_cache_max_adapter_size // config.lora_cache_optimal_adapter_size)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes still free on `device`."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return available_cpu_memory()

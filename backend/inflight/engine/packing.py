@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.decoding.transfer import upload
+from inflight.engine.prompt_tables import VirtualRows
 from inflight.engine.slots import SlotTable
 
 
@@ -37,7 +38,7 @@ class PackedBatch:
     """The rows of a forward pass. Tensors are int64 on the device.
 
     Attributes:
-        token_ids: [rows].
+        token_ids: [rows]; those of `virtual` are beyond the vocabulary.
         positions: [rows], each token's place in its sequence.
         slots: [rows].
         sampled_rows: Rows whose logits choose tokens, in the order of `ScheduledBatch.sampled_slots`; of a chunk
@@ -47,6 +48,8 @@ class PackedBatch:
         generation_begin: First generation row.
         generation_lengths: Tokens of each generation row's sequence, itself included, longest first, on the host.
         block_tables: The slots', as in `SlotTable`.
+        adapters: [rows] on the host: the first page of each row's adapter, -1 for none; None if no row has one.
+        virtual: Rows of prompt tables; None if no row is one.
     """
 
     token_ids: Tensor
@@ -58,10 +61,12 @@ class PackedBatch:
     generation_begin: int
     generation_lengths: NDArray[np.int64]
     block_tables: Tensor
+    adapters: NDArray[np.int64] | None = None
+    virtual: VirtualRows | None = None
 
 
-def pack(batch: ScheduledBatch, table: SlotTable) -> PackedBatch:
-    """Lay out a batch whose slots and blocks `table` has taken over.
+def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = None) -> PackedBatch:
+    """Lay out a batch whose slots and blocks `table` has taken over; `virtual` are its virtual tokens.
 
     Raises:
         ValueError: A row's block table does not reach its position.
@@ -101,6 +106,8 @@ def pack(batch: ScheduledBatch, table: SlotTable) -> PackedBatch:
         generation_begin=generation_begin,
         generation_lengths=on_host[num_rows + generation_begin : 2 * num_rows] + 1,
         block_tables=table.block_tables,
+        adapters=adapters_of(slots, table),
+        virtual=virtual,
     )
 
 
@@ -109,6 +116,12 @@ def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64
     positions = _positions(batch.generation_slots, table)
     _check_blocks(batch.generation_slots, positions, table)
     return np.array([batch.generation_slots, positions], dtype=np.int64)
+
+
+def adapters_of(slots: Sequence[int] | NDArray[np.int64], table: SlotTable) -> NDArray[np.int64] | None:
+    """As `PackedBatch.adapters`, of rows of these slots."""
+    adapters = table.adapters[np.asarray(slots, dtype=np.int64)]
+    return adapters if (adapters >= 0).any() else None
 
 
 def _context_rows(

@@ -34,6 +34,7 @@ class SlotTable:
         null_slot: The one beyond the others, without a block: of rows that only fill a batch up.
         num_tokens: [slots] int64 on the host: tokens that are certain and whose keys and values are in the cache.
         num_blocks: [slots] int64 on the host: blocks in the slot's table.
+        adapters: [slots + 1] int64 on the host: the first page of the slot's adapter; -1: none.
     """
 
     def __init__(self, limits: EngineLimits, null_block: int, device: torch.device) -> None:
@@ -47,6 +48,7 @@ class SlotTable:
         self.null_slot = num_slots
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)
         self.num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self.adapters = np.full(num_slots + 1, -1, dtype=np.int64)
         self.tokens_per_block = limits.tokens_per_block
         self._null_block = null_block
 
@@ -58,6 +60,7 @@ class SlotTable:
         if started := [start.slot for start in batch.starts]:
             self.num_tokens[started] = 0
             self.num_blocks[started] = 0
+            self.adapters[started] = [start.adapter for start in batch.starts]
             self.block_tables.index_fill_(0, self._upload(started), self._null_block)
         self._move(batch)
         for chunk in batch.context:
@@ -123,6 +126,7 @@ class SlotTable:
         on_host = np.array(moves, dtype=np.int64)
         self.num_tokens[on_host[:, 0]] = self.num_tokens[on_host[:, 1]]
         self.num_blocks[on_host[:, 0]] = self.num_blocks[on_host[:, 1]]
+        self.adapters[on_host[:, 0]] = self.adapters[on_host[:, 1]]
         slots, parents, tokens = self._upload(on_host).unbind(1)
         self.block_tables[slots] = self.block_tables[parents]
         self.last_tokens[slots] = tokens
@@ -178,7 +182,7 @@ class VoidSlots:
         """
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever it is, nobody knows how far these slots got
             self.add(batch, [self._last] if self._last is not None and self._last is not batch else [])
             raise
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig
 
 _PIECE_ROWS = 256  # under a window, pieces of fewer rows cost more in calls than they save in keys
 _SPLIT_SAVES_KEYS = 512  # reading fewer padding keys than this costs less than another group's calls
@@ -50,7 +52,14 @@ class Attention(Protocol):
         ...
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: Any, cache: KvCache
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        plan: Any,
+        cache: KvCache,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The attention output of every row.
 
@@ -61,6 +70,7 @@ class Attention(Protocol):
             layer: Which layer's cache to read.
             plan: For this layer's window.
             cache: Where earlier tokens' keys and values are.
+            sinks: Each head's learned score [heads], of a model that has them.
 
         Returns:
             [rows, heads * head_dim].
@@ -121,9 +131,12 @@ class GatheringAttention:
 
     Args:
         kernel: `torch.nn.functional.scaled_dot_product_attention`, or what computes the same. It takes queries
-            [entries, heads, rows, head_dim], keys and values [entries, heads, keys, head_dim], and either
-            `attn_mask`, which is added to the scores, [entries, heads, rows, keys] or what broadcasts to that, or
-            `is_causal`: row i reads the keys up to i. It returns the output of every query, shaped as they are.
+            [entries, heads, rows, head_dim], keys and values [entries, heads, keys, head_dim], `scale`, which
+            multiplies the scores (None: head_dim ** -0.5), and either `attn_mask`, which is added to the scores,
+            [entries, heads, rows, keys] or what broadcasts to that, or `is_causal`: row i reads the keys up to i.
+            In a model with learned sinks it takes `sinks` too, one more score of each row, without a key or a
+            value, [entries, heads, rows] or what broadcasts to that. It returns the output of every query, shaped
+            as they are.
     """
 
     has_fixed_shapes = False
@@ -145,16 +158,18 @@ class GatheringAttention:
         layer: int,
         plan: AttentionPlan,
         cache: KvCache,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `Attention.attend`."""
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[1]
         queries = queries.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         read = torch.empty_like(queries)
+        by_group = None if sinks is None else sinks.view(queries.shape[1:3])
         for chunk in plan.chunks:
-            self._attend_chunk(read, queries, keys, values, layer, chunk, cache)
+            self._attend_chunk(read, queries, keys, values, layer, chunk, cache, by_group)
         for group in plan.generation:
-            self._attend_generation(read, queries, layer, group, cache)
+            self._attend_generation(read, queries, layer, group, cache, by_group)
         return read.view(num_rows, num_heads * head_dim)
 
     def _attend_chunk(
@@ -166,6 +181,7 @@ class GatheringAttention:
         layer: int,
         chunk: ChunkPlan,
         cache: KvCache,
+        sinks: Tensor | None,
     ) -> None:
         """Compute a chunk's rows together; of some numbers of rows, the last one apart, as generation rows are.
 
@@ -182,7 +198,9 @@ class GatheringAttention:
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [kv_heads, keys, head_dim]
         if chunk.mask is not None and (chunk.end - chunk.begin) % _TILE_ROWS == 1:
             last = slice(chunk.end - 1, chunk.end)
-            read[last] = self._kernel(queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:])
+            read[last] = self._kernel(
+                queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:], **_given(sinks)
+            )
             rows = slice(chunk.begin, chunk.end - 1)
         num_rows = rows.stop - rows.start
         if num_rows == 0:
@@ -195,11 +213,18 @@ class GatheringAttention:
             values.unsqueeze(1).expand(shape),
             attn_mask=None if chunk.mask is None else chunk.mask[:num_rows],
             is_causal=chunk.mask is None,
+            **_given(None if sinks is None else sinks[:, :, None]),
         )
         read[rows] = result.permute(2, 0, 1, 3)
 
     def _attend_generation(
-        self, read: Tensor, queries: Tensor, layer: int, group: GenerationPlan, cache: KvCache
+        self,
+        read: Tensor,
+        queries: Tensor,
+        layer: int,
+        group: GenerationPlan,
+        cache: KvCache,
+        sinks: Tensor | None,
     ) -> None:
         rows = slice(group.begin, group.end)
         keys, values = cache.gather(layer, group.block_ids)
@@ -210,32 +235,104 @@ class GatheringAttention:
             keys.view(shape).transpose(1, 2),
             values.view(shape).transpose(1, 2),
             attn_mask=group.mask,
+            **_given(sinks),
         )
 
 
+def _given(sinks: Tensor | None) -> dict[str, Tensor]:
+    """What a kernel is told of learned sinks; one for models without has no such argument."""
+    return {} if sinks is None else {"sinks": sinks}
+
+
+def share_of_keys(log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """What learned sinks leave to the keys of a softmax whose sum without them has the logarithm `log_sums`.
+
+    Attention's results are multiplied by it: with s for the sum it is s / (s + exp(sink)).
+    """
+    return torch.sigmoid(log_sums - sinks.float())
+
+
+def cpu_attention_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor,
+) -> Tensor:
+    """A `Kernel`: torch's scaled dot product attention for CPUs, which tells what its softmaxes' sums were.
+
+    NotImplementedError on other devices, whose kernels do not tell it in the same way.
+    """
+    if query.device.type != "cpu":
+        raise NotImplementedError("it does not have the learned sinks that this model needs")
+    read, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return (read * share_of_keys(log_sums, sinks)[..., None]).to(query.dtype)
+
+
 def by_products(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """A `Kernel` of matrix products alone, in float32: other kernels are compared with it.
 
-    Entries are taken a few at a time, since the scores of all of them may be more than there is memory for.
+    With `soft_cap`, scores become cap * tanh(score / cap) before the mask. Entries are taken a few at a time: the
+    scores of all of them may be more than there is memory for.
     """
     num_entries, num_heads, num_rows, head_dim = query.shape
     num_keys = key.shape[2]
     if attn_mask is None:
         attn_mask = torch.full((num_rows, num_keys), -torch.inf, device=query.device).triu_(1)
     masks = attn_mask.expand(num_entries, num_heads, num_rows, num_keys)
+    ends = masks[..., :0] if sinks is None else sinks.expand(masks.shape[:3])[..., None]
     size = max(1, _MOST_SCORES // (num_heads * num_rows * num_keys))
     parts = []
-    for part in zip(*(tensor.split(size) for tensor in (query, key, value, masks)), strict=True):
-        queries, keys, values, mask = (tensor.float() for tensor in part)
-        scores = (queries * head_dim**-0.5) @ keys.transpose(-1, -2) + mask
-        parts.append((scores.softmax(dim=-1) @ values).to(query.dtype))
+    for part in zip(*(tensor.split(size) for tensor in (query, key, value, masks, ends)), strict=True):
+        queries, keys, values, mask, end = (tensor.float() for tensor in part)
+        scores = (queries * (head_dim**-0.5 if scale is None else scale)) @ keys.transpose(-1, -2)
+        if soft_cap is not None:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
+        scores = scores + mask
+        if sinks is not None:
+            scores = torch.cat([scores, end], dim=-1)
+        parts.append((scores.softmax(dim=-1)[..., :num_keys] @ values).to(query.dtype))
     return torch.cat(parts)
 
 
 GATHERING = GatheringAttention(F.scaled_dot_product_attention)
 BY_PRODUCTS = GatheringAttention(by_products)
+
+
+def gathering(decoder: DecoderConfig) -> GatheringAttention:
+    """`GATHERING`, with the scores of this model; capped ones by products alone, as torch's kernel has no cap.
+
+    With learned sinks it is for CPUs: elsewhere the check of attention refuses it, and products do it.
+    """
+    if decoder.attention_soft_cap is not None:
+        return by_plain_products(decoder)
+    kernel = cpu_attention_with_sinks if decoder.learned_sinks else F.scaled_dot_product_attention
+    if decoder.attention_scale is None and not decoder.learned_sinks:
+        return GATHERING
+    return GatheringAttention(partial(kernel, scale=decoder.attention_scale))
+
+
+def by_plain_products(decoder: DecoderConfig) -> GatheringAttention:
+    """`BY_PRODUCTS`, with the scores of this model."""
+    scale, soft_cap = decoder.attention_scale, decoder.attention_soft_cap
+    if scale is None and soft_cap is None:
+        return BY_PRODUCTS
+    return GatheringAttention(partial(by_products, scale=scale, soft_cap=soft_cap))
 
 
 class _Planner:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.packing import PackedBatch, PackedChunk
-from inflight.engine.torch.attention import BY_PRODUCTS, Attention
+from inflight.engine.torch.attention import Attention, by_plain_products
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
@@ -37,7 +37,7 @@ def check_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compare `attention` with `BY_PRODUCTS`, on generation rows, alone and beside chunks.
+    """Compare `attention` with plain matrix products, on generation rows, alone and beside chunks.
 
     Chunks have as many rows as tiles have, one less and one more, with a prefix before them and without.
 
@@ -63,11 +63,24 @@ def check_attention(
     shape = (len(stored), heads + 2 * kv_heads, decoder.head_dim)
     drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
     queries, keys, values = drawn.split((heads, kv_heads, kv_heads), dim=1)
+    if decoder.latent is not None:
+        values = keys
     cache.write(0, stored, keys, values)
+    sinks = (
+        torch.randn(heads, generator=generator, device=device).to(dtype) if decoder.learned_sinks else None
+    )
     for packed in _batches(tokens_per_block, tables):
         blocks = tables[packed.slots, packed.positions // tokens_per_block]
         rows = blocks * tokens_per_block + packed.positions % tokens_per_block
-        _compare(attention, (queries[rows], keys[rows], values[rows]), packed, windows, cache)
+        _compare(
+            attention,
+            by_plain_products(decoder),
+            (queries[rows], keys[rows], values[rows]),
+            sinks,
+            packed,
+            windows,
+            cache,
+        )
 
 
 def _prefix(tokens_per_block: int) -> int:
@@ -79,11 +92,11 @@ def _batches(tokens_per_block: int, tables: Tensor) -> Iterator[PackedBatch]:
     lengths = (2 * tokens_per_block + 1, tokens_per_block, 1)
     for num_rows in _CHUNK_ROWS:
         for start in (0, _prefix(tokens_per_block)):
-            yield _pack((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths[:2], tables)
-    yield _pack((), (0, 1, 2), lengths, tables)
+            yield pack_rows((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths[:2], tables)
+    yield pack_rows((), (0, 1, 2), lengths, tables)
 
 
-def _pack(
+def pack_rows(
     chunks: tuple[PackedChunk, ...], slots: Sequence[int], lengths: Sequence[int], tables: Tensor
 ) -> PackedBatch:
     context = [(chunk.slot, chunk.start + row) for chunk in chunks for row in range(chunk.end - chunk.begin)]
@@ -106,19 +119,21 @@ def _pack(
 
 def _compare(
     attention: Attention,
+    oracle: Attention,
     heads: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
     packed: PackedBatch,
     windows: Sequence[AttentionWindow | None],
     cache: KvCache,
 ) -> None:
-    expected = BY_PRODUCTS.plan(packed, cache, windows)
+    expected = oracle.plan(packed, cache, windows)
     try:
         plans = attention.plan(packed, cache, windows)
-        found = {window: attention.attend(*heads, 0, plans[window], cache) for window in windows}
-    except Exception as error:  # whatever a kernel that cannot raises
+        found = {window: attention.attend(*heads, 0, plans[window], cache, sinks) for window in windows}
+    except Exception as error:  # a kernel that cannot do it may raise anything
         raise CannotAttend(str(error).split("\n")[0]) from error
     for window in windows:
-        error = (found[window] - BY_PRODUCTS.attend(*heads, 0, expected[window], cache)).abs().max()
+        error = (found[window] - oracle.attend(*heads, 0, expected[window], cache, sinks)).abs().max()
         if not error < _TOLERANCE:  # nor where it is nan
             raise CannotAttend(f"its results are off by {float(error):.3g} with {_described(packed, window)}")
 

@@ -6,25 +6,30 @@ The rest of the engine takes both as arguments, and is tested with others. Calle
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
 
 from inflight.engine.torch.attention_check import CannotAttend
 from inflight.engine.torch.paged_attention import PagedAttention, VarlenAttention
+from inflight.models import DecoderConfig
 
 _log = logging.getLogger(__name__)
 _HOPPER = 9  # the one generation that FlashAttention 3 is for
 
 
-def torch_paged_attention(device: torch.device) -> PagedAttention:
+def torch_paged_attention(device: torch.device, decoder: DecoderConfig) -> PagedAttention:
     """torch's own, by FlashAttention 2, or by 3 where that is installed and the processor is one for it.
 
     Raises:
-        CannotAttend: This torch has none.
+        CannotAttend: This torch has none, or none that computes this model's scores.
     """
+    if decoder.attention_soft_cap is not None:
+        raise CannotAttend("it has no cap on scores")
     try:
         from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
@@ -35,13 +40,23 @@ def torch_paged_attention(device: torch.device) -> PagedAttention:
         _try(lambda: activate_flash_attention_impl("FA3"))
     # FlashAttention 2 wants to be told where each sequence's keys begin, and 3 refuses that beside block tables.
     kernel = cast(VarlenAttention, varlen_attn)  # it returns a pair only if asked for more than its result
+    if decoder.attention_scale is not None:
+        if "scale" not in inspect.signature(varlen_attn).parameters:
+            raise CannotAttend("it has no scale of its own for scores")
+        kernel = partial(kernel, scale=decoder.attention_scale)
+    if decoder.learned_sinks:
+        if "return_aux" not in inspect.signature(varlen_attn).parameters:
+            raise CannotAttend("it does not tell the sums of its softmaxes, which learned sinks are added to")
+        from torch.nn.attention.varlen import AuxRequest
+
+        kernel = partial(kernel, return_aux=AuxRequest(lse=True))
     return PagedAttention(kernel, takes_key_bounds=current_flash_attention_impl() is None)
 
 
 def _try(activate: Callable[[], None]) -> None:
     try:
         activate()
-    except Exception as error:  # whatever a package raises that was built for another torch
+    except Exception as error:  # a package that was built for another torch may raise anything
         _log.warning("FlashAttention 2 is used: 3 is installed, but cannot be activated: %s", error)
 
 

@@ -10,6 +10,7 @@ DecoderConfig names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.core.schedule.batch import AdapterLoad
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.packing import PackedBatch
+from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
+from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
+from inflight.models.decoder_weights import ExpertWeights, LatentWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 
@@ -34,6 +39,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+_LEAST_SUM = 1e-20  # of probabilities that are divided by their sum
+
+_Rotation = tuple[Tensor, Tensor]
+"""cos and signed sin of each row's angles, [rows, 1, rotary_dim] float32."""
 
 
 class Decoder:
@@ -51,6 +62,7 @@ class Decoder:
     Attributes:
         config: Of the whole model.
         dtype: Of weights, activations and KV cache.
+        adapters: Where its LoRA adapters are; None: it takes none.
         has_fixed_shapes: As `attention` says.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
         row_kernels: Computes over its rows of logits when tokens are chosen.
@@ -71,9 +83,12 @@ class Decoder:
     ) -> None:
         part = part or Part.whole(config)
         self.config = config
-        self.has_fixed_shapes = attention.has_fixed_shapes
+        self.adapters: AdapterPool | None = None
+        # Which experts have rows is asked of the host.
+        self.has_fixed_shapes = attention.has_fixed_shapes and config.experts is None
         self._attention = attention
-        self._part = part.held_config(config)
+        self._part = part
+        self._held = part.held_config(config)
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._first_layer = part.layers[0]
@@ -81,12 +96,17 @@ class Decoder:
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
-        any_weight = weights.layers[0].attention_norm.weight
-        self.dtype = any_weight.dtype
-        self._rope = None
-        if config.rope is not None:
-            cos, sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
-            self._rope = cos.to(any_weight.device), sin.to(any_weight.device)
+        any_weight = weights.layers[0].qkv.weight
+        self.dtype, self._device = any_weight.dtype, any_weight.device
+        self._layer_ropes = config.ropes[slice(*part.layers)]
+        self._rope_tables = {
+            rope: tuple(
+                table.to(self._device)
+                for table in rope_tables(rope, config.rotary_head_dim, max_sequence_length)
+            )
+            for rope in dict.fromkeys(self._layer_ropes)
+            if rope is not None
+        }
 
     def forward(
         self,
@@ -94,25 +114,36 @@ class Decoder:
         cache: KvCache,
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
+        active: ActiveAdapters | None = None,
     ) -> Tensor:
         """The last layer's output [rows, hidden_size]; fills the cache.
 
         The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
-        `between` keeps what it wants of the hidden states between layers.
+        `between` keeps what it wants of the hidden states between layers. `active` are the rows' adapters; None:
+        those that `packed` names. ValueError if one of these is not there.
         """
         weights = self._weights
+        if active is None and packed.adapters is not None:
+            active = self._pool().activate(packed.adapters)
         plans = self._attention.plan(packed, cache, self._windows)
-        places = _places(packed, cache.tokens_per_block)
+        places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
-        rotation = None if self._rope is None else _rotation(*self._rope, packed.positions)
+        rotations: dict[RopeConfig | None, _Rotation | None] = {
+            rope: _rotation(cos, sin, packed.positions) for rope, (cos, sin) in self._rope_tables.items()
+        }
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
             plan = plans[self._layer_windows[index]]
-            x = x + self._attend(
-                self._norm(x, layer.attention_norm), rotation, index, layer, places, plan, cache
-            )
-            x = x + self._mlp(self._norm(x, layer.mlp_norm), layer)
+            if active is not None:
+                layer = active.adapt(index, layer)
+            read = self._norm(x, layer.attention_norm)
+            rotation = rotations.get(self._layer_ropes[index])
+            attended = self._attend(read, rotation, index, layer, places, plan, cache)
+            added = self._add(x, attended, layer.attention_post_norm)
+            mlp_input = x if self.config.parallel_residual else added
+            computed = self._mlp(self._norm(mlp_input, layer.mlp_norm), layer)
+            x = self._add(added, computed, layer.mlp_post_norm)
         return x
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
@@ -124,7 +155,20 @@ class Decoder:
         norm, head = self._weights.final_norm, self._weights.lm_head
         assert norm is not None and head is not None, "the last stage makes the logits"
         logits = head(self._norm(hidden[rows], norm)).float()
+        logits = finish_logits(logits, self.config)
         return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
+        """Make room for adapters, in pages of so many ranks, before the first of them is loaded. At most once."""
+        self.adapters = AdapterPool(self.config, self._part, num_pages, page_rank, self.dtype, self._device)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Put an adapter into its pages, for rows of later batches."""
+        self._pool().load(load)
+
+    def _pool(self) -> AdapterPool:
+        assert self.adapters is not None, "there is no room for adapters"
+        return self.adapters
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """The final norm of rows [n, hidden_size] of what `forward` returned, at the last stage."""
@@ -134,7 +178,7 @@ class Decoder:
 
     def _embed(self, packed: PackedBatch) -> Tensor:
         learned = self._weights.position_embedding
-        return embed(packed, self._vocabulary, self._look_up, self._collectives, learned)
+        return embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         assert self._weights.embedding is not None, "the first stage embeds the tokens"
@@ -144,65 +188,249 @@ class Decoder:
         """Every rank has some of the inputs; the bias is added once, to the sum."""
         if self._collectives.size == 1:
             return linear(x)
-        total = self._collectives.all_reduce(F.linear(x, linear.weight))
+        total = self._collectives.all_reduce(replace(linear, bias=None)(x))
         return total if linear.bias is None else total + linear.bias
 
     def _attend(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: _Rotation | None,
         index: int,
         layer: LayerWeights,
         places: Tensor,
         plan: Any,
         cache: KvCache,
     ) -> Tensor:
-        heads, kv_heads = self._part.num_heads, self._part.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._part.head_dim)
+        if self.config.latent is not None and layer.latent is not None:
+            queries, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
+            values = keys
+        else:
+            queries, keys, values = self._queries_keys_values(x, rotation, layer)
+        cache.write(index, places, keys, values)
+        read = self._attention.attend(queries, keys, values, index, plan, cache, layer.sinks)
+        if self.config.latent is not None and layer.latent is not None:
+            read = self._decompress(read, layer.latent, self.config.latent)
+        return self._row_parallel(layer.output, read)
+
+    def _queries_keys_values(
+        self, x: Tensor, rotation: _Rotation | None, layer: LayerWeights
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each [rows, heads, head_dim]."""
+        heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
+        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
         queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = queries_keys.split((heads, kv_heads), dim=1)
-            queries_keys = torch.cat(
-                [self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)], dim=1
-            )
+            if self.config.qk_norm == "heads":
+                pair = self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)
+            else:
+                pair = (
+                    self._norm_together(queries, layer.query_norm, self.config.num_heads),
+                    self._norm_together(keys, layer.key_norm, self.config.num_kv_heads),
+                )
+            queries_keys = torch.cat(pair, dim=1)
         if rotation is not None:
             queries_keys = _rotate(queries_keys, *rotation)
         queries, keys = queries_keys.split((heads, kv_heads), dim=1)
-        cache.write(index, places, keys, values)
-        read = self._attention.attend(queries, keys, values, index, plan, cache)
-        return self._row_parallel(layer.output, read)
+        return queries, keys, values
+
+    def _compress(
+        self,
+        x: Tensor,
+        rotation: _Rotation | None,
+        down: Linear,
+        weights: LatentWeights,
+        config: LatentAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """What latent attention reads with, and what it caches.
+
+        Returns:
+            Queries multiplied by their heads' projection of keys [rows, heads, cached_dim]; the latent and the
+            shared key, as the key of the only key head and as its value [rows, 1, cached_dim].
+        """
+        rank, heads = config.kv_rank, self._held.num_heads
+        query_width = config.query_rank or heads * config.query_head_dim
+        queries, latent, shared_key = down(x).split((query_width, rank, config.rope_head_dim), dim=1)
+        if weights.query_up is not None and weights.query_norm is not None:
+            queries = weights.query_up(apply_norm(queries, weights.query_norm, config.norm_eps))
+        queries = queries.unflatten(1, (heads, config.query_head_dim))
+        plain, turned = queries.split((config.nope_head_dim, config.rope_head_dim), dim=2)
+        turned = torch.cat([turned, shared_key[:, None]], dim=1)
+        if config.interleaved:
+            turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
+        if rotation is not None:
+            turned = _rotate(turned, *rotation)
+        key_up, _ = self._by_head(weights, config)
+        absorbed = (plain.transpose(0, 1) @ key_up).transpose(0, 1)
+        latent = apply_norm(latent, weights.kv_norm, config.norm_eps)
+        keys = torch.cat([latent[:, None], turned[:, heads:]], dim=2)
+        return torch.cat([absorbed, turned[:, :heads]], dim=2), keys
+
+    def _decompress(self, read: Tensor, weights: LatentWeights, config: LatentAttention) -> Tensor:
+        """The heads' values [rows, heads * value_head_dim], of what they have read [rows, heads * cached_dim].
+
+        What they have read of shared keys is of no use.
+        """
+        _, value_up = self._by_head(weights, config)
+        read = read.unflatten(1, (self._held.num_heads, config.cached_dim))[..., : config.kv_rank]
+        return (read.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _by_head(self, weights: LatentWeights, config: LatentAttention) -> tuple[Tensor, Tensor]:
+        """The heads' projections of the latent to keys [heads, nope_head_dim, kv_rank], and to values."""
+        widths = config.nope_head_dim, config.value_head_dim
+        keys, values = weights.kv_up.weight.unflatten(0, (self._held.num_heads, -1)).split(widths, dim=1)
+        return keys, values
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if layer.experts is not None:
+            return self._mix(x, layer, layer.experts)
+        assert layer.up is not None and layer.down is not None, "a layer has experts or an MLP"
+        return self._row_parallel(layer.down, self._activate(layer.up(x)))
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        """What the second projection of an MLP is given, of what the first gave."""
         if not self.config.gated_mlp:
-            return self._row_parallel(layer.down, self._activation(layer.up(x)))
-        gate, up = layer.up(x).chunk(2, dim=-1)
-        return self._row_parallel(layer.down, self._activation(gate).mul_(up))
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        if (swiglu := self.config.clamped_swiglu) is not None:
+            gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
+            return gate.mul(torch.sigmoid(gate * swiglu.alpha)).mul_(up + 1)
+        return self._activation(gate).mul_(up)
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return apply_norm(x, norm, self.config.norm_eps)
+    def _mix(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights[Linear]) -> Tensor:
+        """A layer's experts, and the MLP beside them. Of a sum over ranks each has computed what it holds."""
+        config = self._held.experts
+        assert config is not None, "the layer has experts"
+        given = mix_experts(x, experts, config, self._activate)
+        if layer.up is not None and layer.down is not None:
+            shared = layer.down(self._activate(layer.up(x)))
+            if experts.shared_gate is not None:
+                shared = torch.sigmoid(experts.shared_gate(x)) * shared
+            given = given + shared
+        return self._collectives.all_reduce(given) if self._collectives.size > 1 else given
+
+    def _add(self, x: Tensor, computed: Tensor, post_norm: Norm | None) -> Tensor:
+        """The residual stream with what attention or MLP gave."""
+        computed = self._norm(computed, post_norm)
+        return x + computed if self.config.residual_scale == 1 else x + computed * self.config.residual_scale
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else apply_norm(x, norm, self.config.norm_eps)
+
+    def _norm_together(self, x: Tensor, norm: Norm, num_heads: int) -> Tensor:
+        """RMSNorm over all `num_heads` of the model, of which this rank has x [rows, heads, head_dim].
+
+        Where there are fewer heads than ranks, several have the same one, which counts once.
+        """
+        if self._collectives.size == 1:
+            return self._norm(x.flatten(1), norm).view_as(x)
+        wide = x.float()
+        squares = self._collectives.all_reduce(wide.square().sum((1, 2)))
+        copies = max(1, self._collectives.size // num_heads)
+        mean = squares / (copies * num_heads * self.config.head_dim)
+        scale = torch.rsqrt(mean + self.config.norm_eps)
+        return (wide * scale[:, None, None]).to(x.dtype) * norm.weight.view(x.shape[1:])
 
 
-def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of each row's angles, [rows, 1, head_dim] float32, as `_rotate` takes them."""
+def mix_experts(
+    x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """[rows, hidden_size]: what each row's experts give, weighed by the router; of a rank, those that it holds.
+
+    Rows are sorted by expert, so that each expert that any row goes to is two products. A row's results are added
+    up in the order of its experts' numbers, whatever the other rows are. Every rank chooses experts for all rows,
+    and leaves out what goes to experts of others.
+    """
+    chances, chosen = route(x, experts, config)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    counts = torch.bincount(by_expert, minlength=config.count).tolist()
+    given = x.new_zeros(x.shape, dtype=torch.float32)
+    if config.held is not None:
+        first, last = config.held
+        order = order[sum(counts[:first]) : sum(counts[:last])]
+        counts = counts[first:last]
+        if not len(order):
+            return given.to(x.dtype)
+    rows = order // config.num_per_token
+    parts = x.index_select(0, rows).split(counts)
+    results = [
+        _of_expert(experts.down, index, activate(_of_expert(experts.up, index, part)))
+        for index, part in enumerate(parts)
+        if len(part)
+    ]
+    weighed = torch.cat(results).float() * chances.flatten()[order, None]
+    return given.index_add_(0, rows, weighed).to(x.dtype)
+
+
+def _of_expert(stack: Linear, index: int, x: Tensor) -> Tensor:
+    return F.linear(x, stack.weight[index], None if stack.bias is None else stack.bias[index])
+
+
+def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """What each row's experts are weighed with, float32, and which they are, int64: [rows, num_per_token] each."""
+    if config.has_float32_router:
+        logits = F.linear(x.float(), experts.router.weight.float())
+    else:
+        logits = experts.router(x).float()
+    chances = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    wanted = chances if experts.choice_bias is None else chances + experts.choice_bias
+    if config.num_groups_per_token < config.num_groups:
+        wanted = wanted.masked_fill(~_is_in_best_groups(wanted, config), -torch.inf)
+    chosen = wanted.topk(config.num_per_token, dim=-1).indices
+    chances = chances.gather(-1, chosen)
+    if config.is_normalized:
+        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+    return chances * config.result_scale, chosen
+
+
+def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
+    """Whether each expert is of one of the groups that the row [rows, count] goes to."""
+    grouped = wanted.unflatten(-1, (config.num_groups, -1))
+    of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
+    best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
+    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
+    return is_best.repeat_interleave(grouped.shape[-1], dim=-1)
+
+
+def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
+    """Logits [rows, ids] float32 of the output projection, with the model's own scale and cap."""
+    if config.logits_scale != 1:
+        logits = logits * config.logits_scale
+    if config.logits_soft_cap is not None:
+        logits = torch.tanh(logits / config.logits_soft_cap) * config.logits_soft_cap
+    return logits
+
+
+def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> _Rotation:
+    """cos and signed sin of each row's angles, [rows, 1, rotary_dim] float32, as `_rotate` takes them."""
     cos, sin = all_cos[positions], all_sin[positions]
     return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
 
 
-def _places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
+def cache_places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
     """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
     blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
     return blocks * tokens_per_block + packed.positions % tokens_per_block
 
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of the heads [rows, heads, head_dim], computed in float32."""
+    """Turn each pair (i, i + rotary_dim / 2) of the heads [rows, heads, head_dim], computed in float32.
+
+    Dimensions from rotary_dim on stay as they are.
+    """
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat([_rotate(turned, cos, signed_sin), rest], dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
 
 
 def apply_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    """An RMSNorm or a LayerNorm over the last dimension."""
+    """An RMSNorm or a LayerNorm over the last dimension, in float32 where the norm's weights are."""
+    if norm.weight.dtype != x.dtype:
+        return apply_norm(x.to(norm.weight.dtype), norm, eps).to(x.dtype)
     if norm.bias is None:
         return F.rms_norm(x, x.shape[-1:], norm.weight, eps)
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
@@ -210,6 +438,7 @@ def apply_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
 
 def embed(
     packed: PackedBatch,
+    config: DecoderConfig,
     here: Range,
     look_up: Callable[[Tensor], Tensor],
     collectives: Collectives,
@@ -217,15 +446,20 @@ def embed(
 ) -> Tensor:
     """The embeddings of the rows' tokens, [rows, hidden_size], with those of their positions if these are learned.
 
+    Virtual tokens have theirs already, of which every rank has all.
+
     Args:
-        packed: Token ids of the whole vocabulary, and positions.
+        packed: Token ids of the whole vocabulary, virtual ones, and positions.
+        config: What is done to embeddings.
         here: Which ids this rank has, maybe none.
         look_up: From ids, counted from the first of `here`, to [rows, hidden_size].
         collectives: The ranks that have the others.
         position_embedding: [max_positions, hidden_size]; None if positions are not learned.
     """
+    virtual = packed.virtual
     if collectives.size == 1:
-        x = look_up(packed.token_ids)
+        known = packed.token_ids if virtual is None else packed.token_ids.index_fill(0, virtual.rows, 0)
+        x = look_up(known)
     else:
         begin, end = here
         is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
@@ -233,7 +467,13 @@ def embed(
         x = found.new_zeros((len(packed.token_ids), found.shape[1]))
         x[is_here] = found
         x = collectives.all_reduce(x)
-    return x if position_embedding is None else x + F.embedding(packed.positions, position_embedding)
+    if virtual is not None:
+        x = x.index_copy(0, virtual.rows, virtual.embeddings)
+    if config.embedding_scale != 1:
+        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)  # rounded as transformers rounds it
+    if position_embedding is None:
+        return x
+    return x + F.embedding(packed.positions + config.position_offset, position_embedding)
 
 
 def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.adapters.lora_modules import module_sizes
 from inflight.additional_outputs import OfferedOutput
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
@@ -33,26 +34,38 @@ from inflight.engine.additional_outputs import (
 from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.engine import ModelEngine, Pending, RowOutputs, Runner
-from inflight.engine.memory import free_memory, plan_kv_cache
+from inflight.engine.memory import (
+    check_adapter_pages,
+    free_memory,
+    largest_adapter_pages,
+    plan_adapter_pages,
+    plan_kv_cache,
+)
 from inflight.engine.packing import PackedBatch, generation_rows, pack
+from inflight.engine.prompt_tables import PromptTables
 from inflight.engine.slots import SlotTable
+from inflight.engine.torch.adapters import page_bytes
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.load_decoder import load_decoder
+from inflight.engine.torch.load_decoder import AnyDecoder, find_model, load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.guided.grammars import Grammars
-from inflight.models import DecoderConfig, read_model_description
+from inflight.models import DecoderConfig
 from inflight.models.decoder_config import DynamicScaling
+from inflight.models.loader import check_weights
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
+
+_KERNELS = {NativeDecoder: "native", Decoder: "torch", TransformersDecoder: "transformers"}
 
 MakeGrammars = Callable[[int], Grammars | None]
 
@@ -77,13 +90,13 @@ class TorchRunner(Runner):
     Attributes:
         decoder_config: What the checkpoint says of the model.
         dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
-        kernels: What computes the layers: "native" or "torch".
+        kernels: What computes the layers: "native", "torch" or "transformers".
         recorded_sizes: Of which numbers of rows generation batches are recorded; empty: none are.
     """
 
     def __init__(
         self,
-        decoder: Decoder | NativeDecoder,
+        decoder: AnyDecoder,
         cache: KvCache,
         limits: EngineLimits,
         max_num_tokens: int,
@@ -95,7 +108,7 @@ class TorchRunner(Runner):
         super().__init__(limits, slots)
         self.decoder_config = decoder.config
         self.dtype = str(decoder.dtype).removeprefix("torch.")
-        self.kernels = "native" if isinstance(decoder, NativeDecoder) else "torch"
+        self.kernels = _KERNELS[type(decoder)]
         self.decoder = decoder
         self.cache = cache
         self._max_num_tokens = max_num_tokens
@@ -107,6 +120,9 @@ class TorchRunner(Runner):
         self.additional_outputs = AdditionalOutputs(decoder.config.num_layers)
         self.context_outputs = ContextOutputs(limits.vocab_size, mapping.is_sampler, self.additional_outputs)
         self.debug_tensors = debug_tensors
+        self.prompt_tables = PromptTables(
+            limits.vocab_size, decoder.dtype, cache.device, mapping.is_first_stage
+        )
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -115,7 +131,10 @@ class TorchRunner(Runner):
 
     def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
         """As `Runner.run`."""
+        for load in batch.adapter_loads:
+            self.decoder.load_adapter(load)
         fresh_blocks = self.slots.apply(batch)
+        self.prompt_tables.apply(batch)
         self.context_outputs.apply(batch)
         self.additional_outputs.apply(batch)
         self._prepare_blocks(batch, fresh_blocks)
@@ -127,7 +146,9 @@ class TorchRunner(Runner):
 
     def close(self) -> None:
         """As `Runner.close`."""
-        for name in ("decoder", "cache", "slots", "context_outputs", "additional_outputs", "_graphs"):
+        for name in (
+            "decoder", "cache", "slots", "context_outputs", "additional_outputs", "prompt_tables", "_graphs",
+        ):  # fmt: skip
             vars(self).pop(name, None)
 
     def _compute(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
@@ -135,9 +156,10 @@ class TorchRunner(Runner):
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
         if self._graphs is not None and batch.generation_slots and not batch.context and not between.wanted:
-            rows = generation_rows(batch, self.slots)
-            return self._outputs(batch, *self._graphs.forward(rows), between, are_wanted)
-        packed = pack(batch, self.slots)
+            computed = self._graphs.forward(generation_rows(batch, self.slots))
+            if computed is not None:
+                return self._outputs(batch, *computed, between, are_wanted)
+        packed = pack(batch, self.slots, self.prompt_tables.virtual_rows(batch))
         outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)
         if self.debug_tensors is not None:
             logits = outputs.rows if self._is_last_stage else None
@@ -286,8 +308,8 @@ def load_stage(
         config: What to load, and how.
         mapping: Which rank this is of those that hold the model together.
         collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called once, with the number of KV blocks that this rank has room for; returns the least of all
-            ranks'. With its ConfigError, this one's load fails too.
+        agree: Called with the number of pages for adapters that this rank has room for, then with its number of
+            KV blocks; returns the least of all ranks'. With its ConfigError, this one's load fails too.
         processors: What requests may name; those of all ranks have the same names.
         make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
 
@@ -312,14 +334,18 @@ def _load_runner(
     post_processor_names: tuple[str, ...],
 ) -> TorchRunner:
     config.validate()
-    device = _device(config.device)
+    device = find_device(config.device)
     if config.engine_threads is not None:
         torch.set_num_threads(config.engine_threads)
     assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
-    model = read_model_description(config.gpt_model_path)
+    model = find_model(config, device, mapping.world_size)
+    if isinstance(model, TransformersModel):  # which takes no adapters
+        config = replace(config, lora_cache_gpu_memory_fraction=0.0)
+    else:
+        check_weights(model)  # before anything that takes time
     offered = _offer(config, model.decoder, mapping)
     debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
-    max_sequence_length = _max_sequence_length(config, model.decoder)
+    max_sequence_length = longest_sequence(config, model.decoder)
     windows = layer_windows(
         model.decoder.sliding_windows,
         config.max_attention_window_size,
@@ -329,8 +355,11 @@ def _load_runner(
     part = Part.from_mapping(mapping, model.decoder)
     decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
     held = part.held_config(model.decoder)
+    num_adapter_pages = _num_adapter_pages(config, held, decoder.dtype, device, agree)
+    if num_adapter_pages and isinstance(decoder, Decoder):  # compiled layers take memory as adapters come
+        decoder.reserve_adapters(num_adapter_pages, config.lora_cache_optimal_adapter_size)
     capture = _find_capture(config, decoder, mapping, device, debug_tensors is not None)
-    reserved = 0 if capture is None else graph_bytes(config.max_num_sequences)
+    reserved = 0 if capture is None else graph_bytes(config.max_num_sequences, bool(num_adapter_pages))
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
     cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
     limits = EngineLimits(
@@ -344,6 +373,10 @@ def _load_runner(
         takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
         logits_post_processors=post_processor_names,
         additional_outputs=offered,
+        hidden_size=model.decoder.hidden_size,
+        num_adapter_pages=num_adapter_pages,
+        adapter_page_rank=config.lora_cache_optimal_adapter_size,
+        max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
     )
     return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
 
@@ -361,7 +394,8 @@ def _offer(config: EngineConfig, decoder: DecoderConfig, mapping: Mapping) -> tu
     )
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """The device that the parameter `device` names; None: a GPU if there is one. ConfigError without it."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -377,7 +411,7 @@ def _device(name: str | None) -> torch.device:
 
 def _find_capture(
     config: EngineConfig,
-    decoder: Decoder | NativeDecoder,
+    decoder: AnyDecoder,
     mapping: Mapping,
     device: torch.device,
     has_debug_tensors: bool,
@@ -410,18 +444,24 @@ def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture
     sizes = graphs.sizes
     took = time.monotonic() - started
     _logger.info(
-        "generation of up to %d rows in %d CUDA graphs, recorded in %.1f s", sizes[-1], len(sizes), took
+        "generation of up to %d rows in %d CUDA graphs, recorded in %.1f s", sizes[-1], graphs.count, took
     )
+    if graphs.adapter_ranks:
+        _logger.info(
+            "iterations whose LoRA adapters have more than %d ranks together, or magnitudes (DoRA), run without "
+            "CUDA graphs",
+            graphs.adapter_ranks,
+        )
     return graphs
 
 
-def _max_sequence_length(config: EngineConfig, decoder: DecoderConfig) -> int:
+def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
     """What was asked for, or all that the positions reach. ConfigError for more than that."""
     wanted, longest = config.max_sequence_length, decoder.max_positions
     if wanted is None or wanted <= longest:
         return wanted or longest
     reason = ""
-    if decoder.rope is not None and isinstance(decoder.rope.scaling, DynamicScaling):
+    if any(rope is not None and isinstance(rope.scaling, DynamicScaling) for rope in decoder.ropes):
         reason = (
             ": its rotary positions are of type dynamic, which change for all tokens of a sequence with every one "
             "beyond that, so that cached keys would be wrong; type yarn or linear in config.json reaches further"
@@ -430,6 +470,43 @@ def _max_sequence_length(config: EngineConfig, decoder: DecoderConfig) -> int:
         f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
         f"{config.gpt_model_path} reach{reason}"
     )
+
+
+def _num_adapter_pages(
+    config: EngineConfig,
+    held: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    agree: Callable[[int], int],
+) -> int:
+    """How much room for adapters there is beside the weights; ConfigError if what was asked for is too little."""
+    if config.lora_cache_gpu_memory_fraction == 0:
+        return 0
+    if not module_sizes(held):
+        if config.lora_cache_gpu_memory_fraction is not None:
+            raise ConfigError(
+                f"lora_cache_gpu_memory_fraction is {config.lora_cache_gpu_memory_fraction}, expected 0 or "
+                "nothing: models with latent attention take no adapters"
+            )
+        _logger.info("LoRA adapters are not taken: the model has latent attention")
+        return 0
+    page_rank = config.lora_cache_optimal_adapter_size
+    size = page_bytes(held, page_rank, dtype)
+    free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
+    num_pages = check_adapter_pages(config, agree(plan_adapter_pages(config, size, free_bytes)), size)
+    largest = config.lora_cache_max_adapter_size
+    if num_pages:
+        _logger.info(
+            "LoRA adapters: %d pages of %d ranks, %.1f MiB, room for %d adapters of rank %d, the largest",
+            num_pages,
+            page_rank,
+            num_pages * size / 2**20,
+            num_pages // largest_adapter_pages(config),
+            largest,
+        )
+    else:
+        _logger.warning("LoRA adapters are not taken: there is no memory for one of rank %d", largest)
+    return num_pages
 
 
 def _num_blocks(

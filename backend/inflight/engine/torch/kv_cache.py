@@ -1,6 +1,7 @@
 """The paged KV cache: keys and values of every layer in blocks of a fixed number of tokens.
 
-Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. Compiled layers have an order
+Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. With latent attention it is 1:
+values are what keys are, and stored once. Compiled layers have an order
 of their own inside a block (native/source/attention.h) and use neither `write` nor `gather`. Which sequence holds
 which block is not known here. One block more than the scheduler knows of, the null block, is zero: it fills
 block tables up where a batch's sequences differ in length. With CUDA graphs, whose attention never reads past a
@@ -17,8 +18,8 @@ from inflight.models import DecoderConfig
 
 
 def block_bytes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return 2 * decoder.num_layers * tokens_per_block * decoder.kv_size * dtype.itemsize
+    """Bytes of one block over all layers."""
+    return decoder.num_layers * tokens_per_block * decoder.cached_size * dtype.itemsize
 
 
 class KvCache:
@@ -40,11 +41,12 @@ class KvCache:
         self.tokens_per_block = tokens_per_block
         self._head_shape = (decoder.num_kv_heads, decoder.head_dim)
         block_size = tokens_per_block * decoder.kv_size
-        shape = (decoder.num_layers, 2, num_blocks + 1, block_size)
+        self._num_parts = decoder.cached_size // decoder.kv_size
+        shape = (decoder.num_layers, self._num_parts, num_blocks + 1, block_size)
         on_host = device.type == "cpu"
         self._blocks = zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
-        self._tokens = self._blocks.view(decoder.num_layers, 2, -1, *self._head_shape)
-        self._scratch = torch.empty((2, 0, block_size), dtype=dtype, device=device)
+        self._tokens = self._blocks.view(decoder.num_layers, self._num_parts, -1, *self._head_shape)
+        self._scratch = torch.empty((self._num_parts, 0, block_size), dtype=dtype, device=device)
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -53,8 +55,8 @@ class KvCache:
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values where they are: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
-        keys, values = self._blocks[layer].unflatten(-1, (self.tokens_per_block, *self._head_shape)).unbind()
-        return keys, values
+        parts = self._blocks[layer].unflatten(-1, (self.tokens_per_block, *self._head_shape))
+        return parts[0], parts[-1]
 
     @property
     def device(self) -> torch.device:
@@ -81,10 +83,10 @@ class KvCache:
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values, [rows, kv_heads, head_dim] each.
 
-        `places` [rows] are block * tokens_per_block + offset.
+        `places` [rows] are block * tokens_per_block + offset. With latent attention `values` are the `keys`.
         """
-        self._tokens[layer, 0].index_copy_(0, places, keys)
-        self._tokens[layer, 1].index_copy_(0, places, values)
+        for part, rows in zip(self._tokens[layer], (keys, values)):
+            part.index_copy_(0, places, rows)
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the blocks one after another, each [blocks * tokens_per_block, kv_heads, head_dim].
@@ -94,13 +96,15 @@ class KvCache:
         """
         count = block_ids.shape[0]
         if self._scratch.shape[1] < count:
-            self._scratch = self._scratch.new_empty((2, _round_up(count), self._scratch.shape[2]))
-        pair = []
-        for part in range(2):
+            self._scratch = self._scratch.new_empty(
+                (self._num_parts, _round_up(count), self._scratch.shape[2])
+            )
+        found = []
+        for part in range(self._num_parts):
             target = self._scratch[part, :count]
             torch.index_select(self._blocks[layer, part], 0, block_ids, out=target)
-            pair.append(target.view(-1, *self._head_shape))
-        return pair[0], pair[1]
+            found.append(target.view(-1, *self._head_shape))
+        return found[0], found[-1]
 
 
 def _round_up(count: int) -> int:

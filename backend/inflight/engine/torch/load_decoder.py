@@ -9,76 +9,117 @@ by the loading thread only.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from inflight.config import INT8, EngineConfig
-from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, Attention
+from inflight.engine.torch.attention import Attention, by_plain_products, gathering
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.host_memory import Recycled
+from inflight.engine.torch.host_memory import zeros
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
-from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer, quantize
+from inflight.engine.torch.native.packing import PackedLayer, PackedLinear, Packer, quantize
+from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, LayerWeights, Linear, PlainWeights, load_weights
+from inflight.models import DecoderConfig, Layer, Linear, PlainWeights, load_weights
 from inflight.models.loader import Finisher, load_finished_weights, stored_dtype
-from inflight.models.registry import ModelDescription
-from inflight.models.sharding import Part
+from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
+from inflight.models.sharding import WHOLE, Part, Shard
 
 _log = logging.getLogger(__name__)
 _MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of native/source/attention.h
-_ROWS_AT_ONCE = 4096  # of a matrix that is rounded, in float32 meanwhile
+_NUMBERS_AT_ONCE = 1 << 19  # of a matrix that is rounded, in float32 meanwhile
+_INSTALL = "pip install -e '.[transformers]' in the checkout"
+
+AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
 
 
-class _Packing(Finisher[PackedLayer, PackedHead]):
-    """Packs everything as it is read: what is read shares memory, what is packed has its own."""
+class _Packing(Finisher[PackedLayer, PackedLinear]):
+    """Packs every matrix as it is read, and gives the memory back that it was read into."""
 
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
-        self._memory = Recycled()
         # int8 columns are no rows that could be looked up.
         self.keeps_tied_embedding = packer.int8
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if len(shape) == 1:  # kept as it was read, and with it all the memory that it shares
-            return super().empty(shape, dtype, device)
-        return self._memory.empty(shape, dtype)
+        return super().empty(shape, dtype, device) if len(shape) == 1 else zeros(shape, dtype)
 
-    def layer(self, layer: LayerWeights) -> PackedLayer:
+    def linear(self, linear: Linear, is_gated: bool = False) -> PackedLinear:
+        return self._packer.linear(linear, is_gated)
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> PackedLinear:
+        assert bias is None, "checked: experts with biases are not for compiled layers"
+        return self._packer.stack(matrices, shape, is_gated)
+
+    def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
         return self._packer.layer(layer)
 
-    def head(self, head: Linear) -> PackedHead:
-        return self._packer.linear(head)
+
+def find_model(
+    config: EngineConfig, device: torch.device, num_ranks: int
+) -> ModelDescription | TransformersModel:
+    """The checkpoint's description, or the model itself if transformers' own code is to run it.
+
+    That is so where the parameter `engine` asks for it, and, without it, for families that have no map here.
+
+    Raises:
+        ConfigError: The checkpoint cannot be used, by the one that is asked for or by both.
+    """
+    path = str(config.gpt_model_path)
+    is_installed = importlib.util.find_spec("transformers") is not None
+    if config.implementation != "transformers":
+        try:
+            return read_model_description(path)
+        except UnknownFamily as error:
+            if config.implementation == "torch":
+                raise
+            if not is_installed:
+                raise ConfigError(f"{error}; transformers' own code may run it: {_INSTALL}") from error
+            _log.warning(
+                "%s has no map here: transformers' own code runs it, which is slower (%s)", error.family, path
+            )
+    if not is_installed:
+        raise ConfigError(f"engine is transformers, which is not installed: {_INSTALL}")
+    from inflight.engine.torch.transformers_model import load_transformers_model  # imports transformers
+
+    return load_transformers_model(config, device, num_ranks)
 
 
 def load_decoder(
     config: EngineConfig,
-    model: ModelDescription,
+    model: ModelDescription | TransformersModel,
     device: torch.device,
     part: Part,
     windows: tuple[AttentionWindow | None, ...],
     max_sequence_length: int,
     collectives: Collectives,
-) -> Decoder | NativeDecoder:
+) -> AnyDecoder:
     """Read the weights of `part` into the decoder that suits; ConfigError if what is asked for cannot be had."""
-    is_int8, dtype = config.dtype == INT8, _computed_dtype(config, model)
+    if isinstance(model, TransformersModel):
+        return _take_transformers(config, model, device, windows)
+    is_int8, dtype = config.dtype == INT8, computed_dtype(config, model)
     try:
-        library = _find_library(config, model.decoder, dtype, device)
+        library = _find_library(config, model.decoder, dtype, device, part.shard)
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
         weights = load_weights(model, dtype, device, part)
         if is_int8:
             weights = round_to_int8(weights)
-        attention = _find_attention(config, part.held_config(model.decoder), windows, dtype, device)
+        attention = find_attention(config, part.held_config(model.decoder), windows, dtype, device)
         return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
-    packer = Packer(library, dtype, model.decoder.gated_mlp, is_int8, torch.get_num_threads())
+    packer = Packer(library, dtype, is_int8, torch.get_num_threads())
     weights = load_finished_weights(model, dtype, device, part, _Packing(packer))
     return NativeDecoder(
         model.decoder,
@@ -92,26 +133,41 @@ def load_decoder(
     )
 
 
-def _find_attention(
+def _take_transformers(
+    config: EngineConfig,
+    model: TransformersModel,
+    device: torch.device,
+    windows: tuple[AttentionWindow | None, ...],
+) -> TransformersDecoder:
+    from inflight.engine.torch.transformers_model import check_decoder
+
+    attention = find_attention(config, model.decoder, windows, model.dtype, device)
+    check_decoder(model, attention, config)
+    return TransformersDecoder(model, windows, attention)
+
+
+def find_attention(
     config: EngineConfig,
     held: DecoderConfig,
     windows: tuple[AttentionWindow | None, ...],
     dtype: torch.dtype,
     device: torch.device,
+    say: Callable[..., None] = _log.warning,
 ) -> Attention:
     """The first attention that computes this model correctly there: in place, gathered, or by plain products.
 
-    On a CPU nothing is tried: gathered.
+    On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is none of the faster ones.
     """
+    gathered = gathering(held)
     if device.type != "cuda":
-        return GATHERING
+        return gathered
     tried = held, config.tokens_per_block, windows, dtype, device
     try:
-        attention = torch_paged_attention(device)
+        attention = torch_paged_attention(device, held)
         check_attention(attention, *tried)
         return attention
     except CannotAttend as reason:
-        _log.warning(
+        say(
             "KV blocks are copied together before they are read, which is slower, and generation runs without "
             "CUDA graphs; torch's attention over %s blocks of %d tokens is of no use here: %s",
             str(dtype).removeprefix("torch."),
@@ -119,19 +175,19 @@ def _find_attention(
             reason,
         )
     try:
-        check_attention(GATHERING, *tried)
-        return GATHERING
+        check_attention(gathered, *tried)
+        return gathered
     except CannotAttend as reason:
-        _log.warning(
+        say(
             "attention is computed by plain matrix products, which is slower still: torch's scaled dot product "
             "attention of %s cannot be trusted on this device: %s",
             str(dtype).removeprefix("torch."),
             reason,
         )
-        return BY_PRODUCTS
+        return by_plain_products(held)
 
 
-def _computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype:
+def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype:
     """The dtype of activations and KV cache, and of weights unless they are int8."""
     if config.dtype is None:
         return stored_dtype(model)
@@ -139,15 +195,49 @@ def _computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtyp
 
 
 def _find_library(
-    config: EngineConfig, decoder: DecoderConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, shard: Shard
 ) -> ctypes.CDLL:
     """The compiled code; CannotBuild where torch's operators are asked for or have to do."""
+    check_native(config, decoder, dtype, device, shard)
+    return load_library(str(dtype).removeprefix("torch."), config.dtype == INT8)
+
+
+def check_native(
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE,
+) -> None:
+    """CannotBuild where compiled code is not for this model, or not asked for, whatever the machine has.
+
+    `shard`: which part of its layers a rank has.
+    """
     if config.kernels == "torch":
         raise CannotBuild("kernels is torch")
     if device.type != "cpu":
         raise CannotBuild(f"it is for CPUs, and the device is {device.type}")
+    _check_components(decoder, shard)
     _check_sizes(decoder, config.tokens_per_block, dtype)
-    return load_library(str(dtype).removeprefix("torch."), config.dtype == INT8)
+
+
+def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
+    """CannotBuild for what the compiled layers do not have."""
+    experts = decoder.experts
+    lacking = {
+        "latent attention": decoder.latent is not None,
+        "biases of experts": experts is not None and (experts.has_bias or experts.has_router_bias),
+        "a router with groups, biases of the choice, or sigmoids": experts is not None
+        and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),
+        "scaled results of experts": experts is not None and experts.result_scale != 1.0,
+        "learned sinks": decoder.learned_sinks,
+        "clamped SwiGLU": decoder.clamped_swiglu is not None,
+        "attention and MLP beside each other": decoder.parallel_residual,
+        "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
+        "expert parallelism": shard.moe_ep_size > 1,
+    }
+    if missing := [what for what, is_needed in lacking.items() if is_needed]:
+        raise CannotBuild(f"it does not have what this model needs: {', '.join(missing)}")
 
 
 def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype) -> None:
@@ -189,8 +279,12 @@ def round_to_int8(weights: PlainWeights) -> PlainWeights:
     Embeddings and norms stay as they are, an embedding that is the output projection's matrix too.
     """
     for layer in weights.layers:
-        for linear in (layer.qkv, layer.output, layer.up, layer.down):
-            _round(linear.weight, linear.weight)
+        projections = () if layer.latent is None else (layer.latent.query_up, layer.latent.kv_up)
+        for linear in (layer.qkv, *projections, layer.output, layer.up, layer.down):
+            if linear is not None:
+                _round(linear.weight, linear.weight)
+        for stack in (layer.experts.up, layer.experts.down) if layer.experts else ():
+            _round(stack.weight.flatten(0, 1), stack.weight.flatten(0, 1))
     if weights.lm_head is None:
         return weights
     rounded = torch.empty_like(weights.lm_head.weight)
@@ -199,6 +293,7 @@ def round_to_int8(weights: PlainWeights) -> PlainWeights:
 
 
 def _round(weight: Tensor, target: Tensor) -> None:
-    for rows, result in zip(weight.split(_ROWS_AT_ONCE), target.split(_ROWS_AT_ONCE), strict=True):
+    step = max(1, _NUMBERS_AT_ONCE // weight.shape[1])
+    for rows, result in zip(weight.split(step), target.split(step), strict=True):
         levels, scales = quantize(rows)
         result.copy_(levels * scales[:, None])

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.packing import PackedBatch
+from inflight.engine.torch.attention import share_of_keys
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
 
-VarlenAttention = Callable[..., Tensor]
+VarlenAttention = Callable[..., Any]
 """Attention over KV blocks in place; `PagedAttention` says what it takes."""
 
 
@@ -56,7 +58,8 @@ class PagedAttention:
             block_table   [sequences, blocks of the longest] int32
             num_splits    into how many parts the keys of a sequence are divided, to be added up later
 
-            and returns the output of every query, [rows, heads, head_dim].
+            and returns the output of every query, [rows, heads, head_dim]; in a model with learned sinks a pair
+            of that and the logarithms of the softmaxes' sums, [heads, rows] float32.
         takes_key_bounds: Whether it is given `cu_seq_k`.
     """
 
@@ -91,7 +94,14 @@ class PagedAttention:
         }
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: PagedPlan, cache: KvCache
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        plan: PagedPlan,
+        cache: KvCache,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `Attention.attend`."""
         key_pages, value_pages = cache.pages(layer)
@@ -109,6 +119,9 @@ class PagedAttention:
             block_table=plan.block_table,
             num_splits=1,  # a sum over keys must not be made in an order that depends on the rest of the batch
         )
+        if sinks is not None:
+            values_read, log_sums = read
+            read = (values_read * share_of_keys(log_sums.T, sinks)[..., None]).to(queries.dtype)
         return read.flatten(1)
 
 

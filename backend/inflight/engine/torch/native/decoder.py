@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.core.schedule.batch import AdapterLoad
 from inflight.decoding.nan_check import Peaks
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.packing import PackedBatch
@@ -20,12 +21,20 @@ from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.decoder import apply_norm, embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.native.packing import PackedHead, PackedLayer, Packer
+from inflight.engine.torch.native.adapters import Adapters
+from inflight.engine.torch.native.packing import Contribution, PackedLayer, PackedLinear, Packer
 from inflight.engine.torch.native.row_kernels import NativeRowKernels
-from inflight.engine.torch.native.structs import BatchStruct, Handle, LayerStruct, ShapeStruct
+from inflight.engine.torch.native.structs import (
+    BatchStruct,
+    Handle,
+    LayerStruct,
+    RoutedStruct,
+    ShapeStruct,
+)
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
+from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
 
@@ -65,7 +74,7 @@ class NativeDecoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: DecoderWeights[PackedLayer, PackedHead],
+        weights: DecoderWeights[PackedLayer, PackedLinear],
         packer: Packer,
         layer_windows: tuple[AttentionWindow | None, ...],
         max_sequence_length: int,
@@ -87,12 +96,19 @@ class NativeDecoder:
         self._position_embedding = weights.position_embedding
         self._embedding = weights.embedding  # None also where its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
-            self._lm_head, self._lm_head_tensors = weights.lm_head
+            self._lm_head, self._lm_head_tensors = weights.lm_head.struct, weights.lm_head.tensors
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
         self._norm = weights.final_norm
-        self._cos, self._sin = None, None
-        if config.rope is not None:
-            self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_sequence_length)
+        ropes = config.ropes[slice(*part.layers)]
+        self._rope_tables = {
+            rope: rope_tables(rope, config.head_dim, max_sequence_length)
+            for rope in dict.fromkeys(ropes)
+            if rope is not None
+        }
+        for layer, rope in zip(self._layers, ropes, strict=True):
+            if rope is not None:
+                layer.cos, layer.sin = (table.data_ptr() for table in self._rope_tables[rope])
+        self._adapters = Adapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
         self._shape = self._describe(part.held_config(config), tokens_per_block)
@@ -123,11 +139,18 @@ class NativeDecoder:
         partial = torch.empty_like(x)
         for index, layer in enumerate(self._packed):
             between.keep(self._first_layer + index, x)
-            for half, bias in ((_ATTENTION, layer.output_bias), (_MLP, layer.down_bias)):
+            for half, contribution in ((_ATTENTION, layer.attention), (_MLP, layer.mlp)):
                 self._run(batch, x, index, index + 1, partial, half)
-                total = self._collectives.all_reduce(partial)
-                x += total if bias is None else total + bias
+                self._take(x, self._collectives.all_reduce(partial), contribution)
         return x
+
+    def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:
+        """Add what attention or MLP gave on all ranks together to the residual stream."""
+        if of.bias is not None:
+            total = total + of.bias
+        if of.post_norm is not None:
+            total = apply_norm(total, of.post_norm, self.config.norm_eps)
+        x.add_(total, alpha=self.config.residual_scale)
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
         """As `Decoder.forward_to_logits`, in one call: after each, Python has to come back into the caches.
@@ -168,6 +191,10 @@ class NativeDecoder:
         _check(is_done)
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """As `Decoder.load_adapter`."""
+        self._adapters.load(load)
+
     def normalize(self, hidden: Tensor) -> Tensor:
         """As `Decoder.normalize`, by torch's operators."""
         assert self._norm is not None, "the last stage has the final norm"
@@ -195,10 +222,13 @@ class NativeDecoder:
             packed.block_tables.shape[1],
         )
         batch.spans_array = spans  # lives as long as the batch
+        if packed.adapters is not None:
+            batch.adapters_array = self._adapters.addresses(packed.adapters)  # likewise
+            batch.adapters = batch.adapters_array.ctypes.data
         if hidden is not None:
             return batch, hidden.contiguous()
         learned = self._position_embedding
-        return batch, embed(packed, self._vocabulary, self._look_up, self._collectives, learned)
+        return batch, embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
 
     def _run(
         self,
@@ -212,7 +242,14 @@ class NativeDecoder:
         target = None if partial is None else partial.data_ptr()
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
+    def routed(self) -> RoutedStruct:
+        """What layers with experts have taken since this decoder was made."""
+        routed = RoutedStruct()
+        self._library.read_routed(self._handle, routed)
+        return routed
+
     def _describe(self, held: DecoderConfig, tokens_per_block: int) -> ShapeStruct:
+        experts = held.experts or ExpertsConfig(0, 0, 0, False, ())
         return ShapeStruct(
             held.hidden_size,
             held.num_heads,
@@ -223,9 +260,19 @@ class NativeDecoder:
             held.gated_mlp,
             _ACTIVATIONS[held.activation],
             self._num_threads,
+            max((rope.rotary_dim(held.head_dim) for rope in self._rope_tables), default=0),
+            held.qk_norm == "projection",
+            experts.count,
+            experts.num_per_token,
+            experts.intermediate_size,
+            experts.shared_intermediate_size,
+            experts.is_normalized,
             held.norm_eps,
-            None if self._cos is None else self._cos.data_ptr(),
-            None if self._sin is None else self._sin.data_ptr(),
+            held.score_scale,
+            held.attention_soft_cap or 0.0,
+            held.residual_scale,
+            held.logits_scale,
+            held.logits_soft_cap or 0.0,
         )
 
     def _bind(self, cache: KvCache) -> None:

@@ -26,11 +26,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
 from inflight.engine.torch.native.structs import declare
+from inflight.progress import compile_progress
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ _INT8 = frozenset({"avx512_vnni"})
 _COMPILER_FLAGS = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
+_TICK_S = 1.0
 _DIGEST_BYTES = 16
 _BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if its process was killed
 _UNUSED_S = 30 * 24 * 3600.0
@@ -58,13 +60,35 @@ class CannotBuild(Exception):
 
 def load_library(dtype: str, int8: bool = False) -> ctypes.CDLL:
     """The code for models of this dtype; CannotBuild, with the reason, where this machine has none."""
+    return _load(_check_processor(dtype, int8), dtype, int8)
+
+
+def foresee(dtype: str, int8: bool = False) -> str:
+    """Where `load_library` will take the code from, in words, without loading or compiling it.
+
+    Raises CannotBuild, with the reason, where it is known already that there will be none.
+    """
+    flags = _check_processor(dtype, int8)
+    if _is_whole(_prebuilt_path(dtype, int8)):
+        return "which came with the package"
+    compiler = _compiler_command(dtype, int8)
+    folder = _cache_folder()
+    if folder is None:
+        return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in"
+    if _is_whole(folder / f"decoder-{_key(compiler, flags)}.so"):
+        return "kept from an earlier start"
+    return f"{compiler[0]} compiles them at the first start"
+
+
+def _check_processor(dtype: str, int8: bool) -> frozenset[str]:
+    """What the processor can do; CannotBuild where that is too little for code for this dtype."""
     if dtype not in _OF_DTYPE:
         raise CannotBuild(f"it computes in {' and '.join(_OF_DTYPE)}, not in {dtype}")
     flags = _processor_flags()
     lacking = instruction_sets(dtype, int8) - flags
     if lacking:
         raise CannotBuild(f"the processor lacks {', '.join(sorted(lacking))}")
-    return _load(flags, dtype, int8)
+    return flags
 
 
 def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
@@ -157,7 +181,7 @@ def _load_from_memory(path: Path) -> ctypes.CDLL:
             file.write(path.read_bytes())
         # The loader takes libraries of the same name for the same one: the number must not be given out again.
         return ctypes.CDLL(f"/proc/self/fd/{handle}")
-    except BaseException:
+    except BaseException:  # whatever it is, nobody else would close the file
         os.close(handle)
         raise
 
@@ -175,38 +199,60 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _build(compiler: list[str], path: Path) -> None:
-    _log.info("compiling the decoder's layers, once on this machine")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILD_PREFIX) as folder:
         built = Path(folder, path.name)
-        _compile(compiler, built)
+        with compile_progress(_described(compiler)) as tick:
+            _compile(compiler, built, tick)
         content = built.read_bytes()
         built.write_bytes(content + _digest(content))
         os.replace(built, path)
 
 
-def _compile(compiler: list[str], target: Path) -> None:
+def _described(compiler: list[str]) -> str:
+    """What a compiler's command is for, in a word."""
+    if "-DINFLIGHT_INT8" in compiler:
+        return "int8"
+    return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)
+
+
+def _compile(compiler: list[str], target: Path, tick: Callable[[], None]) -> None:
+    """Run a compiler, and call `tick` once a second meanwhile; CannotBuild with what it said if it fails."""
     command = [*compiler, str(_SOURCES / "decoder.cpp"), "-o", str(target)]
-    done = _run(command, _BUILD_TIMEOUT_S)
+    done = _run(command, _BUILD_TIMEOUT_S, tick)
     if done.returncode != 0 or not target.exists():
         said = done.stderr.decode(errors="replace").strip()
         first = next((line for line in said.splitlines() if "error" in line), said[:200])
         raise CannotBuild(f"{compiler[0]} failed with status {done.returncode}: {first.strip() or 'no word'}")
 
 
-def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+def _run(
+    command: list[str], timeout_s: float, tick: Callable[[], None] = lambda: None
+) -> subprocess.CompletedProcess[bytes]:
     pipe = subprocess.PIPE
     try:
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
         ) as process:
             try:
-                said = process.communicate(timeout=timeout_s)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
+                said = _communicate(process, timeout_s, tick)
+            except BaseException:  # also Ctrl-C: the compiler must not run on
+                os.killpg(process.pid, signal.SIGKILL)  # it is several processes
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{command[0]} cannot be run: {error}") from error
     return subprocess.CompletedProcess(command, process.returncode, *said)
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], timeout_s: float, tick: Callable[[], None]
+) -> tuple[bytes, bytes]:
+    """What a process writes until it ends; TimeoutExpired where it takes longer."""
+    deadline = time.monotonic() + timeout_s
+    while (left := deadline - time.monotonic()) > _TICK_S:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_TICK_S)
+        tick()
+    return process.communicate(timeout=max(0.0, left))
 
 
 def _is_whole(path: Path) -> bool:

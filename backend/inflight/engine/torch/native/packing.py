@@ -1,27 +1,56 @@
 """Weights in the layout that the compiled products read, and the structs that point to them.
 
 A matrix becomes panels of 32 columns (source/gemm.h), in its own dtype or quantized to int8 with a scale for each
-column. Layers are packed as they are read from the checkpoint, so that no more than one is there twice.
+column. Matrices are packed as they are read from the checkpoint, so that no more than one is there twice.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.torch.host_memory import Arena
 from inflight.engine.torch.native.structs import LayerStruct, LinearStruct, NormStruct
-from inflight.models import LayerWeights, Linear, Norm
-
-PackedHead = tuple[LinearStruct, tuple[Tensor, ...]]
-"""The output projection's struct, and what it points into."""
+from inflight.models import Layer, Linear, Norm
+from inflight.models.decoder_weights import ExpertWeights
 
 PANEL = 32
-_HALF = PANEL // 2
+HALF = PANEL // 2
 _INT8_LEVELS = 127
+_NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A projection, packed.
+
+    Attributes:
+        struct: With its bias.
+        tensors: What the struct points into.
+        bias: As it was read, for what several ranks add up; None if there is none.
+    """
+
+    struct: LinearStruct
+    tensors: tuple[Tensor, ...]
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What is done to the sum of what all ranks gave, before it is added to the residual stream.
+
+    Attributes:
+        bias: Of the last projection, which is added once.
+        post_norm: The norm that follows; None if there is none.
+    """
+
+    bias: Tensor | None
+    post_norm: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +60,14 @@ class PackedLayer:
     Attributes:
         struct: Without its part of the KV cache.
         tensors: What the struct points into.
-        output_bias: Of the attention's output projection, which is added once to the sum over all ranks.
-        down_bias: Of the MLP's second projection, likewise.
+        attention: What several ranks do with the attention's output.
+        mlp: What they do with the MLP's.
     """
 
     struct: LayerStruct
     tensors: tuple[Tensor, ...]
-    output_bias: Tensor | None
-    down_bias: Tensor | None
+    attention: Contribution
+    mlp: Contribution
 
 
 @dataclass(slots=True)
@@ -48,89 +77,152 @@ class Packer:
     Attributes:
         library: The compiled code, for these types.
         dtype: Of activations and, unless they are quantized, weights.
-        is_gated: Whether the MLP is.
         int8: Whether to quantize matrices.
         num_threads: To pack with.
     """
 
     library: ctypes.CDLL
     dtype: torch.dtype
-    is_gated: bool
     int8: bool
     num_threads: int
     _arena: Arena = field(default_factory=Arena)
     _tensors: list[Tensor] = field(default_factory=list)
 
-    def layer(self, layer: LayerWeights) -> PackedLayer:
-        """Pack one layer."""
+    def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
+        """Pack one layer, whose projections are packed."""
         self._tensors = []
         struct = LayerStruct(
             attention_norm=self._norm(layer.attention_norm),
             mlp_norm=self._norm(layer.mlp_norm),
-            qkv=self._linear(layer.qkv),
-            output=self._linear(layer.output),
-            up=self._linear(layer.up, self.is_gated),
-            down=self._linear(layer.down),
+            attention_post_norm=self._norm(layer.attention_post_norm),
+            mlp_post_norm=self._norm(layer.mlp_post_norm),
+            qkv=layer.qkv.struct,
+            output=layer.output.struct,
         )
+        projections = [layer.qkv, layer.output]
+        if layer.up is not None and layer.down is not None:
+            struct.up, struct.down = layer.up.struct, layer.down.struct
+            projections += [layer.up, layer.down]
+        if layer.experts is not None:
+            struct.router = self._router(layer.experts)
+            struct.expert_up, struct.expert_down = layer.experts.up.struct, layer.experts.down.struct
+            projections += [layer.experts.up, layer.experts.down]
+        for linear in projections:
+            self._tensors += linear.tensors
         if layer.query_norm is not None and layer.key_norm is not None:
             struct.query_norm = self._norm(layer.query_norm).weight
             struct.key_norm = self._norm(layer.key_norm).weight
-        return PackedLayer(struct, tuple(self._tensors), layer.output.bias, layer.down.bias)
+        return PackedLayer(
+            struct,
+            tuple(self._tensors),
+            Contribution(layer.output.bias, layer.attention_post_norm),
+            Contribution(layer.down.bias if layer.down else None, layer.mlp_post_norm),
+        )
 
-    def linear(self, linear: Linear) -> PackedHead:
-        """Pack a matrix by itself."""
+    def linear(self, linear: Linear, is_gated: bool = False) -> PackedLinear:
+        """Pack a projection; `is_gated`: gate above up of a gated MLP."""
         self._tensors = []
-        return self._linear(linear), tuple(self._tensors)
+        struct = self._pack((linear.weight,), (1, *linear.weight.shape), self.int8, is_gated, linear.bias)
+        return PackedLinear(struct, tuple(self._tensors), linear.bias)
+
+    def stack(
+        self, matrices: Iterable[Tensor], shape: tuple[int, ...], is_gated: bool = False
+    ) -> PackedLinear:
+        """Pack the matrices [rows, inner] of experts behind each other, each when it is asked for.
+
+        `shape`: [count, rows, inner].
+        """
+        self._tensors = []
+        struct = self._pack(matrices, shape, self.int8, is_gated, is_stack=True)
+        return PackedLinear(struct, tuple(self._tensors), None)
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
         """Pack a norm by itself."""
         self._tensors = []
         return self._norm(norm), tuple(self._tensors)
 
-    def _norm(self, norm: Norm) -> NormStruct:
+    def _norm(self, norm: Norm | None) -> NormStruct:
+        if norm is None:
+            return NormStruct()
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
 
-    def _linear(self, linear: Linear, gated: bool = False) -> LinearStruct:
-        rows, inner = linear.weight.shape
-        order = _gated_order(rows) if gated else torch.arange(rows)
+    def _router(self, experts: ExpertWeights) -> LinearStruct:
+        """Its columns, and behind them that of the gate; they are never int8."""
+        weights = [experts.router.weight]
+        if experts.shared_gate is not None:
+            weights.append(experts.shared_gate.weight)
+        router = torch.cat(weights)
+        return self._pack((router,), (1, *router.shape), int8=False)
+
+    def _pack(
+        self,
+        matrices: Iterable[Tensor],
+        shape: tuple[int, ...],
+        int8: bool,
+        is_gated: bool = False,
+        bias: Tensor | None = None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        """Matrices behind each other, `shape` [count, rows, inner]; those of a stack in whole panels each."""
+        count, rows, inner = shape
+        order = gated_order(rows) if is_gated else torch.arange(rows)
         width = -(-len(order) // PANEL) * PANEL
-        weight, scales, corrections = linear.weight.contiguous(), None, None
-        if self.int8:
-            weight, of_rows, sums = self._quantize(weight)
-            scales = _in_order(of_rows, order, width)
-            corrections = _in_order(sums * (_INT8_LEVELS + 1), order, width)
-        together = 4 // weight.itemsize  # of what a lane multiplies at a time
+        if is_stack:
+            order = F.pad(order, (0, width - len(order)), value=-1)
+        dtype = torch.int8 if int8 else self.dtype
+        together = 4 // dtype.itemsize  # of what a lane multiplies at a time
         padded = -(-inner // together) * together
-        packed = self._arena.empty(width * padded, weight.dtype)
-        pack = self.library.pack_int8 if self.int8 else self.library.pack
-        pack(
-            weight.data_ptr(),
-            inner,
-            order.data_ptr(),
-            len(order),
-            inner,
-            packed.data_ptr(),
-            self.num_threads,
-        )
-        bias = None if linear.bias is None else _in_order(linear.bias.float(), order, width)
+        packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
+        scales = torch.zeros((count, width)) if int8 else None
+        corrections = torch.zeros((count, width), dtype=torch.int32) if int8 else None
+        for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
+            weight = matrix.contiguous()
+            if scales is not None and corrections is not None:
+                self._pack_int8(weight, order, target, scales[index], corrections[index])
+            else:
+                sizes = (inner, order.data_ptr(), len(order), inner)
+                self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
             self._keep(packed),
-            self._keep(bias),
+            self._keep(None if bias is None else in_order(bias.float(), order, width)),
             self._keep(scales),
             self._keep(corrections),
-            len(order),
+            count * len(order),
             padded,
-            int(self.int8),
+            int(int8),
         )
 
-    def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `quantize` returns, and the sum of each row."""
+    def _pack_int8(
+        self, weight: Tensor, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
+    ) -> None:
+        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width]."""
+        inner = weight.shape[1]
+        step = min(-(-_NUMBERS_AT_ONCE // (PANEL * inner)) * PANEL, len(order))
+        rows, levels = (
+            torch.empty((step, inner), dtype=weight.dtype),
+            torch.empty((step, inner), dtype=torch.int8),
+        )
+        for begin in range(0, len(order), step):
+            own = order[begin : begin + step]
+            end, is_there = begin + len(own), own >= 0
+            sources = own[is_there]
+            torch.index_select(weight, 0, sources, out=rows[: len(sources)])
+            of_rows, sums = self._quantize(rows[: len(sources)], levels)
+            scales[begin:end][is_there] = of_rows
+            corrections[begin:end][is_there] = sums * (_INT8_LEVELS + 1)
+            places = torch.where(is_there, is_there.cumsum(0) - 1, -1)
+            target = packed[begin].data_ptr()
+            self.library.pack_int8(
+                levels.data_ptr(), inner, places.data_ptr(), len(own), inner, target, self.num_threads
+            )
+
+    def _quantize(self, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """As `quantize`, into the first rows of `levels`: the scale of each row, and the sum of its levels."""
         rows, inner = weight.shape
-        result = torch.empty_like(weight, dtype=torch.int8)
         scales, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
-        places = (result.data_ptr(), scales.data_ptr(), sums.data_ptr())
+        places = (levels.data_ptr(), scales.data_ptr(), sums.data_ptr())
         self.library.quantize(weight.data_ptr(), rows, inner, *places, self.num_threads)
-        return result, scales, sums
+        return scales, sums
 
     def _keep(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
         if tensor is None:
@@ -147,16 +239,17 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8), scales
 
 
-def _gated_order(rows: int) -> Tensor:
+def gated_order(rows: int) -> Tensor:
     """Source rows of the columns: 16 of the gate, then the same 16 of what it gates; -1 fills up."""
     inner = rows // 2
-    gate = torch.arange(-(-inner // _HALF) * _HALF)
+    gate = torch.arange(-(-inner // HALF) * HALF)
     gate[inner:] = -1
     gated = torch.where(gate >= 0, gate + inner, -1)
-    return torch.stack([gate.view(-1, _HALF), gated.view(-1, _HALF)], dim=1).flatten()
+    return torch.stack([gate.view(-1, HALF), gated.view(-1, HALF)], dim=1).flatten()
 
 
-def _in_order(values: Tensor, order: Tensor, width: int) -> Tensor:
+def in_order(values: Tensor, order: Tensor, width: int) -> Tensor:
+    """[width]: the values of the columns whose source rows `order` says, and zeros."""
     result = values.new_zeros(width)
     result[: len(order)] = torch.where(order >= 0, values[order.clamp_min(0)], 0)
     return result

@@ -1,4 +1,4 @@
-"""RowKernels compiled (source/peaks.h, source/penalties.h, source/draw.h), on a CPU. Loop thread."""
+"""RowKernels compiled (source/peaks.h, masks.h, penalties.h and draw.h), on a CPU. Loop thread."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from inflight.decoding.history import History
 from inflight.decoding.nan_check import Peaks
 from inflight.decoding.rng import Purpose
-from inflight.decoding.row_kernels import RowKernels, penalties_of
+from inflight.decoding.row_kernels import RowKernels, check_shape, penalties_of
 from inflight.decoding.rows import Rows
 from inflight.decoding.top_k_top_p import LIMITS, Drawn, limits_of, random_numbers
-from inflight.engine.torch.native.structs import Handle, PenalizedRowsStruct
+from inflight.engine.torch.native.structs import Handle, MaskedRowsStruct, PenalizedRowsStruct
 
 _CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])  # struct Chance of source/draw.h
 _DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
@@ -44,13 +44,22 @@ class NativeRowKernels(RowKernels):
         """Find the highest logits as `RowKernels.find_peaks` does; of equal ones, the first."""
         if self._found is not None and self._found[0]() is logits:
             return self._found[1]
-        rows, columns = logits.shape
-        logits = logits.contiguous()
-        peaks = Peaks(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
-        self._library.find_peaks(
-            self._handle, logits.data_ptr(), rows, columns, peaks.highest.data_ptr(), peaks.tokens.data_ptr()
+        return self._find_peaks(logits.contiguous(), len(logits))
+
+    def find_likeliest(self, rows: Rows, indices: NDArray[np.int64]) -> Tensor:
+        """Find tokens as `RowKernels.find_likeliest` does."""
+        return self._find_peaks(rows.logits, len(indices), indices).tokens
+
+    def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
+        """Ban, and find tokens, as `RowKernels.apply_masks` does."""
+        check_shape(masks, len(indices), rows.vocab_size)
+        pieces = masks.view(np.uint16)
+        tokens = torch.empty(len(indices), dtype=torch.int64)
+        masked = MaskedRowsStruct(len(indices), indices.ctypes.data, pieces.ctypes.data, pieces.shape[1])
+        self._library.apply_masks(
+            self._handle, rows.logits.data_ptr(), rows.vocab_size, masked, tokens.data_ptr()
         )
-        return peaks
+        return tokens
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
         """Penalize as `RowKernels.penalize` does."""
@@ -69,7 +78,7 @@ class NativeRowKernels(RowKernels):
         if status == _WRONG_TOKENS:
             raise IndexError(
                 f"what slots {slots.tolist()} look back at, {lengths.tolist()} tokens, is longer than "
-                f"{table.shape[1]} or holds ids that are none of {rows.vocab_size}"
+                f"{table.shape[1]} or holds ids below 0"
             )
         _check(status == _DONE)
 
@@ -94,6 +103,20 @@ class NativeRowKernels(RowKernels):
         )
         _check(is_done)
         yield Drawn(sampled, torch.from_numpy(tokens))
+
+    def _find_peaks(self, logits: Tensor, count: int, indices: NDArray[np.int64] | None = None) -> Peaks:
+        """The peaks of the rows `indices` [count], or of the first ones."""
+        peaks = Peaks(torch.empty(count), torch.empty(count, dtype=torch.int64))
+        self._library.find_peaks(
+            self._handle,
+            logits.data_ptr(),
+            logits.shape[1],
+            count,
+            None if indices is None else indices.ctypes.data,
+            peaks.highest.data_ptr(),
+            peaks.tokens.data_ptr(),
+        )
+        return peaks
 
 
 def _check(is_done: bool) -> None:

@@ -1,5 +1,5 @@
-"""What crosses into the compiled code: the structs of source/layer.h and penalties.h, field for field, the
-functions' signatures, and the decoder that they work on.
+"""What crosses into the compiled code: the structs of source/layer.h, experts.h, penalties.h and masks.h, field
+for field, the functions' signatures, and the decoder that they work on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,19 @@ class LayerStruct(Structure):
     _fields_ = (
         ("attention_norm", NormStruct),
         ("mlp_norm", NormStruct),
+        ("attention_post_norm", NormStruct),
+        ("mlp_post_norm", NormStruct),
         ("qkv", LinearStruct),
         ("output", LinearStruct),
         ("up", LinearStruct),
         ("down", LinearStruct),
+        ("router", LinearStruct),
+        ("expert_up", LinearStruct),
+        ("expert_down", LinearStruct),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("recent", c_int32),
@@ -60,10 +67,49 @@ class ShapeStruct(Structure):
         ("is_gated", c_int32),
         ("activation", c_int32),
         ("num_threads", c_int32),
+        ("rotary_dim", c_int32),
+        ("norms_heads_together", c_int32),
+        ("experts", c_int32),
+        ("experts_per_row", c_int32),
+        ("expert_inner", c_int32),
+        ("shared_inner", c_int32),
+        ("normalizes_chances", c_int32),
         ("eps", c_float),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("attention_scale", c_float),
+        ("attention_soft_cap", c_float),
+        ("residual_scale", c_float),
+        ("logits_scale", c_float),
+        ("logits_soft_cap", c_float),
     )
+
+
+class LowRankStruct(Structure):
+    """What an adapter adds to a product."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("ranges", c_void_p),
+        ("magnitude", c_void_p),
+        ("ranks", c_int32),
+    )
+
+
+class LayerAdapterStruct(Structure):
+    """What an adapter adds to a layer."""
+
+    _fields_ = (
+        ("qkv", LowRankStruct),
+        ("output", LowRankStruct),
+        ("up", LowRankStruct),
+        ("down", LowRankStruct),
+    )
+
+
+class AdapterStruct(Structure):
+    """What a LoRA adapter adds to every layer, and the most ranks that it adds to a product."""
+
+    _fields_ = (("layers", c_void_p), ("ranks", c_int32))
 
 
 class BatchStruct(Structure):
@@ -77,7 +123,14 @@ class BatchStruct(Structure):
         ("spans", c_void_p),
         ("block_tables", c_void_p),
         ("table_width", c_int64),
+        ("adapters", c_void_p),
     )
+
+
+class RoutedStruct(Structure):
+    """What layers with experts have taken since the decoder was made: see `Routed` of source/experts.h."""
+
+    _fields_ = (("ns", c_int64), ("experts", c_int64))
 
 
 class PenalizedRowsStruct(Structure):
@@ -92,6 +145,12 @@ class PenalizedRowsStruct(Structure):
         ("slots", c_void_p),
         ("lengths", c_void_p),
     )
+
+
+class MaskedRowsStruct(Structure):
+    """Rows of logits that masks are applied to."""
+
+    _fields_ = (("count", c_int64), ("rows", c_void_p), ("masks", c_void_p), ("pieces", c_int64))
 
 
 _SIGNATURES = {
@@ -119,12 +178,16 @@ _SIGNATURES = {
         c_bool,
         (c_void_p, POINTER(NormStruct), POINTER(LinearStruct), c_void_p, c_void_p, c_int64, c_void_p),
     ),
-    "find_peaks": (None, (c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
+    "find_peaks": (None, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
+    "apply_masks": (None, (c_void_p, c_void_p, c_int32, POINTER(MaskedRowsStruct), c_void_p)),
     "penalize": (c_int32, (c_void_p, c_void_p, c_int32, POINTER(PenalizedRowsStruct))),
     "draw": (c_bool, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
+    "read_routed": (None, (c_void_p, POINTER(RoutedStruct))),
     "unpack_rows": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
     "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "pack_int8": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "pack_a": (None, (c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)),
+    "pack_b": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p)),
     "quantize": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32)),
 }
 

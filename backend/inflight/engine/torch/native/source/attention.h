@@ -37,6 +37,7 @@ struct Tile {  // rows begin .. end - 1 of a span, for one key head
 struct AttentionShape {
   int heads, kv_heads, head_dim, tokens_per_block;
   int recent, sinks;  // window; recent 0: everything before
+  float scale, soft_cap;  // of scores; 0: no cap
   int group() const { return heads / kv_heads; }
   int rows_per_tile() const { return std::max(1, kTile / group()); }
   int64_t head_elements() const { return static_cast<int64_t>(head_dim) * tokens_per_block; }
@@ -269,7 +270,9 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<E>& gro
                 _mm512_cmplt_epi32_mask(keys, _mm512_set1_epi32(shape.sinks));
       }
       float* scores = &state.scores[m][g * kLanes];
-      const __m512 masked = _mm512_mask_mov_ps(hidden_score, seen, _mm512_load_ps(scores));
+      __m512 score = _mm512_load_ps(scores);
+      if (shape.soft_cap > 0.0f) score = soft_cap_ps(score, shape.soft_cap);
+      const __m512 masked = _mm512_mask_mov_ps(hidden_score, seen, score);
       _mm512_store_ps(scores, masked);
       largest = _mm512_max_ps(largest, masked);
     }
@@ -316,14 +319,13 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
     std::memset(state.sums[m], 0, padded * sizeof(float));
   }
   const int64_t pair_stride = static_cast<int64_t>(shape.tokens_per_block) * E::kPair;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
   KeyGroups<E> two[2];
   KeyGroups<E>*groups = &two[0], *ahead = &two[1];
   for (bool is_more = reader.next(*groups); is_more; std::swap(groups, ahead)) {
     is_more = reader.next(*ahead);
     if (!is_more && next) next->next(*ahead);
     in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
-      score_rows<E, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, scale);
+      score_rows<E, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, shape.scale);
     });
     soften(state, num_vectors, *groups, shape);
     in_blocks<6>(num_vectors, [&](auto rows, int row) {

@@ -33,15 +33,19 @@ bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers,
   auto& all = *static_cast<Decoder<Element>*>(decoder);
   if (!all.plan(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
   if (!all.logits(*norm, *head, x, indices, rows, out)) return false;
-  all.find_peaks(out, rows, head->columns, highest, tokens);
+  all.find_peaks(out, head->columns, rows, nullptr, highest, tokens);
   return true;
 }
 bool logits(void* decoder, const Norm* norm, const Linear* head, const Stored* x, const int64_t* indices, int64_t rows,
             float* out) {
   return static_cast<Decoder<Element>*>(decoder)->logits(*norm, *head, x, indices, rows, out);
 }
-void find_peaks(void* decoder, const float* logits, int64_t rows, int columns, float* highest, int64_t* tokens) {
-  static_cast<Decoder<Element>*>(decoder)->find_peaks(logits, rows, columns, highest, tokens);
+void find_peaks(void* decoder, const float* logits, int columns, int64_t count, const int64_t* rows, float* highest,
+                int64_t* tokens) {
+  static_cast<Decoder<Element>*>(decoder)->find_peaks(logits, columns, count, rows, highest, tokens);
+}
+void apply_masks(void* decoder, float* logits, int columns, const MaskedRows* rows, int64_t* tokens) {
+  static_cast<Decoder<Element>*>(decoder)->apply_masks(logits, columns, *rows, tokens);
 }
 int penalize(void* decoder, float* logits, int columns, const PenalizedRows* rows) {
   return static_cast<Decoder<Element>*>(decoder)->penalize(logits, columns, *rows);
@@ -50,6 +54,7 @@ bool draw(void* decoder, const float* logits, int columns, int64_t count, const 
           int64_t* tokens) {
   return static_cast<Decoder<Element>*>(decoder)->draw(logits, columns, count, rows, chances, tokens);
 }
+void read_routed(void* decoder, Routed* out) { *out = static_cast<Decoder<Element>*>(decoder)->routed(); }
 void unpack_rows(void* decoder, const Linear* linear, const int64_t* ids, int64_t count, Stored* out) {
   static_cast<Decoder<Element>*>(decoder)->unpack_rows(*linear, ids, count, out);
 }
@@ -60,6 +65,13 @@ void pack(const Stored* source, int64_t stride, const int64_t* order, int column
 void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int columns, int inner, uint8_t* target,
                int num_threads) {
   pack<Int8>(source, stride, order, columns, inner, target, num_threads);
+}
+void pack_a(const Stored* source, int64_t stride, int rank, int inner, int first, Stored* target) {
+  pack_a<Element>(source, stride, rank, inner, first, target);
+}
+void pack_b(const Stored* source, int rank, const int64_t* rows, const int64_t* at, int64_t num_halves,
+            Stored* target) {
+  pack_b<Element>(source, rank, rows, at, num_halves, target);
 }
 void quantize(const Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
               int num_threads) {

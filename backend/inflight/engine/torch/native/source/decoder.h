@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -12,9 +13,12 @@
 
 #include "attention.h"
 #include "draw.h"
+#include "experts.h"
 #include "gemm.h"
 #include "int8.h"
 #include "layer.h"
+#include "low_rank.h"
+#include "masks.h"
 #include "peaks.h"
 #include "penalties.h"
 #include "team.h"
@@ -39,14 +43,17 @@ class Decoder {
     attention_.kv_heads = shape.kv_heads;
     attention_.head_dim = shape.head_dim;
     attention_.tokens_per_block = shape.tokens_per_block;
+    attention_.scale = shape.attention_scale;
+    attention_.soft_cap = shape.attention_soft_cap;
     states_.resize(shape.num_threads);
     for (auto& state : states_) state.reset(new (std::align_val_t(64)) TileState<E>);
     penalizers_.resize(shape.num_threads);
     drawers_.resize(shape.num_threads);
   }
 
-  // Cuts the spans into tiles; before `run`, for all layers of a batch.
+  // Cuts the spans into tiles and sorts rows by their adapters; before `run`, for all layers of a batch.
   bool plan(const Batch& batch) try {
+    if (batch.adapters) by_adapter_.sort(batch);
     tiles_.clear();
     const int tile_rows = attention_.rows_per_tile();
     for (int64_t index = 0; index < batch.num_spans; ++index) {
@@ -66,20 +73,21 @@ class Decoder {
     if (!reserve(batch)) return false;
     team_.run([&](int thread) {
       for (int index = first; index < last; ++index) {
-        const Layer& layer = layers_[index];
-        if (!partial || half == 0) attend(layer, batch, x, partial, thread);
-        if (!partial || half == 1) feed_forward(layer, batch, x, partial, thread);
+        if (!partial || half == 0) attend(index, batch, x, partial, thread);
+        if (!partial || half == 1) feed_forward(index, batch, x, partial, thread);
       }
     });
     return true;
   }
 
-  // out [rows, columns] float32 = norm(x) * head, for the rows of x at `indices`.
+  // out [rows, columns] float32 = norm(x) * head, scaled and capped, for the rows of x at `indices`.
   bool logits(const Norm& norm, const Linear& head, const Stored* x, const int64_t* indices, int64_t rows, float* out) {
     if (!reserve_operand(rows)) return false;
     team_.run([&](int thread) {
-      load_normalized(head, norm, rows, thread, [&](int64_t row) { return x + indices[row] * shape_.hidden; });
-      multiply_by(head, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      const Product product{head};
+      load_normalized(product, norm, rows, thread, [&](int64_t row) { return x + indices[row] * shape_.hidden; });
+      multiply_by(product, tasks_of(product, rows), thread, [&](int row, int panel, __m512 low, __m512 high) {
+        finish_logits(low, high);
         float* target = out + static_cast<int64_t>(row) * head.columns + panel * kPanel;
         const int left = head.columns - panel * kPanel;
         if (left >= kPanel && reinterpret_cast<uintptr_t>(target) % 64 == 0) {  // past the cache: they are many
@@ -95,16 +103,24 @@ class Decoder {
     return true;
   }
 
-  // logits [rows, columns] -> [rows] each.
-  void find_peaks(const float* logits, int64_t rows, int columns, float* highest, int64_t* tokens) {
-    each(rows, rows > 2, [&](int64_t row, int) {
-      const Peak peak = find_peak(logits + row * columns, columns);
-      highest[row] = peak.highest;
-      tokens[row] = peak.token;
+  // highest, tokens [count] of the rows `rows` [count] of logits [any, columns], or of the first ones without `rows`.
+  void find_peaks(const float* logits, int columns, int64_t count, const int64_t* rows, float* highest,
+                  int64_t* tokens) {
+    each(count, count > 2, [&](int64_t i, int) {
+      const Peak peak = find_peak(logits + (rows ? rows[i] : i) * columns, columns);
+      highest[i] = peak.highest;
+      tokens[i] = peak.token;
     });
   }
 
-  // logits [any, columns], in place. 0: done; 1: no memory; 2: not all of a row's tokens are there, or are columns.
+  // logits [any, columns], in place -> tokens [count], the likeliest that are left.
+  void apply_masks(float* logits, int columns, const MaskedRows& of, int64_t* tokens) {
+    each(of.count, of.count > 2, [&](int64_t i, int) {
+      tokens[i] = apply_mask(logits + of.rows[i] * columns, columns, of.masks + i * of.pieces);
+    });
+  }
+
+  // logits [any, columns], in place. 0: done; 1: no memory; 2: not all of a row's tokens are there, or are >= 0.
   int penalize(float* logits, int columns, const PenalizedRows& of) {
     if (!reserve_for_choice(columns)) return 1;
     std::atomic<bool> is_wrong{false};
@@ -128,6 +144,9 @@ class Decoder {
     return true;
   }
 
+  // What layers with experts have taken so far.
+  const Routed& routed() const { return routed_; }
+
   // Rows of what was packed: out[i] = column ids[i]. A few take less time than it takes to wake the others.
   void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
     const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
@@ -139,6 +158,17 @@ class Decoder {
   }
 
  private:
+  void finish_logits(__m512& low, __m512& high) const {
+    if (shape_.logits_scale != 1.0f) {
+      low = _mm512_mul_ps(low, _mm512_set1_ps(shape_.logits_scale));
+      high = _mm512_mul_ps(high, _mm512_set1_ps(shape_.logits_scale));
+    }
+    if (shape_.logits_soft_cap > 0.0f) {
+      low = soft_cap_ps(low, shape_.logits_soft_cap);
+      high = soft_cap_ps(high, shape_.logits_soft_cap);
+    }
+  }
+
   // f(i, thread) for all i below `count`.
   template <class F>
   void each(int64_t count, bool in_parallel, const F& f) {
@@ -168,40 +198,74 @@ class Decoder {
   bool reserve(const Batch& batch) {
     const int64_t rows = batch.num_rows;
     return qkv_.reserve(rows * qkv_width()) && read_.reserve(rows * read_width()) &&
-           inner_.reserve(rows * shape_.inner) && reserve_operand(rows);
+           inner_.reserve(rows * std::max(shape_.inner, shape_.shared_inner)) && reserve_operand(rows) &&
+           (!has_given() || given_.reserve(rows * shape_.hidden)) && (!shape_.experts || reserve_experts(rows)) &&
+           (!batch.adapters || reserve_low_rank(rows));
+  }
+  bool has_given() const { return layers_->attention_post_norm.weight || shape_.shared_inner; }
+  bool reserve_experts(int64_t rows) {
+    if (!routing_.reserve(shape_, rows)) return false;
+    const int64_t visits = routing_.visits();
+    return inner_.reserve(visits * shape_.expert_inner) && reserve_operand(visits) &&
+           normalized_.reserve(rows * shape_.hidden) && mixed_.reserve(visits * shape_.hidden);
   }
   bool reserve_operand(int64_t rows) {
     return operand_.reserve(rows * pairs_of_widest()) && row_scales_.reserve(rows) &&
-           scratch_.reserve(2 * pairs_of_widest() * team_.size());
+           scratch_.reserve((kRowsAtOnce + 1) * pairs_of_widest() * team_.size());
+  }
+  bool reserve_low_rank(int64_t rows) {
+    return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMostRowsOfTask * kPanel * team_.size());
   }
   // Of bfloat16 and float32 there are at least as many as of int8.
   int64_t pairs_of_widest() const {
-    return (std::max({shape_.hidden, shape_.inner, read_width()}) + E::kPair - 1) / E::kPair + kLanes;
+    const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width()});
+    return (widest + E::kPair - 1) / E::kPair + kLanes;
   }
   int qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
   int read_width() const { return shape_.heads * shape_.head_dim; }
 
-  // Packs rows for a product, quantized where it wants that. read_row(row, scratch) returns the row, `width` elements.
+  // Packs rows for a product, quantized where it wants that, and multiplies those that have an adapter by its A.
+  // read_row(row, scratch) returns the row, `width` elements.
   template <class ReadRow>
-  void load_operand(const Linear& linear, int64_t rows, int width, int thread, const ReadRow& read_row) {
-    const Tasks tasks(rows, linear.columns, team_.size());
+  void load_operand(const Product& product, const Tasks& tasks, int64_t rows, int width, int thread,
+                    const ReadRow& read_row) {
+    const Linear& linear = product.linear;
     team_.deal(tasks.count(), thread);
-    const Share share(rows, thread, team_.size());
-    uint32_t* row_memory = scratch_.get() + 2 * pairs_of_widest() * thread;
-    auto* plain = reinterpret_cast<Stored*>(row_memory);
-    auto* quantized = reinterpret_cast<uint8_t*>(row_memory + pairs_of_widest());
-    for (int64_t row = share.begin; row < share.end; ++row) {
-      const Stored* source = read_row(row, plain);
+    uint32_t* row_memory = scratch_.get() + (kRowsAtOnce + 1) * pairs_of_widest() * thread;
+    auto* quantized = reinterpret_cast<uint8_t*>(row_memory);
+    const auto plain = [&](int i) { return reinterpret_cast<Stored*>(row_memory + (i + 1) * pairs_of_widest()); };
+    const auto pack = [&](int64_t row, const Stored* source) {
       if (linear.kind == kElement) {
-        if (width < linear.inner) source = pad(source, width, linear.inner, plain);
-        pack_row(source, linear.inner / E::kPair, operand_.get(), tasks.blocks, row);
+        if (width < linear.inner) source = pad(source, width, linear.inner, plain(0));
+        tasks.pack(source, linear.inner / E::kPair, operand_.get(), row);
       } else {
         row_scales_.get()[row] = quantize_row<E>(source, width, linear.inner, quantized);
-        pack_row(quantized, linear.inner / Int8::kPair, operand_.get(), tasks.blocks, row);
+        tasks.pack(quantized, linear.inner / Int8::kPair, operand_.get(), row);
       }
+    };
+    if (product.adapters) {
+      by_adapter_.share(thread, team_.size(), [&](const Adapter* adapter, const int64_t* group, int count) {
+        const Stored* sources[kRowsAtOnce];
+        Stored* ranks[kRowsAtOnce];
+        for (int i = 0; i < count; ++i) {
+          sources[i] = read_row(group[i], plain(i));
+          ranks[i] = ranks_of(group[i]);
+        }
+        if (adapter) shrink<E>(product.of(adapter), count, sources, width, ranks);
+        for (int i = 0; i < count; ++i) pack(group[i], sources[i]);
+      });
+    } else {
+      const Share share(rows, thread, team_.size());
+      for (int64_t row = share.begin; row < share.end; ++row) pack(row, read_row(row, plain(0)));
     }
     team_.barrier();
   }
+
+  Tasks tasks_of(const Product& product, int64_t rows) const {
+    return Tasks(rows, product.linear.columns, team_.size());
+  }
+
+  Stored* ranks_of(int64_t row) const { return ranks_.get() + row * by_adapter_.widest(); }
 
   static const Stored* pad(const Stored* source, int width, int padded, Stored* target) {
     if (source != target) std::memcpy(target, source, width * sizeof(Stored));
@@ -210,44 +274,82 @@ class Decoder {
   }
 
   template <class FindRow>
-  void load_normalized(const Linear& linear, const Norm& norm, int64_t rows, int thread, const FindRow& find_row) {
-    load_operand(linear, rows, shape_.hidden, thread, [&](int64_t row, Stored* scratch) {
+  void load_normalized(const Product& product, const Norm& norm, int64_t rows, int thread, const FindRow& find_row) {
+    load_operand(product, tasks_of(product, rows), rows, shape_.hidden, thread,
+                 [&](int64_t row, Stored* scratch) -> const Stored* {
+      if (!norm.weight) return find_row(row);
       normalize<E>(norm, shape_.eps, find_row(row), scratch, shape_.hidden);
       return scratch;
     });
   }
 
-  // Calls done(row, panel, low, high) with the products of the packed rows, bias included where `with_bias` says so.
+  // Calls done(row, panel of its matrix, low, high) with the products of the packed rows, with what adapters add, and
+  // bias included where `with_bias` says so.
   template <class Done>
-  void multiply_by(const Linear& linear, int64_t rows, int thread, const Done& done, bool with_bias = true) {
-    const Tasks tasks(rows, linear.columns, team_.size());
+  void multiply_by(const Product& product, const Tasks& tasks, int thread, const Done& done, bool with_bias = true) {
+    const Linear& linear = product.linear;
     const float* bias = with_bias ? linear.bias : nullptr;
-    const auto add_bias = [bias](int panel, __m512& low, __m512& high) {
+    float* const added = product.adapters ? added_.get() + kMostRowsOfTask * kPanel * thread : nullptr;
+    int64_t first_row = 0;
+    const auto begin = [&](int panel, int64_t first, int64_t last) {
+      if (!added) return;
+      first_row = first;
+      expand_rows(product, panel, first, last, added);
+    };
+    const auto finish = [&](int row, int panel, __m512& low, __m512& high) {
+      if (added) adapt(product, row, panel, added + (row - first_row) * kPanel, low, high);
       if (!bias) return;
       low = _mm512_add_ps(low, _mm512_loadu_ps(bias + panel * kPanel));
       high = _mm512_add_ps(high, _mm512_loadu_ps(bias + panel * kPanel + kLanes));
     };
     if (!kHasInt8 || linear.kind == kElement) {
       const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
-      multiply<E>(reinterpret_cast<const Stored*>(operand_.get()), tasks, packed, team_, thread,
+      multiply<E>(reinterpret_cast<const Stored*>(operand_.get()), tasks, packed, team_, thread, begin,
                   [&](int row, int panel, __m512 low, __m512 high) {
-                    add_bias(panel, low, high);
-                    done(row, panel, low, high);
+                    finish(row, panel, low, high);
+                    done(row, tasks.within_matrix(panel), low, high);
                   });
       return;
     }
     if constexpr (kHasInt8) {
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
-      multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread,
+      multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
                      [&](int row, int panel, __m512i low_sums, __m512i high_sums) {
                        const __m512 scale = _mm512_set1_ps(row_scales[row]);
                        __m512 low = rescale(linear, panel * kPanel, low_sums, scale);
                        __m512 high = rescale(linear, panel * kPanel + kLanes, high_sums, scale);
-                       add_bias(panel, low, high);
-                       done(row, panel, low, high);
+                       finish(row, panel, low, high);
+                       done(row, tasks.within_matrix(panel), low, high);
                      });
     }
+  }
+
+  // added [rows of the task, 32]: B h of the rows first .. last - 1 that have an adapter, for a panel's columns.
+  __attribute__((noinline)) void expand_rows(const Product& product, int panel, int64_t first, int64_t last,
+                                             float* added) {
+    by_adapter_.within(first, last, [&](const Adapter* adapter, const int64_t* group, int count) {
+      if (!product.of(adapter).ranks) return;
+      const Stored* ranks[kRowsAtOnce];
+      float* sums[kRowsAtOnce];
+      for (int i = 0; i < count; ++i) {
+        ranks[i] = ranks_of(group[i]);
+        sums[i] = added + (group[i] - first) * kPanel;
+      }
+      expand<E>(product.of(adapter), panel, count, ranks, sums);
+    });
+  }
+
+  // added [32]: of this row and panel.
+  static void adapt(const Product& product, int row, int panel, const float* added, __m512& low, __m512& high) {
+    const Adapter* adapter = product.adapters[row];
+    if (!adapter || !product.of(adapter).ranks) return;
+    low = _mm512_add_ps(low, _mm512_load_ps(added));
+    high = _mm512_add_ps(high, _mm512_load_ps(added + kLanes));
+    const float* magnitude = product.of(adapter).magnitude;
+    if (!magnitude) return;
+    low = _mm512_mul_ps(low, _mm512_loadu_ps(magnitude + panel * kPanel));
+    high = _mm512_mul_ps(high, _mm512_loadu_ps(magnitude + panel * kPanel + kLanes));
   }
 
   static __m512 rescale(const Linear& linear, int column, __m512i sums, __m512 row_scale) {
@@ -262,37 +364,63 @@ class Decoder {
     E::store(target + kLanes, high, first_lanes(left - kLanes));
   }
 
-  // The end of a half layer: a's rows, `width` elements each, times `linear`, added to x or put where the other ranks'
-  // parts are added first.
-  void contribute(const Linear& linear, const Stored* a, int width, int64_t rows, Stored* x, Stored* partial,
-                  int thread) {
+  // out [rows, width] = the products of the packed rows.
+  void multiply_into(const Product& product, const Tasks& tasks, int thread, Stored* out, int width,
+                     bool with_bias = true) {
+    multiply_by(product, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      store_panel(out + static_cast<int64_t>(row) * width, panel, width, low, high);
+    }, with_bias);
+  }
+
+  // The end of a half layer: the product of a's rows, `width` elements each, goes through `post_norm` and is added to x,
+  // or is put where the other ranks' parts are added first.
+  void contribute(const Product& product, const Stored* a, int width, int64_t rows, const Norm& post_norm, Stored* x,
+                  Stored* partial, int thread) {
     const int hidden = shape_.hidden;
-    load_operand(linear, rows, width, thread, [&](int64_t row, Stored*) { return a + row * width; });
+    const Tasks tasks = tasks_of(product, rows);
+    load_operand(product, tasks, rows, width, thread, [&](int64_t row, Stored*) { return a + row * width; });
     if (partial) {
-      multiply_by(linear, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
-        store_panel(partial + static_cast<int64_t>(row) * hidden, panel, hidden, low, high);
-      }, false);
+      multiply_into(product, tasks, thread, partial, hidden, false);
+    } else if (post_norm.weight) {
+      multiply_into(product, tasks, thread, given_.get(), hidden);
+      team_.barrier();
+      const Share share(rows, thread, team_.size());
+      for (int64_t row = share.begin; row < share.end; ++row)
+        add_normalized(post_norm, given_.get() + row * hidden, x + row * hidden);
     } else {
-      multiply_by(linear, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(product, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
         Stored* target = x + static_cast<int64_t>(row) * hidden + panel * kPanel;
         const int left = hidden - panel * kPanel;
-        const __mmask16 first = first_lanes(left), second = first_lanes(left - kLanes);
-        E::store(target, _mm512_add_ps(low, E::load(target, first)), first);
-        E::store(target + kLanes, _mm512_add_ps(high, E::load(target + kLanes, second)), second);
+        add_to(target, low, first_lanes(left));
+        add_to(target + kLanes, high, first_lanes(left - kLanes));
       });
     }
     team_.barrier();
   }
 
-  void attend(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  // A row of what attention or MLP gave, in place through a norm, to the residual stream.
+  void add_normalized(const Norm& norm, Stored* given, Stored* x) const {
+    const int hidden = shape_.hidden;
+    normalize<E>(norm, shape_.eps, given, given, hidden);
+    for (int i = 0; i < hidden; i += kLanes)
+      add_to(x + i, E::load(given + i, first_lanes(hidden - i)), first_lanes(hidden - i));
+  }
+
+  // What attention or MLP gave, to the residual stream.
+  void add_to(Stored* x, __m512 given, __mmask16 mask) const {
+    E::store(x, _mm512_fmadd_ps(given, _mm512_set1_ps(shape_.residual_scale), E::load(x, mask)), mask);
+  }
+
+  void attend(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+    const Layer& layer = layers_[index];
+    const Product qkv_of_x{layer.qkv, batch.adapters, index, &LayerAdapter::qkv};
+    const Product output{layer.output, batch.adapters, index, &LayerAdapter::output};
     const int64_t rows = batch.num_rows;
     const int width = qkv_width();
     Stored *qkv = qkv_.get(), *read = read_.get();
-    load_normalized(layer.qkv, layer.attention_norm, rows, thread,
+    load_normalized(qkv_of_x, layer.attention_norm, rows, thread,
                     [&](int64_t row) { return x + row * shape_.hidden; });
-    multiply_by(layer.qkv, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
-      store_panel(qkv + static_cast<int64_t>(row) * width, panel, width, low, high);
-    });
+    multiply_into(qkv_of_x, tasks_of(qkv_of_x, rows), thread, qkv, width);
     team_.barrier();
     const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) place(layer, batch, row, qkv + row * width);
@@ -303,19 +431,25 @@ class Decoder {
     attention.sinks = layer.sinks;
     read_cache(layer, batch, attention, qkv, read, thread);
     team_.barrier();
-    contribute(layer.output, read, read_width(), rows, x, partial, thread);
+    contribute(output, read, read_width(), rows, layer.attention_post_norm, x, partial, thread);
   }
 
   // Norms and turns a row's queries and keys, and stores its keys and values in the cache.
   void place(const Layer& layer, const Batch& batch, int64_t row, Stored* qkv) {
     const int head_dim = shape_.head_dim;
     const int64_t position = batch.positions[row];
+    const int half = shape_.rotary_dim / 2;
+    const bool norms_each = layer.query_norm && !shape_.norms_heads_together;
+    if (layer.query_norm && shape_.norms_heads_together) {
+      const int queries = shape_.heads * head_dim;
+      normalize<E>(Norm{layer.query_norm, nullptr}, shape_.eps, qkv, qkv, queries);
+      normalize<E>(Norm{layer.key_norm, nullptr}, shape_.eps, qkv + queries, qkv + queries, shape_.kv_heads * head_dim);
+    }
     for (int head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
       Stored* data = qkv + static_cast<int64_t>(head) * head_dim;
       const float* weight = head < shape_.heads ? layer.query_norm : layer.key_norm;
-      if (weight) normalize<E>(Norm{weight, nullptr}, shape_.eps, data, data, head_dim);
-      if (shape_.cos)
-        rotate<E>(data, shape_.cos + position * (head_dim / 2), shape_.sin + position * (head_dim / 2), head_dim);
+      if (norms_each) normalize<E>(Norm{weight, nullptr}, shape_.eps, data, data, head_dim);
+      if (layer.cos) rotate<E>(data, layer.cos + position * half, layer.sin + position * half, shape_.rotary_dim);
     }
     const int size = shape_.tokens_per_block;
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
@@ -367,24 +501,115 @@ class Decoder {
     });
   }
 
-  void feed_forward(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void feed_forward(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+    const Layer& layer = layers_[index];
+    if (layer.router.data) return mix_experts(layer, batch.num_rows, x, partial, thread);
+    const Product up{layer.up, batch.adapters, index, &LayerAdapter::up};
+    const Product down{layer.down, batch.adapters, index, &LayerAdapter::down};
     const int64_t rows = batch.num_rows;
-    const int inner = shape_.inner, kind = shape_.activation;
+    load_normalized(up, layer.mlp_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
+    multiply_activated(up, tasks_of(up, rows), thread, shape_.inner);
+    contribute(down, inner_.get(), shape_.inner, rows, layer.mlp_post_norm, x, partial, thread);
+  }
+
+  // inner_ [rows, inner] = what the second product of an MLP is given, of the packed rows.
+  void multiply_activated(const Product& up, const Tasks& tasks, int thread, int inner) {
+    const int kind = shape_.activation;
     Stored* activated = inner_.get();
-    load_normalized(layer.up, layer.mlp_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
     if (shape_.is_gated) {  // a panel is 16 columns of the gate and the same 16 of what it gates
-      multiply_by(layer.up, rows, thread, [&](int row, int panel, __m512 gate, __m512 up) {
+      multiply_by(up, tasks, thread, [&](int row, int panel, __m512 gate, __m512 gated) {
         E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes,
-                 _mm512_mul_ps(activate<E>(kind, gate), up), first_lanes(inner - panel * kLanes));
+                 _mm512_mul_ps(activate<E>(kind, gate), gated), first_lanes(inner - panel * kLanes));
       });
     } else {
-      multiply_by(layer.up, rows, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(up, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
         store_panel(activated + static_cast<int64_t>(row) * inner, panel, inner, activate<E>(kind, low),
                     activate<E>(kind, high));
       });
     }
     team_.barrier();
-    contribute(layer.down, activated, inner, rows, x, partial, thread);
+  }
+
+  // A layer's experts, and the MLP beside them: every row's own experts, weighed, and added up in the order of their
+  // numbers.
+  void mix_experts(const Layer& layer, int64_t rows, Stored* x, Stored* partial, int thread) {
+    const int hidden = shape_.hidden;
+    const Stored* read = route(layer, rows, x, thread);
+    const auto tasks_of_experts = [&](const Linear& linear) {
+      return Tasks(routing_.of_expert(), linear.columns / kPanel / shape_.experts);
+    };
+    run_mlp({layer.expert_up}, tasks_of_experts(layer.expert_up), {layer.expert_down},
+            tasks_of_experts(layer.expert_down), routing_.visits(), shape_.expert_inner, thread, mixed_.get(),
+            [&](int64_t visit, Stored*) { return read + routing_.row_at(visit) * hidden; });
+    const bool has_shared = layer.up.data;
+    if (has_shared) {
+      const Product up{layer.up}, down{layer.down};
+      run_mlp(up, tasks_of(up, rows), down, tasks_of(down, rows), rows, shape_.shared_inner, thread, given_.get(),
+              [&](int64_t row, Stored*) { return read + row * hidden; });
+    }
+    const bool has_gate = layer.router.columns > shape_.experts;
+    const Share share(rows, thread, team_.size());
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const __m512 weight = has_gate ? sigmoid_ps(_mm512_set1_ps(routing_.gate(row))) : _mm512_set1_ps(1.0f);
+      Stored *own = x + row * hidden, *to_norm = normalized_.get() + row * hidden;
+      for (int i = 0; i < hidden; i += kLanes) {
+        const __mmask16 mask = first_lanes(hidden - i);
+        __m512 given = routing_.mix<E>(row, mixed_.get(), hidden, i);
+        if (has_shared) given = _mm512_fmadd_ps(weight, E::load(given_.get() + row * hidden + i, mask), given);
+        if (partial)
+          E::store(partial + row * hidden + i, given, mask);
+        else if (layer.mlp_post_norm.weight)
+          E::store(to_norm + i, given, mask);
+        else
+          add_to(own + i, given, mask);
+      }
+      if (!partial && layer.mlp_post_norm.weight) add_normalized(layer.mlp_post_norm, to_norm, own);
+    }
+    team_.barrier();
+  }
+
+  // Normalizes the rows, and finds every row's experts; returns what these read, [rows, hidden].
+  const Stored* route(const Layer& layer, int64_t rows, const Stored* x, int thread) {
+    const auto begun = std::chrono::steady_clock::now();
+    const int hidden = shape_.hidden;
+    const Product router{layer.router};
+    const Tasks tasks = tasks_of(router, rows);
+    const bool has_norm = layer.mlp_norm.weight;
+    load_operand(router, tasks, rows, hidden, thread, [&](int64_t row, Stored*) {
+      if (!has_norm) return x + row * hidden;
+      Stored* normalized = normalized_.get() + row * hidden;
+      normalize<E>(layer.mlp_norm, shape_.eps, x + row * hidden, normalized, hidden);
+      return const_cast<const Stored*>(normalized);
+    });
+    const int columns = layer.router.columns;
+    multiply_by(router, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      float* scores = routing_.scores(row) + panel * kPanel;
+      _mm512_mask_storeu_ps(scores, first_lanes(columns - panel * kPanel), low);
+      _mm512_mask_storeu_ps(scores + kLanes, first_lanes(columns - panel * kPanel - kLanes), high);
+    });
+    team_.barrier();
+    const Share share(rows, thread, team_.size());
+    for (int64_t row = share.begin; row < share.end; ++row) routing_.choose(row);
+    team_.barrier();
+    if (thread == 0) routing_.sort();
+    team_.barrier();
+    if (thread == 0) {
+      routed_.ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begun).count();
+      routed_.experts += routing_.num_read();
+    }
+    return has_norm ? normalized_.get() : x;
+  }
+
+  // out [rows, hidden] = the MLP `up`, `down`, which is `inner` wide, of rows that read_row(row, scratch) returns.
+  template <class ReadRow>
+  void run_mlp(const Product& up, const Tasks& of_up, const Product& down, const Tasks& of_down, int64_t rows,
+               int inner, int thread, Stored* out, const ReadRow& read_row) {
+    load_operand(up, of_up, rows, shape_.hidden, thread, read_row);
+    multiply_activated(up, of_up, thread, inner);
+    load_operand(down, of_down, rows, inner, thread,
+                 [&](int64_t row, Stored*) -> const Stored* { return inner_.get() + row * inner; });
+    multiply_into(down, of_down, thread, out, shape_.hidden);
+    team_.barrier();
   }
 
   Shape shape_;
@@ -396,9 +621,17 @@ class Decoder {
   std::vector<Penalizer> penalizers_;  // of every thread
   std::vector<Drawer> drawers_;  // of every thread
   Buffer<Stored> qkv_, read_, inner_;
+  Buffer<Stored> given_;  // [rows, hidden], by attention or MLP, where that has a norm of its own or is beside experts
+  Routed routed_;
+  Routing routing_;            // of a layer with experts, like the next two
+  Buffer<Stored> normalized_;  // [rows, hidden]
+  Buffer<Stored> mixed_;       // [visits, hidden], by every expert to its rows
   Buffer<uint32_t> operand_;  // packed rows, a pair each
-  Buffer<uint32_t> scratch_;  // of every thread, a row and a quantized one
+  Buffer<uint32_t> scratch_;  // of every thread, a quantized row and a few plain ones
   Buffer<float> row_scales_;
+  RowsByAdapter by_adapter_;
+  Buffer<Stored> ranks_;  // [rows, most ranks of a product], A x of rows with adapters
+  Buffer<float> added_;   // of every thread, B A x of a task's rows with adapters for a panel's columns
 };
 
 }  // namespace inflight

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "element.h"
 #include "team.h"
@@ -18,6 +19,7 @@ constexpr int kPanel = 32;
 constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
 constexpr int kFewRows = 6;   // that one micro-kernel takes while it waits for memory
 constexpr int kBlocksAtOnce = 20;      // so many stay in a core's cache from panel to panel
+constexpr int kMostRowsOfTask = kBlocksAtOnce * kMaxRows;
 constexpr int kPrefetch = 8192;        // bytes ahead
 constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two parts of panels may take
 
@@ -103,7 +105,7 @@ struct Part {
 // Sums that wait for their panel's next part. They come back as they were: where a panel is cut changes nothing.
 template <class E>
 struct Waiting {
-  typename E::Sums sums[kBlocksAtOnce * kMaxRows][2];
+  typename E::Sums sums[kMostRowsOfTask][2];
 };
 
 // Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block, after the panel's last part.
@@ -154,39 +156,93 @@ void run_part(const typename E::Stored* a, const RowBlocks& blocks, int64_t firs
   }
 }
 
-// What a product is cut into, for threads to share: one panel for one chunk of the blocks of rows. Where there are too
-// few panels for the threads, rows are cut finer.
-struct Tasks {
-  Tasks(int64_t rows, int columns, int num_threads)
-      : blocks(rows),
-        panels((columns + kPanel - 1) / kPanel),
-        chunks(std::max((blocks.count + kBlocksAtOnce - 1) / kBlocksAtOnce,
-                        panels >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks.count))) {}
-  int64_t count() const { return panels * chunks; }
-  int64_t first_block(int64_t chunk) const { return blocks.count * chunk / chunks; }
-
-  const RowBlocks blocks;
-  const int64_t panels, chunks;
+// What a thread takes at a time: some consecutive blocks of a matrix's rows, and one of its panels.
+struct Task {
+  RowBlocks blocks;     // of all rows that the matrix is multiplied by
+  int64_t first_row;    // which of the packed rows is the first of these
+  int64_t first, last;  // which blocks
+  int panel;            // of all matrices that lie behind each other
+  bool begins;          // whether the panel before this one, and its rows, belong to another matrix or other blocks
 };
 
-// The whole product of packed rows; called by every thread of a team that was dealt the tasks.
-template <class E, class Done>
+// Blocks of the rows that go to one of several matrices, as many as are multiplied at once.
+struct MatrixRows {
+  RowBlocks blocks;
+  int64_t first_row, first, last;  // as in Task
+  int matrix;
+};
+
+// What a product is cut into, for threads to share: one panel for one chunk of the blocks of rows. Where there are too
+// few panels for the threads, rows are cut finer.
+class Tasks {
+ public:
+  Tasks(int64_t rows, int columns, int num_threads)
+      : blocks_(rows),
+        panels_((columns + kPanel - 1) / kPanel),
+        chunks_(std::max((blocks_.count + kBlocksAtOnce - 1) / kBlocksAtOnce,
+                         panels_ >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks_.count))) {}
+
+  // Of several matrices of so many panels, which lie behind each other: the rows of each are beside each other, in the
+  // order of `of`.
+  Tasks(const std::vector<MatrixRows>& of, int panels)
+      : blocks_(0), panels_(panels), chunks_(static_cast<int64_t>(of.size())), of_(&of) {}
+
+  int64_t count() const { return panels_ * chunks_; }
+
+  Task operator[](int64_t number) const {
+    const int64_t chunk = number / panels_;
+    const auto panel = static_cast<int>(number % panels_);
+    if (!of_)
+      return {blocks_, 0, blocks_.count * chunk / chunks_, blocks_.count * (chunk + 1) / chunks_, panel, panel == 0};
+    const MatrixRows& rows = (*of_)[chunk];
+    return {rows.blocks, rows.first_row, rows.first, rows.last, rows.matrix * panels_ + panel, panel == 0};
+  }
+
+  // Packs a row of `num_pairs` pairs to where it is multiplied.
+  void pack(const void* source, int64_t num_pairs, uint32_t* packed, int64_t row) const {
+    if (!of_) return pack_row(source, num_pairs, packed, blocks_, row);
+    const auto behind = std::upper_bound(of_->begin(), of_->end(), row, [](int64_t one, const MatrixRows& other) {
+      return one < other.first_row;
+    });
+    const MatrixRows& rows = *(behind - 1);
+    pack_row(source, num_pairs, packed + rows.first_row * num_pairs, rows.blocks, row - rows.first_row);
+  }
+
+  // Which panel of its own matrix a panel is.
+  int within_matrix(int panel) const { return of_ ? panel % panels_ : panel; }
+
+ private:
+  const RowBlocks blocks_;
+  const int panels_;  // of a matrix
+  const int64_t chunks_;
+  const std::vector<MatrixRows>* of_ = nullptr;
+};
+
+// The whole product of packed rows; called by every thread of a team that was dealt the tasks. Calls
+// begin(panel index, first row, row after the last) before the rows' sums with a panel are made.
+template <class E, class Begin, class Done>
 void multiply(const typename E::Stored* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
-              const Done& done) {
+              const Begin& begin_task, const Done& done) {
   const int64_t num_parts = (2 * w.part_bytes(w.inner) + kCache - 1) / kCache;
   const int part_size = static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair);
   Waiting<E> waiting;
   int64_t last = -1;
-  team.share(thread, [&](int64_t task) {
-    const int64_t chunk = task / tasks.panels, begin = tasks.first_block(chunk), end = tasks.first_block(chunk + 1);
-    const int panel = static_cast<int>(task % tasks.panels);
-    const bool follows = task == last + 1 && panel > 0;
-    const int at_once = end - begin == 1 ? w.inner : part_size;
+  team.share(thread, [&](int64_t number) {
+    const Task task = tasks[number];
+    const auto* rows = a + task.first_row * w.inner;
+    const auto of_all = [&](int row, int panel, auto low, auto high) {
+      done(static_cast<int>(task.first_row) + row, panel, low, high);
+    };
+    begin_task(task.panel, task.first_row + task.blocks.begin(task.first),
+               task.first_row + task.blocks.begin(task.last));
+    const bool follows = number == last + 1 && !task.begins;
+    const int at_once = task.last - task.first == 1 ? w.inner : part_size;
     for (int from = 0; from < w.inner; from += at_once) {
       const Part part{from, std::min(w.inner, from + at_once), w.inner};
-      run_part<E>(a, tasks.blocks, begin, end, w, panel, part, !follows && from == 0, waiting, done);
+      const bool is_first = !follows && from == 0;
+      run_part<E>(rows, task.blocks, task.first, task.last, w, task.panel, part, is_first, waiting, of_all);
     }
-    last = task;
+    last = number;
   });
 }
 

@@ -28,10 +28,39 @@ struct Norm {
   const float* bias;  // none: a root-mean-square norm
 };
 
+// Which ranks change 16 columns.
+struct RankRange {
+  int32_t first, count;  // of pairs
+  int32_t at;            // which of B's registers is the first of theirs
+};
+
+// What an adapter adds to a product; low_rank.h says how. The ranks of the modules that the product consists of are one
+// behind the other, each module's in whole pairs.
+struct LowRank {
+  const void* a;            // [ranks / 4][inner / 16 pairs][4][16 pairs], filled up with zeros
+  const void* b;            // registers of 16 columns, a pair of ranks each; those of the first 16 columns come first
+  const RankRange* ranges;  // [padded columns / 16]
+  const float* magnitude;   // [padded columns], or none
+  int32_t ranks;            // a multiple of 4; 0: it changes nothing
+};
+
+struct LayerAdapter {
+  LowRank qkv, output, up, down;
+};
+
+struct Adapter {
+  const LayerAdapter* layers;
+  int32_t ranks;  // most of a product
+};
+
 struct Layer {
-  Norm attention_norm, mlp_norm;
-  Linear qkv, output, up, down;
-  const float *query_norm, *key_norm;  // [head_dim], or none
+  Norm attention_norm, mlp_norm;            // of what attention and MLP read; without weight: none
+  Norm attention_post_norm, mlp_post_norm;  // of what they give; likewise
+  Linear qkv, output, up, down;   // beside experts, up and down are the MLP's that all rows go through, if there is one
+  Linear router;                  // a column for each expert, then the gate of that MLP; without data: no experts
+  Linear expert_up, expert_down;  // of all experts, each in whole panels behind the one before
+  const float *query_norm, *key_norm;  // [head_dim], or of all heads; or none
+  const float *cos, *sin;              // [positions, rotary_dim / 2], or none
   void *keys, *values;
   int32_t recent, sinks;
 };
@@ -39,8 +68,11 @@ struct Layer {
 struct Shape {
   int32_t hidden, heads, kv_heads, head_dim, inner;
   int32_t tokens_per_block, is_gated, activation, num_threads;
-  float eps;
-  const float *cos, *sin;  // [positions, head_dim / 2], or none
+  int32_t rotary_dim;           // how many dimensions of a head are turned
+  int32_t norms_heads_together;  // query_norm is over all query heads, key_norm over all key heads
+  int32_t experts, experts_per_row, expert_inner, shared_inner;  // of layers with experts; 0: there are none
+  int32_t normalizes_chances;    // of a row's experts: they are divided by their sum
+  float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
 };
 
 struct Batch {
@@ -51,6 +83,7 @@ struct Batch {
   const Span* spans;
   const int64_t* block_tables;  // [slots, table_width]
   int64_t table_width;
+  const Adapter* const* adapters;  // [num_rows], none for a row without one; none if no row has one
 };
 
 template <class T>
@@ -107,10 +140,10 @@ void normalize(const Norm& norm, float eps, const typename E::Stored* x, typenam
   }
 }
 
-// In place; pairs are (i, i + head_dim / 2).
+// In place, the first `rotary_dim` dimensions; pairs are (i, i + rotary_dim / 2).
 template <class E>
-void rotate(typename E::Stored* head, const float* cos, const float* sin, int head_dim) {
-  const int half = head_dim / 2;
+void rotate(typename E::Stored* head, const float* cos, const float* sin, int rotary_dim) {
+  const int half = rotary_dim / 2;
   for (int i = 0; i < half; i += kLanes) {
     const __mmask16 mask = first_lanes(half - i);
     const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i), s = _mm512_maskz_loadu_ps(mask, sin + i);

@@ -29,13 +29,13 @@ class Penalizer {
     distinct_.reserve(columns);
   }
 
-  // In place; false, and nothing is done, if a token is none of the columns.
+  // In place; false, and nothing is done, if a token is negative. Those beyond the columns, rows of prompt tables, have
+  // no logit.
   bool penalize(float* logits, int columns, const int32_t* tokens, int64_t num_tokens, const Penalties& penalties) {
-    const auto is_column = [=](int32_t token) { return 0 <= token && token < columns; };
-    if (!std::all_of(tokens, tokens + num_tokens, is_column)) return false;
+    if (std::any_of(tokens, tokens + num_tokens, [](int32_t token) { return token < 0; })) return false;
     distinct_.clear();
     for (int64_t i = 0; i < num_tokens; ++i)
-      if (counts_[tokens[i]]++ == 0) distinct_.push_back(tokens[i]);
+      if (tokens[i] < columns && counts_[tokens[i]]++ == 0) distinct_.push_back(tokens[i]);
     const auto repetition = static_cast<float>(penalties.repetition);
     const auto presence = static_cast<float>(penalties.presence);
     const auto frequency = static_cast<float>(penalties.frequency);

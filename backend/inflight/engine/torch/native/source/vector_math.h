@@ -31,6 +31,13 @@ inline __m512 sigmoid_ps(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+// cap * tanh(x / cap)
+inline __m512 soft_cap_ps(__m512 x, float cap) {
+  const __m512 two = _mm512_set1_ps(2.0f), one = _mm512_set1_ps(1.0f);
+  const __m512 twice = _mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap));
+  return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_sub_ps(_mm512_mul_ps(two, sigmoid_ps(twice)), one));
+}
+
 // Within 2^-13, and half the work: for what is rounded to bfloat16.
 inline __m512 rough_sigmoid_ps(__m512 x) {
   const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504088896341f));

@@ -4,6 +4,7 @@
 #include "gemm.h"
 #include "int8.h"
 #include "layer.h"
+#include "low_rank.h"
 #include "team.h"
 
 namespace inflight {
@@ -41,6 +42,34 @@ void quantize(const typename E::Stored* source, int64_t rows, int inner, int8_t*
     for (int64_t row = share.begin; row < share.end; ++row)
       quantize_weights<E>(source + row * inner, inner, target + row * inner, scales + row, sums + row);
   });
+}
+
+// A module's A [rank, inner], rows `stride` apart, from `first` on among the ranks of its product. Beside it are zeros.
+template <class E>
+void pack_a(const typename E::Stored* source, int64_t stride, int rank, int inner, int first,
+            typename E::Stored* target) {
+  constexpr int kStep = kLanes * E::kPair;
+  const int64_t registers = (inner + kStep - 1) / kStep;
+  for (int i = 0; i < rank; ++i) {
+    const auto* row = source + i * stride;
+    const int64_t place = first + i;
+    auto* out = target + (place / kRanksAtOnce * registers * kRanksAtOnce + place % kRanksAtOnce) * kStep;
+    for (int k = 0; k < inner; k += kStep, out += kRanksAtOnce * kStep)
+      std::memcpy(out, row + k, std::min(kStep, inner - k) * sizeof *row);
+  }
+}
+
+// A module's B [rows, rank]: rows[half][lane] is the row of a column, negative for another's, and at[half] the register
+// of the module's first pair of ranks. Beside it are zeros.
+template <class E>
+void pack_b(const typename E::Stored* source, int rank, const int64_t* rows, const int64_t* at, int64_t num_halves,
+            typename E::Stored* target) {
+  for (int64_t i = 0; i < num_halves * kLanes; ++i) {
+    if (rows[i] < 0) continue;
+    const auto* row = source + rows[i] * rank;
+    auto* out = target + (at[i / kLanes] * kLanes + i % kLanes) * E::kPair;
+    for (int k = 0; k < rank; ++k) out[k / E::kPair * kLanes * E::kPair + k % E::kPair] = row[k];
+  }
 }
 
 }  // namespace inflight

@@ -1,0 +1,108 @@
+"""An adapter's rows as the low-rank matrices of a rank's linear layers: fused modules taken apart, slices cut out.
+
+Every device loads adapters through here. Shapes and ids were checked when the adapter was stored
+(`inflight.adapters`). Loop thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from inflight.adapters.lora_modules import Module, ModuleSize, module_sizes
+from inflight.core.request.adapter import LoraWeights
+from inflight.engine.matrices import to_tensor
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.sharding import Part, Range, Shard
+
+_ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 but for DoRA.
+
+    Attributes:
+        a: [rank, in], in the dtype that it came in.
+        b: [out, rank], with the adapter's scale in it.
+        magnitude: m, [out]; None: 1.
+    """
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.a.shape[0]
+
+
+def low_rank_layers(
+    adapter: LoraWeights, decoder: DecoderConfig, part: Part
+) -> dict[int, dict[Module, LowRank]]:
+    """By layer, from the part's first on, what an adapter changes of `SPLIT_MODULES`, cut to the part's shard.
+
+    Args:
+        adapter: Checked against the model.
+        decoder: Of the whole model.
+        part: Of which rank. Row-parallel modules get a slice of A's columns, the others one of B's rows, and
+            of the magnitudes.
+    """
+    sizes = module_sizes(decoder)
+    first, last = part.layers
+    layers: dict[int, dict[Module, LowRank]] = {}
+    rows = to_tensor(adapter.weights)
+    for row, (module_id, layer, rank, *is_dora) in zip(rows, adapter.config, strict=True):
+        if first <= layer < last:
+            module = Module(module_id)
+            whole = _read_row(row, sizes[module], rank, bool(is_dora and is_dora[0]))
+            for each, low_rank in _taken_apart(module, whole, decoder):
+                layers.setdefault(layer - first, {})[each] = _cut(each, low_rank, decoder, part.shard)
+    return layers
+
+
+def _read_row(row: Tensor, size: ModuleSize, rank: int, has_magnitude: bool) -> LowRank:
+    ends = np.cumsum([rank * size.inner, size.outer * rank, size.outer]).tolist()
+    a = row[: ends[0]].view(rank, size.inner)
+    b = row[ends[0] : ends[1]].view(size.outer, rank)
+    return LowRank(a, b, row[ends[1] : ends[2]] if has_magnitude else None)
+
+
+def _taken_apart(module: Module, whole: LowRank, decoder: DecoderConfig) -> list[tuple[Module, LowRank]]:
+    """A fused module's parts, which have the same A and their rows of B."""
+    query, kv, inner = decoder.query_size, decoder.kv_size, decoder.intermediate_size
+    if module is Module.ATTN_QKV:
+        parts = [(Module.ATTN_Q, query), (Module.ATTN_K, kv), (Module.ATTN_V, kv)]
+    elif module is Module.MLP_GATE_UP:
+        # The converter stores what is gated first, then what the activation is applied to.
+        parts = [(Module.MLP_GATE, inner), (Module.MLP_H_TO_4H, inner)]
+    else:
+        return [(module, whole)]
+    found: list[tuple[Module, LowRank]] = []
+    begin = 0
+    for each, count in parts:
+        rows = slice(begin, begin + count)
+        magnitude = None if whole.magnitude is None else whole.magnitude[rows]
+        found.append((each, LowRank(whole.a, whole.b[rows], magnitude)))
+        begin += count
+    return found
+
+
+def _cut(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> LowRank:
+    """A shard's slice."""
+    begin, end = _slice(module, decoder, shard)
+    if module in _ROW_PARALLEL:
+        return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)
+    magnitude = None if whole.magnitude is None else whole.magnitude[begin:end]
+    return LowRank(whole.a, whole.b[begin:end], magnitude)
+
+
+def _slice(module: Module, decoder: DecoderConfig, shard: Shard) -> Range:
+    if module in (Module.ATTN_Q, Module.ATTN_DENSE):
+        return shard.query_rows(decoder)
+    if module in (Module.ATTN_K, Module.ATTN_V):
+        return shard.kv_rows(decoder)
+    return shard.split(decoder.intermediate_size)

@@ -1,0 +1,93 @@
+"""The prompt tables of sequences that run: on the device, from a sequence's start until it leaves its slot.
+
+Token ids from the vocabulary's size on are virtual: they stand for rows of their request's table, which are taken
+instead of embeddings. Only context chunks have such ids, as nobody generates one. Called by the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.core.request.adapter import PromptTable
+from inflight.core.schedule.batch import ScheduledBatch
+from inflight.decoding.transfer import upload
+from inflight.engine.matrices import to_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRows:
+    """The rows of a forward pass whose tokens are virtual.
+
+    Attributes:
+        rows: [n] int64 on the device, which rows these are.
+        embeddings: [n, hidden_size] on the device, in the model's dtype, what stands there.
+    """
+
+    rows: Tensor
+    embeddings: Tensor
+
+
+class PromptTables:
+    """The tables by slot; sequences with equal tables share one.
+
+    Args:
+        vocab_size: The first virtual id.
+        dtype: Of the model, to which tables are converted.
+        device: Where they are needed.
+        is_first_stage: Whether tokens are embedded here: other pipeline stages need no tables.
+    """
+
+    def __init__(
+        self, vocab_size: int, dtype: torch.dtype, device: torch.device, is_first_stage: bool = True
+    ) -> None:
+        self._vocab_size, self._dtype, self._device = vocab_size, dtype, device
+        self._is_first_stage = is_first_stage
+        self._tables: dict[int, tuple[bytes, Tensor]] = {}  # by slot: the table's digest, [rows, hidden_size]
+
+    @property
+    def num_tables(self) -> int:
+        """How many different tables are on the device."""
+        return len({digest for digest, _ in self._tables.values()})
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Drop the tables of released slots, and fetch those of sequences that start."""
+        if self._tables:
+            for slot in batch.released_slots:
+                self._tables.pop(slot, None)
+        for start in batch.starts:
+            table = start.request.prompt_table
+            if table is not None and self._is_first_stage:
+                self._tables[start.slot] = table.digest, self._fetch(table)
+            elif self._tables:
+                self._tables.pop(start.slot, None)
+
+    def virtual_rows(self, batch: ScheduledBatch) -> VirtualRows | None:
+        """The virtual tokens of the batch, whose rows are laid out as `pack` does; None without any."""
+        found = list(self._find(batch)) if self._tables else []
+        if not found:
+            return None
+        rows = upload(np.concatenate([rows for rows, _ in found]), self._device)
+        return VirtualRows(rows, torch.cat([embeddings for _, embeddings in found]))
+
+    def _find(self, batch: ScheduledBatch) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """For each chunk with virtual tokens their rows and embeddings."""
+        begin = 0
+        for chunk in batch.context:
+            if chunk.slot in self._tables:
+                ids = np.array(chunk.token_ids, dtype=np.int64) - self._vocab_size
+                virtual = np.flatnonzero(ids >= 0)
+                if len(virtual):
+                    _, table = self._tables[chunk.slot]
+                    yield begin + virtual, table[upload(ids[virtual], self._device)]
+            begin += len(chunk.token_ids)
+
+    def _fetch(self, table: PromptTable) -> Tensor:
+        for digest, there in self._tables.values():
+            if digest == table.digest:
+                return there
+        return to_tensor(table.rows, self._device).to(self._dtype)

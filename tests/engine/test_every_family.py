@@ -1,0 +1,149 @@
+"""Every family in every way of serving it, against transformers, and the table of docs/models.md.
+
+What a way of serving does by itself is tested elsewhere, on a few families; here families are what may be wrong.
+`UPDATE_TABLES=1` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.engine.torch.native.packing import quantize
+from inflight.models import FAMILIES
+from tests.engine.driver import alone, load_engine
+from tests.engine.everything import assert_as_transformers, some_of_everything
+from tests.engine.kernels import by_default_and, needs_native
+from tests.engine.ranks import ranks
+from tests.engine.serving import config_of, load, serve
+from tests.models.zoo import Zoo
+
+CASE_OF = {
+    "llama": "llama-gqa",
+    "mistral": "mistral-window",
+    "ministral": "mistral-layer-types",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3-partial-window",
+    "olmo2": "olmo2",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "mixtral": "mixtral",
+    "qwen2_moe": "qwen2-moe",
+    "qwen3_moe": "qwen3-moe",
+    "olmoe": "olmoe",
+    "deepseek_v2": "deepseek-v2",
+    "deepseek_v3": "deepseek-v3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt2": "gpt2",
+    "gpt_neox": "neox",
+    "opt": "opt",
+    "gpt_oss": "gpt-oss",
+}
+"""A model of the zoo for each family."""
+NEW = [
+    case for family, case in CASE_OF.items() if family not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+]
+"""The others are in the other tests of ways of serving."""
+BOUND = {"bfloat16": 0.08, "int8": 0.15}
+"""As in test_precision.py: root mean square error of the logits over their standard deviation."""
+every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(NEW, NEW))
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@every_case
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_everything_at_once(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
+    """Packed, chunked, with blocks that are reused, and paused."""
+    model = zoo[case]
+    requests = some_of_everything(model)
+    engine = load(model.folder, num_blocks=26, max_num_sequences=8, kernels=kernels)
+    served = serve(engine, config_of(way), requests)
+    assert (served.num_pauses > 0) == ("utilization" in way)
+    assert_as_transformers(model, served, requests)
+
+
+@every_case
+@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_on_ranks(zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]) -> None:
+    model = zoo[case]
+    requests = some_of_everything(model)[:6]
+    with ranks(model.folder, topology, num_blocks=80, kernels=kernels) as engine:
+        served = serve(engine, config_of("no-evict"), requests)
+    assert_as_transformers(model, served, requests)
+
+
+@pytest.mark.parametrize(("case", "kernels"), by_default_and(["gemma2", "olmo2"], NEW))
+@pytest.mark.parametrize("dtype", BOUND)
+@torch.inference_mode()
+def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernels: str | None) -> None:
+    model = zoo[case]
+    prompt = model.prompt(32)
+    row = alone(load_engine(model.folder, dtype=dtype, kernels=kernels), prompt, 24)
+    wanted = slice(len(prompt) - 1, -1)
+    exact = model.logits(row.tokens)[wanted]
+
+    def error_of(logits: torch.Tensor) -> float:
+        return ((logits - exact).square().mean().sqrt() / exact.std()).item()
+
+    bound = BOUND[dtype]
+    if hasattr(model.oracle.config, "num_experts_per_tok"):
+        # A token near the border between two experts goes to the other one: transformers' tokens do so too.
+        theirs = _in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted]
+        bound = 2 * max(bound, error_of(theirs.float()))
+    assert error_of(torch.stack(row.logits)) < bound
+
+
+def _in_type(oracle: Any, dtype: str) -> Any:
+    """transformers' model in bfloat16; for int8 with its layers' matrices, but for routers', rounded as ours."""
+    copied = copy.deepcopy(oracle)
+    for name, matrix in copied.model.layers.named_parameters() if dtype == "int8" else ():
+        if matrix.dim() > 1 and not name.endswith("gate.weight"):
+            levels, scales = quantize(matrix.flatten(0, -2))
+            matrix.copy_((levels * scales[:, None]).view_as(matrix))
+    return copied.bfloat16()
+
+
+def _table(zoo: Zoo) -> str:
+    """A line for each family, by what its model was loaded as."""
+    lines = [
+        "| model_type | architecture | float32 | bfloat16 | int8 | tp 2 | pp 2 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        folder = zoo[CASE_OF[family.model_type]].folder
+        found = [load_engine(folder, dtype=dtype).kernels for dtype in ("float32", "bfloat16", "int8")]
+        for topology in ((2, 1), (1, 2)):
+            with ranks(folder, topology) as engine:
+                found.append(next(stage for stage in engine.stages).kernels)
+        names = {"native": "compiled", "torch": "torch"}
+        cells = " | ".join(names[each] for each in found)
+        lines.append(f"| `{family.model_type}` | `{family.architecture}` | {cells} |")
+    return "\n".join(lines)
+
+
+@needs_native
+def test_the_page_has_what_is_true(zoo: Zoo) -> None:
+    assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
+    begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
+    page = PAGE.read_text()
+    head, rest = page.split(begin)
+    table, tail = rest.split(end)
+    found = _table(zoo)
+    if os.environ.get("UPDATE_TABLES"):
+        PAGE.write_text(head + begin + found + end + tail)
+        table = found
+    assert table == found
+
+
+def test_what_the_compiled_layers_lack_is_said(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_engine(zoo["gpt-oss"].folder).kernels == "torch"
+    (record,) = [each for each in caplog.records if "run on torch's operators" in each.getMessage()]
+    for component in ("biases of experts", "learned sinks", "clamped SwiGLU"):
+        assert component in record.getMessage()

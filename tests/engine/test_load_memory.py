@@ -1,0 +1,111 @@
+"""A load never takes more memory than what is kept and one tensor, whatever is made of the weights.
+
+The most that was resident, mapped files included, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from inflight.models import read_model_description
+from inflight.models.loader import tensor_shapes
+from tests.engine.kernels import needs_native, why_no_native
+
+_ROOT = Path(__file__).parents[2]
+_SLACK = 12 << 20
+"""Bytes for norms, tables of positions, pieces that are quantized at a time, huge pages that are not full."""
+_HIDDEN, _INNER, _VOCABULARY, _LAYERS = 768, 6144, 4000, 4
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": _INNER,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "intermediate_size": 512,
+    "num_local_experts": 24,
+}
+"""The matrices of a layer's experts together take 54 MiB in bfloat16; each of them 1.5 MiB at most."""
+_EMBEDDING = _VOCABULARY * _HIDDEN
+_LARGEST = {False: 2 * _INNER * _HIDDEN, True: _EMBEDDING}
+"""Numbers in the largest tensor, without experts and with them; gate and up are one in memory."""
+
+CASES = [
+    # stored as (experts: in bfloat16), loaded as, by, tensor-parallel ranks, bytes of a weight
+    ("float32", "float32", "torch", 1, 4),
+    ("float32", "bfloat16", "torch", 1, 2),
+    ("bfloat16", "int8", "torch", 1, 2),  # rounded, and multiplied as bfloat16
+    ("float32", "float32", "torch", 2, 4),
+    ("float32", "float32", "native", 1, 4),
+    ("bfloat16", "bfloat16", "native", 1, 2),
+    ("float32", "bfloat16", "native", 1, 2),
+    ("bfloat16", "int8", "native", 1, 1),
+    ("bfloat16", "bfloat16", "native", 2, 2),
+    ("experts", "bfloat16", "torch", 1, 2),
+    ("experts", "bfloat16", "native", 1, 2),
+    ("experts", "int8", "native", 1, 1),
+]
+
+
+def _write(folder: Path, dtype: torch.dtype, **changed: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**_LLAMA, **changed}))
+    shapes = tensor_shapes(read_model_description(folder))
+    tensors = {name: torch.full(shape, 0.5, dtype=dtype) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, int]]:
+    """Bytes that were resident at most (`peak`) and in the end (`kept`), and the numbers of the model, by case."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    small = _write(folder / "small", torch.float32, **sizes)
+    stored = {name: _write(folder / name, getattr(torch, name)) for name in ("float32", "bfloat16")}
+    stored["experts"] = _write(folder / "experts", torch.bfloat16, **_MIXTRAL)
+    cases = [case for case in CASES if case[2] == "torch" or not why_no_native()]
+    arguments = [(str(small), str(stored[case[0]]), *case[1:4]) for case in cases]
+    program = [sys.executable, "-m", "tests.engine.load_memory_program", json.dumps(arguments)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=_ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for each in stored.values():
+        (each / "model.safetensors").unlink()
+    found = dict(zip(cases, json.loads(done.stdout), strict=True))
+    for case, each in found.items():
+        shapes = tensor_shapes(read_model_description(stored[case[0]])).values()
+        each["weights"] = sum(torch.Size(shape).numel() for shape in shapes)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in CASES], ids=str
+)
+def test_what_is_kept_and_one_tensor(
+    measured: dict[tuple[Any, ...], dict[str, int]], case: tuple[str, str, str, int, int]
+) -> None:
+    stored, _, _, tp_size, width = case
+    found = measured[case]
+    kept = (
+        found["weights"] * width + (_EMBEDDING if width == 1 else 0)
+    ) // tp_size  # embeddings stay bfloat16
+    assert kept <= found["kept"] < kept + _SLACK, "what was measured are the weights"
+    largest = _LARGEST[stored == "experts"] * (4 if stored == "float32" else 2)
+    assert found["peak"] < kept + largest + _SLACK
