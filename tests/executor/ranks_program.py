@@ -13,11 +13,24 @@ import inflight.executor as trtllm
 from inflight.config import EngineConfig, Parameters
 
 
+def only_seven(request_id, logits, token_ids, stream, client_id) -> None:
+    logits[:] = float("-inf")
+    logits[..., 7] = 0.0
+
+
+def fails(request_id, logits, token_ids, stream, client_id) -> None:
+    raise ValueError("no")
+
+
 def main() -> None:
     checkpoint, pp_size = sys.argv[1], int(sys.argv[2])
     cache = trtllm.KvCacheConfig(max_tokens=4096, event_buffer_max_size=50)
     config = trtllm.ExecutorConfig(
-        2, kv_cache_config=cache, max_batch_size=4, parallel_config=trtllm.ParallelConfig()
+        2,
+        kv_cache_config=cache,
+        max_batch_size=4,
+        parallel_config=trtllm.ParallelConfig(),
+        logits_post_processor_config=trtllm.LogitsPostProcessorConfig({"seven": only_seven, "fails": fails}),
     )
     parameters = Parameters(
         pipeline_parallel_size=pp_size,
@@ -29,6 +42,14 @@ def main() -> None:
         prompts = [[token] * 5 for token in range(5, 11)]
         ids = executor.enqueue_requests([trtllm.Request(prompt, 12) for prompt in prompts])
         said["tokens"] = [found[0].result.output_token_ids[0] for found in executor.await_responses(ids)]
+        processed = [
+            trtllm.Request(prompts[0], 12, logits_post_processor_name=name)
+            for name in ("seven", "fails", None)
+        ]
+        found = [each[-1] for each in executor.await_responses(executor.enqueue_requests(processed))]
+        said["processed"] = [
+            each.error_msg if each.has_error() else each.result.output_token_ids[0] for each in found
+        ]
         said["iterations"] = len(executor.get_latest_iteration_stats())
         manager = executor.get_kv_cache_event_manager()
         assert manager is not None

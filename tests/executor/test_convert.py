@@ -16,6 +16,7 @@ from inflight.build import check_parameters
 from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
@@ -26,6 +27,8 @@ from inflight.executor.convert import (
     DEFAULT_MAX_BATCH_SIZE,
     OWN_POST_PROCESSOR_NAME,
     to_core_request,
+    to_host_array,
+    to_lora_request,
     to_parameters,
 )
 from inflight.executor.fields import FIELDS, Treatment
@@ -33,7 +36,7 @@ from inflight.executor.fields import FIELDS, Treatment
 VOCABULARY = 10
 LIMITS = ModelLimits(
     VOCABULARY, max_sequence_length=64, max_input_length=63, num_blocks=32, tokens_per_block=4,
-    max_beam_width=4, max_draft_length=8,
+    max_beam_width=4, max_draft_length=8, max_adapter_rank=64,
 )  # fmt: skip
 TokenRange = trtllm.KvCacheRetentionConfig.TokenRangeRetentionConfig
 
@@ -52,6 +55,73 @@ def test_a_plain_request() -> None:
 
 def test_the_id_is_handed_on() -> None:
     assert to_core_request(trtllm.Request([1], 1), LIMITS, 2**64 - 1).request_id == 2**64 - 1
+
+
+ADAPTER = torch.randn(2, 6)
+ROWS = torch.tensor([[1, 0, 2, 0], [3, 1, 1, 1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_adapter_comes_with_its_bytes(dtype: torch.dtype) -> None:
+    weights = ADAPTER.to(dtype)
+    raw = bytes(weights.flatten().view(torch.uint8).tolist())
+    name = str(dtype).removeprefix("torch.")
+    expected = LoraWeights(Matrix((2, 6), name, RawBuffer(raw)), ((1, 0, 2, 0), (3, 1, 1, 1)))
+    assert convert(lora_config=trtllm.LoraConfig(7, weights, ROWS)).lora == LoraRequest(7, weights=expected)
+    turned = weights.T.contiguous().T  # not in one piece
+    assert convert(lora_config=trtllm.LoraConfig(7, turned, ROWS)).lora == LoraRequest(7, weights=expected)
+
+
+def test_an_adapter_may_come_in_numpy() -> None:
+    made = trtllm.LoraConfig(7, ADAPTER.half().numpy(), ROWS[:, :3].numpy())
+    assert to_lora_request(made) == to_lora_request(trtllm.LoraConfig(7, ADAPTER.half(), ROWS[:, :3]))
+
+
+def test_an_adapter_by_id_or_name_alone() -> None:
+    assert convert().lora is None
+    assert convert(lora_config=trtllm.LoraConfig(0)).lora == LoraRequest(0)
+    assert to_lora_request("sql") == LoraRequest(name="sql")
+    assert to_lora_request("") is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "message"),
+    [
+        (ADAPTER.double(), ROWS, "lora weights must be one of float32, float16, bfloat16, got float64"),
+        (ADAPTER, ROWS[:, :2], r"lora_keys to have a size in \[3, 4\]"),
+    ],
+)
+def test_an_adapter_that_cannot_be_one(weights: torch.Tensor, config: torch.Tensor, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        convert(lora_config=trtllm.LoraConfig(1, weights, config))
+
+
+def test_arrays_of_tensors() -> None:
+    assert to_host_array([1, 2]).tolist() == [1, 2]
+    assert to_host_array(torch.ones(2, dtype=torch.bfloat16)).tolist() == [0x3F80] * 2
+
+
+def test_the_cache_of_adapters() -> None:
+    peft = trtllm.PeftCacheConfig(
+        optimal_adapter_size=16, max_adapter_size=128, device_cache_percent=0.1, host_cache_size=1 << 20,
+        lora_prefetch_dir="/adapters",
+    )  # fmt: skip
+    made = to_parameters(trtllm.ExecutorConfig(peft_cache_config=peft), "/checkpoint")
+    engine = made.engine
+    assert (engine.lora_cache_optimal_adapter_size, engine.lora_cache_max_adapter_size) == (16, 128)
+    assert engine.lora_cache_gpu_memory_fraction == 0.1
+    assert (made.lora_cache_host_memory_bytes, made.lora_prefetch_dir) == (1 << 20, "/adapters")
+
+
+def test_what_is_not_said_of_the_cache_of_adapters_stays_as_it_is() -> None:
+    base = Parameters(
+        lora_cache_host_memory_bytes=5, lora_dir="/l", lora_adapters=(("sql", "/s"),), lora_prefetch_dir="/p"
+    )
+    base = replace(base, engine=replace(base.engine, lora_cache_max_adapter_size=256))
+    made = to_parameters(trtllm.ExecutorConfig(), "/checkpoint", base)
+    assert made.engine.lora_cache_max_adapter_size == 256
+    for name in ("lora_cache_host_memory_bytes", "lora_dir", "lora_adapters", "lora_prefetch_dir"):
+        assert getattr(made, name) == getattr(base, name)
 
 
 def floats(*values: float) -> FloatTensor:
@@ -145,7 +215,7 @@ def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
         trtllm.Request: {
             "input_token_ids", "max_tokens", "sampling_config", "output_config", "end_id", "num_return_sequences",
             "return_all_generated_tokens", "logits_post_processor_name", "logits_post_processor",
-            "guided_decoding_params",
+            "guided_decoding_params", "lora_config", "prompt_tuning_config",
         },
         trtllm.OutputConfig: {"additional_model_outputs"},
     }  # fmt: skip

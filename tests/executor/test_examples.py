@@ -8,13 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import torch
+import transformers
 
 from inflight.ranks.launch import find_mpirun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MPIRUN = ("--allow-run-as-root", "--oversubscribe")
+
+
+ELSEWHERE = {"multimodal_rows.py": "tests/e2e/test_prompt_tables.py: it needs a server"}
 
 
 def run(checkpoint: Path, name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
@@ -42,6 +48,30 @@ def test_generate(checkpoint: Path) -> None:
     assert [line.partition(" -> ")[0] for line in out[:2]] == ["'some text'", "'other'"]
     text = ast.literal_eval(out[0].partition(" -> ")[2].rpartition(" (")[0])
     assert "".join(map(ast.literal_eval, out[2:])).startswith(text)
+
+
+def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ids = torch.tensor([tokenizer.encode("some text")])
+
+    def text_of(model: torch.nn.Module) -> str:
+        model.generation_config.eos_token_id = None
+        output = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0]
+        whole, prompt = (tokenizer.decode(each, skip_special_tokens=True) for each in (output, ids[0]))
+        return whole.removeprefix(prompt)
+
+    bare = text_of(model)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path)
+    out = run(checkpoint, "adapters.py", "--adapter", str(tmp_path), "--max_tokens", "6", "some text")
+    assert text_of(adapted) != bare
+    assert out.splitlines() == [
+        f"'some text' bare -> {bare!r}",
+        f"'some text' adapter -> {text_of(adapted)!r}",
+    ]
 
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]

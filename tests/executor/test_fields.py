@@ -23,10 +23,8 @@ WITHOUT_NOTES = {
     trtllm.RuntimeDefaults: "what it says is kept by KvCacheConfig",
     trtllm.KvCacheRetentionConfig.TokenRangeRetentionConfig: "all of it works",
     trtllm.GuidedDecodingParams: "all of it works",
-    trtllm.PromptTuningConfig: "as a whole it is refused",
     trtllm.MultimodalInput: "as a whole it is refused",
     trtllm.MropeConfig: "as a whole it is refused",
-    trtllm.LoraConfig: "as a whole it is refused",
     trtllm.LookaheadDecodingConfig: "as a whole it is refused",
     trtllm.EagleConfig: "as a whole it is refused",
     trtllm.ContextPhaseParams: "as a whole it is refused",
@@ -104,11 +102,9 @@ def test_what_works_passes_in_silence(caplog: pytest.LogCaptureFixture) -> None:
 
 REFUSED_OF_REQUESTS: dict[str, Any] = {
     "position_ids": [0, 1, 2],
-    "prompt_tuning_config": trtllm.PromptTuningConfig(torch.ones(2, 2)),
     "multimodal_input": trtllm.MultimodalInput([[1]], [0], [1]),
     "multimodal_embedding": torch.ones(2, 2),
     "mrope_config": trtllm.MropeConfig(torch.ones(2), 0),
-    "lora_config": trtllm.LoraConfig(1),
     "lookahead_config": trtllm.LookaheadDecodingConfig(4, 3, 4),
     "encoder_input_token_ids": [1],
     "request_type": trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY,
@@ -180,9 +176,6 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
     "OrchestratorConfig.is_orchestrator": with_orchestrator(is_orchestrator=False),
     "OrchestratorConfig.orch_leader_comm": with_orchestrator(orch_leader_comm=object()),
     "OrchestratorConfig.spawn_processes": with_orchestrator(spawn_processes=False),
-    "PeftCacheConfig.lora_prefetch_dir": trtllm.ExecutorConfig(
-        peft_cache_config=trtllm.PeftCacheConfig(lora_prefetch_dir="/x")
-    ),
     "DecodingConfig.decoding_mode": trtllm.ExecutorConfig(
         decoding_config=trtllm.DecodingConfig(trtllm.DecodingMode.ExplicitDraftTokens())
     ),
@@ -264,9 +257,20 @@ IGNORED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
     "OrchestratorConfig.worker_executable_path": with_orchestrator(
         worker_executable_path="/bin/executorWorker"
     ),
-    "PeftCacheConfig.num_host_module_layer": trtllm.ExecutorConfig(
-        peft_cache_config=trtllm.PeftCacheConfig(10)
-    ),
+    **{
+        f"PeftCacheConfig.{name}": trtllm.ExecutorConfig(
+            peft_cache_config=trtllm.PeftCacheConfig(**{name: 10})
+        )
+        for name in (
+            "num_host_module_layer",
+            "num_device_module_layer",
+            "num_put_workers",
+            "num_ensure_workers",
+            "num_copy_streams",
+            "max_pages_per_block_host",
+            "max_pages_per_block_device",
+        )
+    },
     "ExtendedRuntimePerfKnobConfig.multi_block_mode": trtllm.ExecutorConfig(
         extended_runtime_perf_knob_config=trtllm.ExtendedRuntimePerfKnobConfig(False)
     ),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import inflight.executor as trtllm
+from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.request import Request as CoreRequest
+from inflight.executor import executor as executor_module
 from tests.executor.conftest import PROMPT, make_executor
 
 FINISHED = trtllm.FinishReason
@@ -72,6 +77,40 @@ def test_sequences_and_beams(executor) -> None:
     )
     scores = [each.cum_log_prob for each in beams.sequences]
     assert len(scores) == 2 and scores[0] >= scores[1]
+
+
+class _Handed:
+    """In the place of Generating: keeps the requests that it was to hand on."""
+
+    requests: ClassVar[list[CoreRequest]] = []
+
+    def __init__(self, client, requests, *rest) -> None:
+        self.requests[:] = requests
+
+    def run(self, *rest) -> list[object]:
+        return [None] * len(self.requests)
+
+
+def test_adapters_for_all_prompts_or_for_each(executor, monkeypatch) -> None:
+    monkeypatch.setattr(executor_module, "Generating", _Handed)
+    prompts, adapter = [PROMPT, PROMPT], trtllm.LoraConfig(7)
+    for lora, expected in (
+        (None, [None, None]),
+        ("sql", [LoraRequest(name="sql")] * 2),
+        (adapter, [LoraRequest(7)] * 2),
+        (["sql", None], [LoraRequest(name="sql"), None]),
+        ([adapter, "sql"], [LoraRequest(7), LoraRequest(name="sql")]),
+    ):
+        executor.generate(prompts, lora=lora)
+        assert [request.lora for request in _Handed.requests] == expected
+    weights, rows = torch.ones(1, 6), torch.ones(1, 3, dtype=torch.int32)
+    executor.generate(prompts, lora=trtllm.LoraConfig(7, weights, rows))
+    first, second = _Handed.requests
+    assert first.lora is second.lora and first.lora.weights is not None
+    with pytest.raises(RuntimeError, match="lora has 1 adapters for 2 prompts"):
+        executor.generate(prompts, lora=["sql"])
+    with pytest.raises(trtllm.ExecutorError, match="lora weights must be one of"):
+        executor.generate(prompts, lora=trtllm.LoraConfig(7, weights.double(), rows))
 
 
 def test_more_prompts_than_the_queue_takes(checkpoint: Path, reference) -> None:

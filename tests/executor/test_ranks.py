@@ -27,6 +27,9 @@ def test_ranks_that_mpirun_has_started(checkpoint: Path, reference, pp_size: int
     (leader,) = [rank for rank in ranks if rank["can_enqueue"]]
     others = [rank for rank in ranks if not rank["can_enqueue"]]
     assert leader["tokens"] == [prompt + reference(prompt, 12) for prompt in PROMPTS]
+    seven, failed, plain = leader["processed"]
+    assert seven == PROMPTS[0] + [7] * 12 and plain == PROMPTS[0] + reference(PROMPTS[0], 12)
+    assert "raised ValueError: no" in failed
     assert leader["iterations"] >= 12 and leader["events"][0] == 0
     assert len(others) == 1
     if pp_size == 1:
@@ -65,7 +68,7 @@ def orchestrate(checkpoint: Path, tp_size: int, **fields) -> trtllm.Executor:
 
 def test_ranks_that_the_executor_starts(checkpoint: Path, reference) -> None:
     cache = trtllm.KvCacheConfig(max_tokens=4096, event_buffer_max_size=50)
-    with orchestrate(checkpoint, 2, kv_cache_config=cache, request_stats_max_iterations=100) as executor:
+    with orchestrate(checkpoint, 2, kv_cache_config=cache, request_stats_max_iterations=10_000) as executor:
         assert executor.can_enqueue_requests()
         ids = executor.enqueue_requests([trtllm.Request(prompt, 12) for prompt in PROMPTS])
         tokens = [found[0].result.output_token_ids[0] for found in executor.await_responses(ids)]

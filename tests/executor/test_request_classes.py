@@ -255,11 +255,26 @@ INT32 = torch.int32
         (torch.ones(2), torch.ones(1, 3, dtype=INT32), "Expected weights tensor to have 2 dimensions"),
         (torch.ones(1, 2), torch.ones(3, dtype=INT32), "Expected config tensor to have 2 dimensions"),
         (torch.ones(2, 2), torch.ones(1, 3, dtype=INT32), "Expected dim 0 of lora weights and lora config"),
+        (
+            torch.ones(1, 2),
+            torch.ones(1, 3),
+            "Expected lora config tensor to have type kINT32, got torch.float",
+        ),
+        (torch.ones(1, 2), torch.ones(1, 3, dtype=torch.uint32), "to have type kINT32"),
+        (torch.ones(1, 2, device="meta"), torch.ones(1, 3, dtype=INT32), "lora weights to be in CPU memory"),
+        (torch.ones(1, 2), torch.ones(1, 3, dtype=INT32, device="meta"), "lora config to be in CPU memory"),
     ],
 )
 def test_an_adapters_tensors_belong_together(weights: Any, config: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         trtllm.LoraConfig(1, weights, config)
+
+
+@pytest.mark.parametrize("task_id", [-1, 2**64])
+def test_the_id_of_an_adapter_has_64_bits(task_id: int) -> None:
+    with pytest.raises(RuntimeError, match="task_id"):
+        trtllm.LoraConfig(task_id)
+    assert trtllm.LoraConfig(2**64 - 1).task_id == 2**64 - 1
 
 
 @pytest.mark.parametrize(

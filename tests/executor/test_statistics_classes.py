@@ -9,7 +9,6 @@ from dataclasses import fields
 import pytest
 
 import inflight.executor as trtllm
-from inflight.core.report import stats as core
 
 ITERATION_KEYS = {
     "timestamp": "timestamp",
@@ -63,27 +62,6 @@ def test_parts_of_an_iteration_are_null_or_objects() -> None:
     assert found["specDecodingStats"]["iterLatencyMS"] == 0.5
 
 
-def test_the_keys_are_those_that_the_server_serves() -> None:
-    """The engine writes the same statistics by itself, for clients of the server."""
-    own = core.IterationStats(*[1] * 15, static_batch=core.StaticBatchStats(), num_drafted_requests=1)
-    in_flight = core.IterationStats(*[1] * 15)
-    stats = trtllm.IterationStats(
-        kv_cache_stats=trtllm.KvCacheStats(),
-        static_batching_stats=trtllm.StaticBatchingStats(),
-        inflight_batching_stats=trtllm.InflightBatchingStats(),
-        specdec_stats=trtllm.SpecDecodingStats(),
-    )
-    found, served, other = (
-        json.loads(stats.to_json_str()),
-        own.executor_fields(None),
-        in_flight.executor_fields(None),
-    )
-    assert set(found) == set(served)
-    for part in ("kvCacheStats", "staticBatchingStats", "specDecodingStats"):
-        assert set(found[part]) == set(served[part])
-    assert set(found["inflightBatchingStats"]) == set(other["inflightBatchingStats"])
-
-
 def test_a_request_as_json() -> None:
     stats = trtllm.RequestStats()
     stats.id, stats.stage = 1, trtllm.RequestStage.CONTEXT_IN_PROGRESS
@@ -95,11 +73,6 @@ def test_a_request_as_json() -> None:
     assert found["disServingStats"] is None
     stats.dis_serving_stats = trtllm.DisServingRequestStats(1.5, 7)
     assert json.loads(stats.to_json_str())["disServingStats"] == {"kvCacheTransferMS": 1.5, "kvCacheSize": 7}
-
-
-def test_a_requests_keys_are_those_that_the_server_serves() -> None:
-    own = core.RequestStats(1, 0, core.RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0)
-    assert set(json.loads(trtllm.RequestStats().to_json_str())) == set(own.executor_fields())
 
 
 def test_requests_of_an_iteration_as_json() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 import inflight.executor as trtllm
+from inflight.core.request.adapter import LoraRequest
 from tests.executor.conftest import PROMPT
 
 LONG = 1500
@@ -27,6 +29,26 @@ def test_streams_run_side_by_side(executor, reference) -> None:
         return await asyncio.gather(*(collect(executor, trtllm.Request(each, 9)) for each in prompts))
 
     assert asyncio.run(main()) == [reference(each, 9) for each in prompts]
+
+
+def test_an_adapter_by_name(executor, monkeypatch) -> None:
+    client, submitted = executor._engine.client, []
+
+    def submit(request, on_response):
+        submitted.append(request.lora)
+        return type(client).submit(client, replace(request, lora=None), on_response)
+
+    monkeypatch.setattr(client, "submit", submit)
+
+    async def main() -> None:
+        async for _ in executor.stream(trtllm.Request(PROMPT, 3), lora="sql"):
+            pass
+        both = executor.stream(trtllm.Request(PROMPT, 3, lora_config=trtllm.LoraConfig(1)), lora="sql")
+        with pytest.raises(RuntimeError, match="lora is 'sql' and the request has a lora_config"):
+            await anext(both)
+
+    asyncio.run(main())
+    assert submitted == [LoraRequest(name="sql")]
 
 
 def test_its_responses_are_nobody_elses(executor) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.build import LoadedModel
 from inflight.config import Parameters
 from inflight.core.schedule.batch import EngineLimits
 from inflight.errors import ConfigError
@@ -29,9 +28,12 @@ from inflight.executor.trtllm_gpt_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from inflight.load_model import LoadedModel
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_tokens
-from tests.models.zoo import make_model
+from inflight_client import load_lora
+from tests.adapters.factories import make_peft_model, save_adapter
+from tests.models.zoo import ZooModel, make_model
 
 VOCABULARY = 50
 MODEL = "checkpoint"
@@ -437,3 +439,25 @@ def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, t
     ):  # fmt: skip
         (answer,) = client.ask(make_request(1, 12, input_ids=ids))
     assert answer.ids == [*prompt, *model.greedy(prompt, 12)]
+
+
+def test_an_adapters_weights_come_once_and_then_its_id_is_enough(client: Client, tmp_path: Path) -> None:
+    """Specification: lora_task_id, lora_weights and lora_config the first time, then lora_task_id alone."""
+    torch.set_num_threads(1)
+    model = make_model(tmp_path / "model", "llama-gqa")
+    adapted = make_peft_model(model, r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    weights, config = load_lora(save_adapter(adapted, tmp_path / "adapter"), "float32")
+    expected = ZooModel(tmp_path, adapted.merge_and_unload()).greedy(model.prompt(7), 12)
+    ids = torch.tensor([model.prompt(7)], dtype=torch.int32)
+    task = {"input_ids": ids, "lora_task_id": torch.tensor([[5]])}
+    matrices = {"lora_weights": torch.tensor(weights), "lora_config": torch.tensor(config)}
+    with GptManager(
+        tmp_path / "model", TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT,
+        *client.callbacks(), optional_params=PARAMS,
+    ):  # fmt: skip
+        (missing,) = client.ask(make_request(1, 12, **task))
+        (first,) = client.ask(make_request(2, 12, **task, **matrices))
+        (second,) = client.ask(make_request(3, 12, **task))
+    assert missing.error.startswith("LoRA task 5 not found in cache. Please send LoRA weights with request")
+    assert (first.error, second.error) == ("", "")
+    assert first.ids == second.ids == [*model.prompt(7), *expected]

@@ -18,6 +18,7 @@ from inflight.core.request.guide import Guide, GuideEvent, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import Grammars
+from tests.commands import children_running
 from tests.guided.at_random import make_bomb
 from tests.guided.factories import tiny_backend, tiny_grammars, tiny_vocabulary
 
@@ -61,7 +62,7 @@ def compiling(
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "guided" in " ".join(each.cmdline())]
+    return children_running("guided")
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])

@@ -1,4 +1,4 @@
-"""Masks on logits, vocabularies, and what crosses processes and files."""
+"""Masks, vocabularies, and what crosses processes and files."""
 
 from __future__ import annotations
 
@@ -6,48 +6,23 @@ import numpy as np
 import torch
 
 from inflight.batch_manager.recording import Begin, decode, encode
-from inflight.build import guide_vocabulary
 from inflight.core.request.guide import Guide, GuideEvent, GuideType
 from inflight.core.request.request import IterationInput
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.schedule.batch import SlotStart
-from inflight.decoding.row_kernels import RowKernels, banned_by
-from inflight.decoding.rows import Rows, SlotParameters
+from inflight.decoding.row_kernels import banned_by
 from inflight.guided.backend import MaskJob
 from inflight.guided.vocabulary import GuideVocabulary
-from inflight.ranks.lockstep import _DECODER, _ENCODER
+from inflight.load_model import guide_vocabulary
+from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.guided.factories import has_bit, make_request, tiny_backend, tiny_vocabulary
 from tests.guided.test_at_random import DEMO_MODEL
 
-VOCAB_SIZE = 77
-
-
-def made_up(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Masks, and the same as booleans [rows, VOCAB_SIZE]."""
-    allowed = np.random.default_rng(0).random((num_rows, 96)) < 0.3
-    masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    return masks, allowed[:, :VOCAB_SIZE]
-
-
-def test_what_a_mask_lacks_is_banned_in_some_rows_or_all() -> None:
-    masks, allowed = made_up(3)
-    slots = SlotParameters(6, torch.device("cpu"))
-    for slot in range(6):
-        slots.start(SlotStart(slot, make_request(slot, (1,), None)))
-    for indices in ([0, 1, 2], [1, 2, 3], [0, 2, 5]):
-        logits = torch.randn(6, VOCAB_SIZE)
-        expected = logits.clone()
-        for row, row_allowed in zip(indices, allowed):
-            expected[row, torch.from_numpy(~row_allowed)] = -torch.inf
-        rows = Rows(logits, np.arange(6), np.ones(6, dtype=np.int64), slots.numbers)
-        RowKernels().apply_masks(rows, np.array(indices), masks)
-        assert torch.equal(rows.logits, expected)
-
 
 def test_masks_are_spread_on_a_device_as_on_the_host() -> None:
-    masks, allowed = made_up(5)
-    assert np.array_equal(banned_by(torch.from_numpy(masks), VOCAB_SIZE).numpy(), ~allowed)
+    allowed = np.random.default_rng(0).random((5, 96)) < 0.3
+    masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    assert np.array_equal(banned_by(torch.from_numpy(masks), 77).numpy(), ~allowed[:, :77])
 
 
 def test_the_end_is_a_bit_behind_the_vocabulary() -> None:
@@ -82,7 +57,8 @@ def test_the_vocabulary_of_a_guided_decoding_config() -> None:
 def test_guides_and_their_events_are_recorded_and_shared() -> None:
     request = make_request(7, (1, 2), Guide(GuideType.JSON_SCHEMA, '{"type": "null"}'))
     inputs = IterationInput(3, 4, (request,), guides=(GuideEvent(7), GuideEvent(8, "INVALID_ARG", "wrong")))
-    assert _DECODER.decode(_ENCODER.encode(inputs)) == inputs
+    message, _ = BufferedEncoder().encode(inputs)
+    assert BufferedDecoder(IterationInput).decode(message)[0] == inputs
     assert decode(encode(Begin(inputs))) == Begin(inputs)
     assert request.needs_host and not request.looks_back
     assert request.sampling == SamplingConfig(top_p=1.0, temperature=1.0, random_seed=7)

@@ -83,8 +83,9 @@ def test_the_same_alone_and_in_a_batch_in_every_way(zoo: Zoo) -> None:
     check_all(alone, requests)
     expected = {each.request_id: alone.tokens(each) for each in requests}
     num_pauses = 0
-    for way in ("utilization-chunked-no-reuse", "utilization", "chunked"):
-        served = serve(load(model.folder, 20, 6), config_of(way), requests)
+    ways = [("utilization-chunked-no-reuse", None), ("utilization", "torch"), ("chunked", None)]
+    for way, kernels in ways:
+        served = serve(load(model.folder, 20, 6, kernels=kernels), config_of(way), requests)
         assert {each.request_id: served.tokens(each) for each in requests} == expected
         num_pauses += served.num_pauses
     assert num_pauses
@@ -217,6 +218,16 @@ def test_nothing_allows_what_the_guide_bans(zoo: Zoo) -> None:
     assert re.fullmatch("[ab]{5}", text_of(tiny_vocabulary(), served.tokens(0)))
     assert text_of(tiny_vocabulary(), served.tokens(1)) == "aaaaa"
     assert isinstance(served.errors[2], InvalidArgument)
+
+
+def test_a_guide_that_could_go_on_where_all_its_tokens_are_banned_is_an_error(zoo: Zoo) -> None:
+    """It may end behind the a too, but it is not the guide that leaves nothing else."""
+    model = zoo["llama-gqa"]
+    a = tiny_vocabulary().tokens.index(b"a")
+    guide = Guide(GuideType.REGEX, "ab*")
+    request = make_request(0, model.prompt(5, 0), guide, 9, (), {"allowed_token_ids": (a,)})
+    served = serve(load(model.folder), config_of("no-evict"), [request], may_fail=[0])
+    assert "must leave a token" in str(served.errors[0])
 
 
 def test_a_guide_that_fails_ends_its_request_alone(zoo: Zoo) -> None:

@@ -19,7 +19,7 @@ from inflight.executor.enums import (
 from inflight.executor.errors import InvalidValue
 from inflight.executor.request import EagleConfig, LookaheadDecodingConfig
 from inflight.executor.sampling import AdditionalModelOutput
-from inflight.executor.typed import FRACTION, NOT_NEGATIVE, POSITIVE, Frozen, Range, Typed, within
+from inflight.executor.typed import FRACTION, NOT_NEGATIVE, POSITIVE, SHARE, Frozen, Range, Typed, within
 
 _WINDOWS = Range("numbers >= 1", lambda windows: all(window >= 1 for window in windows))
 _NOT_EMPTY = Range("at least one", lambda values: len(values) > 0)
@@ -152,6 +152,8 @@ class PeftCacheConfig(Frozen):
     """The cache of adapters.
 
     Attributes:
+        optimal_adapter_size: Ranks of a page of the device's memory.
+        max_adapter_size: Largest rank of an adapter.
         device_cache_percent: Its share of free device memory (0.05).
         host_cache_size: Its bytes of host memory (1 GiB).
         lora_prefetch_dir: Folder of adapters that are loaded at the start.
@@ -159,15 +161,15 @@ class PeftCacheConfig(Frozen):
 
     num_host_module_layer: int = 0
     num_device_module_layer: int = 0
-    optimal_adapter_size: int = 8
-    max_adapter_size: int = 64
+    optimal_adapter_size: int = within(8, POSITIVE)
+    max_adapter_size: int = within(64, POSITIVE)
     num_put_workers: int = 1
     num_ensure_workers: int = 1
     num_copy_streams: int = 1
     max_pages_per_block_host: int = 24
     max_pages_per_block_device: int = 8
-    device_cache_percent: float | None = None
-    host_cache_size: int | None = None
+    device_cache_percent: float | None = within(None, SHARE)
+    host_cache_size: int | None = within(None, POSITIVE)
     lora_prefetch_dir: str | None = None
 
 

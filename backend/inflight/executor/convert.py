@@ -6,32 +6,39 @@ its checker first. Plain functions, any thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from inflight.adapters.lora_tensors import lora_weights
 from inflight.additional_outputs import AdditionalModelOutput as CoreOutput
 from inflight.additional_outputs import are_distinct
+from inflight.arrays import BFLOAT16, to_prompt_table
 from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, Parameters
 from inflight.config import CapacitySchedulerPolicy as Policy
 from inflight.config import ContextChunkingPolicy as ChunkingPolicy
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument
-from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig
+from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
 from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
 from inflight.executor.request import (
     ExternalDraftTokensConfig,
     GuidedDecodingParams,
     KvCacheRetentionConfig,
+    LoraConfig,
+    PromptTuningConfig,
     Request,
 )
 from inflight.executor.sampling import AdditionalModelOutput, OutputConfig
@@ -64,6 +71,7 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         raise InvalidArgument(
             "generation logits cannot be streamed with beam_width > 1, because beams change"
         )
+    table = _prompt_table(request.prompt_tuning_config)
     converted = CoreRequest(
         request_id=request_id,
         input_token_ids=tuple(request.input_token_ids),
@@ -78,12 +86,14 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         embedding_bias=_embedding_bias(request.embedding_bias, limits.vocab_size),
         draft=_draft(request.external_draft_tokens_config),
         logits_post_processor_name=_logits_post_processor(request),
-        identity=PrefixIdentity(cache_salt_id=request.cache_salt_id or 0),
+        identity=_identity(request),
         retention=_retention(request.kv_cache_retention_config),
         priority=request.priority,
         client_id=request.client_id or 0,
         allotted_time_ms=_allotted_time_ms(request.allotted_time_ms),
         guide=_guide(request.guided_decoding_params),
+        lora=to_lora_request(request.lora_config),
+        prompt_table=table,
     )
     converted.validate(limits)
     return converted
@@ -154,11 +164,57 @@ def _embedding_bias(bias: Any, vocab_size: int) -> FloatTensor | None:
     return tensor
 
 
+def _prompt_table(config: PromptTuningConfig | None) -> PromptTable | None:
+    if config is None:
+        return None
+    array = to_host_array(config.embedding_table)
+    if array.dtype not in (BFLOAT16, np.float16, np.float32):
+        raise InvalidArgument(
+            f"embedding_table must be of float32, float16 or bfloat16, got {config.embedding_table.dtype}"
+        )
+    return to_prompt_table(array, "embedding_table")
+
+
+def _identity(request: Request) -> PrefixIdentity:
+    extra_ids = request.prompt_tuning_config and request.prompt_tuning_config.input_token_extra_ids
+    return PrefixIdentity(
+        cache_salt_id=request.cache_salt_id or 0,
+        extra_ids=tuple(extra_ids or ()),
+    )
+
+
 def to_float_tensor(tensor: Any) -> FloatTensor:
     """A tensor of torch's or numpy's, on whatever device, as float32."""
     on_host = tensor.detach().cpu().float().numpy() if hasattr(tensor, "detach") else tensor
     array = np.ascontiguousarray(on_host, np.float32)
     return FloatTensor(array.shape, array.tobytes())
+
+
+def to_host_array(tensor: Any) -> NDArray[Any]:
+    """A tensor of torch's or numpy's as an array; of bfloat16, which numpy does not have, its bits as uint16."""
+    if not hasattr(tensor, "detach"):
+        return np.asarray(tensor)
+    on_host = tensor.detach().cpu()
+    if str(on_host.dtype) != "torch.bfloat16":
+        return on_host.numpy()
+    import torch
+
+    return on_host.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def to_lora_request(lora: LoraConfig | str | None) -> LoraRequest | None:
+    """The adapter of a request: a configuration, or the name of an adapter that the parameters name.
+
+    Raises InvalidArgument for weights that cannot be an adapter's.
+    """
+    if lora is None or isinstance(lora, str):
+        return LoraRequest(name=lora) if lora else None
+    if lora.weights is None or lora.config is None:
+        return LoraRequest(lora.task_id)
+    weights, dtype = to_host_array(lora.weights), str(lora.weights.dtype).removeprefix("torch.")
+    if dtype not in ITEM_SIZES:
+        raise InvalidArgument(f"lora weights must be one of {', '.join(ITEM_SIZES)}, got {dtype}")
+    return LoraRequest(lora.task_id, weights=lora_weights(weights, to_host_array(lora.config), dtype))
 
 
 def _draft(config: ExternalDraftTokensConfig | None) -> ExternalDraft | None:
@@ -302,6 +358,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
         max_num_tokens=num_tokens,
         max_beam_width=config.max_beam_width,
     )
+    peft = config.peft_cache_config
     engine = replace(
         base.engine,
         gpt_model_path=model_path,
@@ -309,6 +366,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
         max_num_sequences=num_sequences,
         max_num_tokens=num_tokens,
         **_cache_fields(cache),
+        **_said(peft, base.engine, _PEFT_FIELDS_OF_ENGINE),
         **_model_outputs(config),
         **_debug_fields(config.debug_config),
     )
@@ -319,6 +377,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
         request_stats_max_iterations=config.request_stats_max_iterations,
         scheduler=scheduler,
         engine=engine,
+        **_said(peft, base, _PEFT_FIELDS),
         guided_decoding_backend=(
             base.guided_decoding_backend if guides is None else guides.backend.name.lower()
         ),
@@ -348,6 +407,21 @@ def _cache_fields(cache: KvCacheConfig) -> dict[str, Any]:
         fields["kv_cache_free_gpu_mem_fraction"] = cache.free_gpu_memory_fraction
         fields["kv_cache_free_cpu_mem_fraction"] = cache.free_gpu_memory_fraction
     return fields
+
+
+_PEFT_FIELDS_OF_ENGINE = {
+    "optimal_adapter_size": "lora_cache_optimal_adapter_size",
+    "max_adapter_size": "lora_cache_max_adapter_size",
+    "device_cache_percent": "lora_cache_gpu_memory_fraction",
+}
+_PEFT_FIELDS = {"host_cache_size": "lora_cache_host_memory_bytes", "lora_prefetch_dir": "lora_prefetch_dir"}
+
+
+def _said(peft: PeftCacheConfig, base: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of `base` that the configuration says: those that it leaves at their defaults, `base` says."""
+    defaults = PeftCacheConfig()
+    values = {name: getattr(peft, name) for name in names if getattr(peft, name) != getattr(defaults, name)}
+    return {names[name]: value for name, value in values.items()}
 
 
 def _parallel_fields(config: ExecutorConfig, base: Parameters) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from inflight.build import FollowingRank, LoadModel, RunningEngine, start_engine, start_following
+from inflight.build import FollowingRank, RunningEngine, start_engine, start_following
 from inflight.config import Parameters
 from inflight.core.ports import EngineClient
 from inflight.core.report.metrics import MetricsSnapshot
@@ -24,6 +24,7 @@ from inflight.errors import ConfigError, Unavailable
 from inflight.executor.config import ParallelConfig
 from inflight.executor.enums import CommunicationMode
 from inflight.executor.errors import NotSupported
+from inflight.load_model import LoadModel
 from inflight.processes import ProcessId
 from inflight.ranks.job import Job
 from inflight.ranks.launch import num_ranks_around

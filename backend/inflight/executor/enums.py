@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from inflight.core.report.stats import RequestStage
 from inflight.core.request.stop import FinishReason
 from inflight.executor.errors import InvalidValue
 
@@ -84,16 +85,6 @@ class RequestType(Numbered):
     REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
     REQUEST_TYPE_CONTEXT_ONLY = 1
     REQUEST_TYPE_GENERATION_ONLY = 2
-
-
-class RequestStage(Numbered):
-    """Where a request is."""
-
-    QUEUED = 0
-    ENCODER_IN_PROGRESS = 1
-    CONTEXT_IN_PROGRESS = 2
-    GENERATION_IN_PROGRESS = 3
-    GENERATION_COMPLETE = 4
 
 
 class KvCacheTransferMode(Numbered):

@@ -18,39 +18,49 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from numbers import Integral
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast, overload
 
 from inflight.config import Parameters
 from inflight.core.ports import EngineClient
+from inflight.core.report.executor_stats import (
+    IterationStats,
+    RequestStatsPerIteration,
+    iteration_stats,
+    request_stats,
+)
 from inflight.core.report.reports import ReportKind, Reports
+from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.request import EngineDescription
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
-from inflight.errors import InflightError, InvalidArgument, Unavailable
+from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable
 from inflight.executor import engines, reports
 from inflight.executor.config import ExecutorConfig
-from inflight.executor.convert import to_core_request, to_parameters
+from inflight.executor.convert import to_core_request, to_lora_request, to_parameters
+from inflight.executor.debug_tensors import DebugTensorsPerIteration
 from inflight.executor.enums import BatchingType, ModelType
-from inflight.executor.errors import ExecutorError, NotSupported
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
 from inflight.executor.fields import FieldChecker, check_model_type
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
 from inflight.executor.mailbox import Mailbox
-from inflight.executor.request import Request
+from inflight.executor.request import LoraConfig, Request
 from inflight.executor.response import Response
 from inflight.executor.results import Answer, Answers, Asked
 from inflight.executor.sampling import OutputConfig, SamplingConfig
-from inflight.executor.stats import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
-from inflight.file_names import native
+from inflight.file_names import native, readable
+from inflight.hub import find_checkpoint
 from inflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _NO_ENCODER = "no model here has one"
+
+Lora = LoraConfig | str
+"""An adapter, or the name of one that the parameters name."""
 
 Timeout = timedelta | float | None
 """How long to wait: a timedelta, or seconds; None: as long as it takes."""
@@ -87,6 +97,7 @@ class Executor:
         executor_config: ExecutorConfig | None = ...,
         *,
         parameters: Parameters | None = ...,
+        revision: str | None = ...,
     ) -> None: ...
 
     @overload
@@ -115,9 +126,11 @@ class Executor:
         0 returns when the model is loaded, and its `shutdown` waits for rank 0's.
 
         Args:
-            *args: The checkpoint folder, as Hugging Face has it; the type, DECODER_ONLY; the configuration.
-            **keywords: The same by name, and `parameters`: what the engine is loaded with beside what the
-                configuration says, such as `Parameters(tensor_parallel_size=2)`.
+            *args: The checkpoint, a folder as Hugging Face has it, or a name of the hub, which is fetched; the
+                type, DECODER_ONLY; the configuration.
+            **keywords: The same by name; `parameters`: what the engine is loaded with beside what the
+                configuration says, such as `Parameters(tensor_parallel_size=2)`; and `revision`: branch, tag or
+                commit of what is fetched.
 
         Raises:
             ExecutorError: The model cannot be loaded; the message says why.
@@ -125,8 +138,6 @@ class Executor:
                 something that is not built.
         """
         path, config, base = _constructor_arguments(args, keywords)
-        if not Path(native(path), "config.json").is_file():
-            raise ExecutorError(f"File does not exist: {path}/config.json")
         self._fields = FieldChecker()
         self._fields.check(config)
         parameters = to_parameters(config, path, base)
@@ -209,11 +220,12 @@ class Executor:
             ids.append(request_id)
         return ids
 
-    async def stream(self, request: Request) -> AsyncIterator[Response]:
+    async def stream(self, request: Request, *, lora: str | None = None) -> AsyncIterator[Response]:
         """Enqueue a request and yield its responses as tokens come; `streaming` need not be set.
 
-        Leaving the loop early, or cancelling its task, cancels the request. Its responses come here alone:
-        `await_responses` does not see them.
+        Its adapter is that of `request.lora_config`, or one that the parameters name, `lora`. Leaving the loop
+        early, or cancelling its task, cancels the request. Its responses come here alone: `await_responses` does
+        not see them.
 
         Raises:
             ExecutorError: As `enqueue_requests`.
@@ -222,6 +234,10 @@ class Executor:
         request = copy.copy(request)
         request.streaming = True
         prepared = self._prepare(request)
+        if lora is not None and prepared.request is not None:
+            if request.lora_config is not None:
+                raise InvalidValue(f"lora is {lora!r} and the request has a lora_config: give one of them")
+            prepared = replace(prepared, request=replace(prepared.request, lora=to_lora_request(lora)))
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Answer] = asyncio.Queue()
 
@@ -249,6 +265,7 @@ class Executor:
         sampling_config: SamplingConfig | None = None,
         stop: Sequence[str] = (),
         end_id: int | None = None,
+        lora: Lora | Sequence[Lora | None] | None = None,
         return_log_probs: bool = False,
         progress: bool | None = None,
     ) -> Generation | list[Generation]:
@@ -260,6 +277,7 @@ class Executor:
             sampling_config: How tokens are chosen; the likeliest without one.
             stop: Texts that end an output; they are no part of its text.
             end_id: Token that ends an output; without one, those that the checkpoint names; -1: none.
+            lora: For all prompts; or one for each, None for the bare model.
             return_log_probs: Whether sequences have their `cum_log_prob`.
             progress: Whether to show a bar on stderr; None: if that is a terminal and there is much to do.
 
@@ -274,6 +292,7 @@ class Executor:
         is_text = any(isinstance(prompt, str) for prompt in listed)
         tokenizer = self._find_tokenizer(is_required=is_text or bool(stop))
         eos_token_ids = self._described().eos_token_ids if end_id is None else ()
+        adapters = _adapters(lora, len(listed))
         converted: list[CoreRequest] = []
         for prompt in listed:
             ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
@@ -289,6 +308,7 @@ class Executor:
             except InvalidArgument as error:
                 raise ExecutorError(f"prompt {len(converted)}: {error}") from error
             # Where a text may have to stop, somebody has to look at it as it comes.
+            core = replace(core, lora=adapters[len(converted)])
             converted.append(replace(core, streaming=bool(stop), end_ids=core.end_ids or eos_token_ids))
         most_at_once = self._num_slots + self._max_queue_size if self._max_queue_size else None
         generated = Generating(client, converted, stop, tokenizer).run(most_at_once, progress)
@@ -354,11 +374,11 @@ class Executor:
     def get_latest_iteration_stats(self) -> list[IterationStats]:
         """Statistics of iterations since the last call, oldest first: `iter_stats_max_iterations` at most."""
         told = self._reports(ReportKind.ITERATIONS)
-        return [reports.iteration_stats(each, told.memory) for each in told.iterations]
+        return [iteration_stats(each, told.memory) for each in told.iterations]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
         """The same of every request, `request_stats_max_iterations` at most."""
-        return [reports.request_stats(each) for each in self._reports(ReportKind.REQUESTS).requests]
+        return [request_stats(each) for each in self._reports(ReportKind.REQUESTS).requests]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
         """Debug tensors of iterations since the last call, oldest first, as `debug_config` says."""
@@ -469,7 +489,7 @@ def _constructor_arguments(
         found = inspect.signature(_from_folder).bind(*args, **keywords)
     except TypeError as error:
         raise TypeError(
-            f"Executor(model_path, model_type, executor_config, *, parameters): {error}"
+            f"Executor(model_path, model_type, executor_config, *, parameters, revision): {error}"
         ) from None
     found.apply_defaults()
     return _from_folder(*found.args, **found.kwargs)
@@ -481,9 +501,19 @@ def _from_folder(
     executor_config: ExecutorConfig | None = None,
     *,
     parameters: Parameters | None = None,
+    revision: str | None = None,
 ) -> tuple[str, ExecutorConfig, Parameters | None]:
     check_model_type(model_type)
-    return os.fspath(model_path), executor_config or ExecutorConfig(), parameters
+    path = _checkpoint(os.fspath(model_path), revision)
+    return path, executor_config or ExecutorConfig(), parameters
+
+
+def _checkpoint(model: str, revision: str | None) -> str:
+    """The folder of a checkpoint; it is fetched where `model` is a name of the hub."""
+    try:
+        return readable(str(find_checkpoint(native(model), revision)))
+    except ConfigError as error:
+        raise ExecutorError(f"File does not exist: {model}/config.json; {error}") from error
 
 
 def _whose(
@@ -505,6 +535,18 @@ def _whose(
     if whose is None:
         return None, timeout
     return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
+
+
+def _adapters(lora: Lora | Sequence[Lora | None] | None, num_prompts: int) -> list[LoraRequest | None]:
+    """The adapter of each prompt of `generate`; weights for all prompts are copied once."""
+    try:
+        if lora is None or isinstance(lora, Lora):
+            return [to_lora_request(lora)] * num_prompts
+        if len(lora) != num_prompts:
+            raise InvalidValue(f"lora has {len(lora)} adapters for {num_prompts} prompts")
+        return [to_lora_request(each) for each in lora]
+    except InvalidArgument as error:
+        raise ExecutorError(str(error)) from error
 
 
 def _end(mailbox: Mailbox, engine: engines.ExecutorEngine) -> None:

@@ -29,7 +29,13 @@ from inflight.executor.config import (
 )
 from inflight.executor.enums import DecodingMode, KvCacheTransferMode, ModelType, RequestType
 from inflight.executor.errors import NotSupported
-from inflight.executor.request import ExternalDraftTokensConfig, KvCacheRetentionConfig, Request
+from inflight.executor.request import (
+    ExternalDraftTokensConfig,
+    KvCacheRetentionConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    Request,
+)
 from inflight.executor.sampling import AdditionalModelOutput, OutputConfig, SamplingConfig
 from inflight.executor.typed import Frozen, Typed
 
@@ -91,8 +97,7 @@ def _of(owner: type, **notes: _Note) -> list[FieldNote]:
 
 _NO_ENCODER = "no model here has an encoder"
 _NO_IMAGES = "no model here takes images, sound or video"
-_NO_LORA = "adapters are not built in this version"
-_NO_PROMPT_TABLES = "prompt tables are not built in this version"
+
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
 _NO_OFFLOADING = "KV blocks are not offloaded to the host"
 _OWN_DRAFTS = "drafts come with a request (external_draft_tokens_config); this way of drafting is not built"
@@ -128,11 +133,11 @@ _REQUEST = _of(
     stop_words=_works("part of the output; a prompt's tokens are no part of one"),
     embedding_bias=_works("float, one for each token of the vocabulary"),
     external_draft_tokens_config=_works("verified in one pass"),
-    prompt_tuning_config=_refused(_NO_PROMPT_TABLES),
+    prompt_tuning_config=_works("rows for prompt tokens from vocab_size on; see PromptTuningConfig"),
     multimodal_input=_refused(_NO_IMAGES),
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_refused(_NO_IMAGES),
-    lora_config=_refused(_NO_LORA),
+    lora_config=_works("weights come with its first request; later ones need its task_id alone"),
     lookahead_config=_refused(_OWN_DRAFTS),
     kv_cache_retention_config=_works("by priority, then by last use"),
     logits_post_processor_name=_works("a name of LogitsPostProcessorConfig.processor_map, or `batched`"),
@@ -152,7 +157,7 @@ _REQUEST = _of(
     guided_decoding_params=_works(
         "not with beams; without GuidedDecodingConfig by the checkpoint's tokenizer"
     ),
-    language_adapter_uid=_refused(_NO_LORA),
+    language_adapter_uid=_refused("a request has one adapter, that of lora_config"),
     allotted_time_ms=_works("from arrival, rounded down to milliseconds, at least one"),
     cache_salt_id=_works("0 and None are the same salt"),
 )
@@ -202,6 +207,19 @@ _PARTS_OF_REQUESTS = [
         logits=_works("[tokens, vocab_size]; tokens are then accepted by chance"),
         acceptance_threshold=_works("accepted at this ratio instead"),
         fast_logits=_refused("logits come with the request; no draft engine sends them", False),
+    ),
+    *_of(
+        LoraConfig,
+        task_id=_works("weights of one that is known are ignored: a new version needs a new id"),
+        weights=_works("float32, float16 or bfloat16, whatever the model's type is"),
+        config=_works("rows of 3 or 4 numbers; modules that the model does not have are an error"),
+    ),
+    *_of(
+        PromptTuningConfig,
+        embedding_table=_works("float32, float16 or bfloat16; a part of what KV blocks are found by"),
+        input_token_extra_ids=_works(
+            "a part of it too; needed by nobody, as the table's content tells it apart"
+        ),
     ),
     *_of(
         KvCacheRetentionConfig,
@@ -304,12 +322,26 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         PeftCacheConfig,
-        **{
-            each.name: _ignored(_NO_LORA)
-            for each in fields(PeftCacheConfig)
-            if each.name != "lora_prefetch_dir"
-        },
-        lora_prefetch_dir=_refused(_NO_LORA, ""),
+        num_host_module_layer=_ignored("host_cache_size says how much the host keeps"),
+        num_device_module_layer=_ignored("device_cache_percent says how much the device keeps"),
+        optimal_adapter_size=_works("ranks that a page of the device's memory has room for"),
+        max_adapter_size=_works("adapters of a larger rank are refused"),
+        num_put_workers=_ignored("adapters are stored as their requests come"),
+        num_ensure_workers=_ignored(
+            "adapters are copied to the device by the iteration that needs them first"
+        ),
+        num_copy_streams=_ignored("adapters are copied in the order of the device's work"),
+        max_pages_per_block_host=_ignored("on the host an adapter is kept in one piece"),
+        max_pages_per_block_device=_ignored(
+            "there are no blocks of pages; optimal_adapter_size is a page's size"
+        ),
+        device_cache_percent=_works(
+            "share of the free memory beside the weights, in [0, 1]; 0.05 by default"
+        ),
+        host_cache_size=_works("bytes; 1 GiB by default"),
+        lora_prefetch_dir=_works(
+            "its folders are called by task ids; read at the start, and when one is missing"
+        ),
     ),
     *_of(
         DecodingConfig,

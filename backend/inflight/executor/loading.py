@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from inflight.build import LoadModel, guide_vocabulary, load_model
 from inflight.errors import ConfigError
 from inflight.executor.config import ExecutorConfig, GuidedDecodingConfig, LogitsPostProcessorConfig
 from inflight.executor.convert import OWN_POST_PROCESSOR_NAME
 from inflight.executor.enums import CommunicationMode
 from inflight.executor.errors import InvalidValue, NotSupported
+from inflight.load_model import LoadModel, guide_vocabulary, load_model
 from inflight.ranks.launch import num_ranks_around
 
 if TYPE_CHECKING:

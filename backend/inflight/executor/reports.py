@@ -1,4 +1,4 @@
-"""Statistics, events of the KV cache and debug tensors, from the engine's to the client's classes."""
+"""Events of the KV cache and debug tensors, from the engine's to the client's classes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from inflight.core.kv.kv_events import KvEvent
-from inflight.core.report import stats as core
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.errors import Unavailable
-from inflight.executor.enums import RequestStage
+from inflight.executor.debug_tensors import DebugTensorsPerIteration
 from inflight.executor.errors import ExecutorError
 from inflight.executor.kv_cache import (
     KVCacheCreatedData,
@@ -22,16 +21,6 @@ from inflight.executor.kv_cache import (
     KVCacheStoredData,
     KVCacheUpdatedData,
     UniqueToken,
-)
-from inflight.executor.stats import (
-    DebugTensorsPerIteration,
-    InflightBatchingStats,
-    IterationStats,
-    KvCacheStats,
-    RequestStats,
-    RequestStatsPerIteration,
-    SpecDecodingStats,
-    StaticBatchingStats,
 )
 
 if TYPE_CHECKING:
@@ -94,103 +83,6 @@ def _event_data(event: KvEvent) -> KVCacheEventData:
     if event.updated is not None:
         return KVCacheUpdatedData(event.updated, None, KVCacheEventDiffInt(*event.priorities))
     return KVCacheRemovedData(list(event.removed))
-
-
-def iteration_stats(kept: core.KeptIteration, memory: core.MemoryUsage) -> IterationStats:
-    """The statistics of an iteration; `memory` is what the engine's process holds now."""
-    stats = kept.stats
-    return IterationStats(
-        timestamp=core.timestamp(kept.wall_clock_s),
-        iter=stats.iteration,
-        iter_latency_ms=stats.duration_ns / 1e6,
-        new_active_requests_queue_latency_ms=stats.new_requests_queue_ns / 1e6,
-        num_new_active_requests=stats.num_new_requests,
-        num_active_requests=stats.num_active_requests,
-        num_queued_requests=stats.num_waiting_requests,
-        num_completed_requests=stats.num_completed_requests,
-        max_num_active_requests=stats.max_num_requests,
-        max_batch_size_static=stats.max_num_requests,
-        max_batch_size_runtime=stats.max_num_requests,
-        max_num_tokens_static=stats.max_num_tokens,
-        max_num_tokens_runtime=stats.max_num_tokens,
-        gpu_mem_usage=memory.gpu,
-        cpu_mem_usage=memory.cpu,
-        pinned_mem_usage=memory.pinned,
-        kv_cache_stats=KvCacheStats(
-            stats.max_num_blocks,
-            stats.num_free_blocks,
-            stats.num_used_blocks,
-            stats.tokens_per_block,
-            stats.num_taken_blocks,
-            stats.num_taken_blocks,
-            stats.num_reused_blocks,
-            stats.num_missed_blocks,
-            stats.cache_hit_rate,
-        ),
-        static_batching_stats=_static_batching_stats(stats),
-        inflight_batching_stats=_inflight_batching_stats(stats),
-        specdec_stats=_spec_decoding_stats(stats),
-    )
-
-
-def _static_batching_stats(stats: core.IterationStats) -> StaticBatchingStats | None:
-    batch = stats.static_batch
-    if batch is None:
-        return None
-    return StaticBatchingStats(
-        stats.num_batched_requests,
-        stats.num_context_requests,
-        batch.num_context_tokens,
-        batch.num_generation_tokens,
-        batch.num_empty_slots,
-    )
-
-
-def _inflight_batching_stats(stats: core.IterationStats) -> InflightBatchingStats | None:
-    if stats.static_batch is not None:
-        return None
-    return InflightBatchingStats(
-        stats.num_scheduled_requests,
-        stats.num_context_requests,
-        stats.num_generation_requests,
-        stats.num_paused_requests,
-        stats.num_context_tokens,
-        stats.micro_batch_id,
-        _per(stats.num_generated_tokens, stats.num_advanced_sequences),
-    )
-
-
-def _spec_decoding_stats(stats: core.IterationStats) -> SpecDecodingStats | None:
-    steps, accepted = stats.num_drafted_requests, stats.num_accepted_draft_tokens
-    if not steps:
-        return None
-    return SpecDecodingStats(stats.num_draft_tokens, accepted, steps, (steps + accepted) / steps)
-
-
-def request_stats(told: core.RequestStatsPerIteration) -> RequestStatsPerIteration:
-    """The statistics of all requests after an iteration."""
-    return RequestStatsPerIteration(told.iteration, [_of_request(each) for each in told.request_stats])
-
-
-def _of_request(stats: core.RequestStats) -> RequestStats:
-    return RequestStats(
-        id=stats.request_id,
-        stage=RequestStage[stats.stage.name],
-        context_prefill_position=stats.context_prefill_position,
-        num_generated_tokens=stats.num_generated_tokens,
-        avg_num_decoded_tokens_per_iter=_per(stats.num_generated_tokens, stats.num_generation_iterations),
-        scheduled=stats.is_scheduled,
-        paused=stats.is_paused,
-        alloc_total_blocks_per_request=stats.num_new_blocks,
-        alloc_new_blocks_per_request=stats.num_new_blocks,
-        reused_blocks_per_request=stats.num_reused_blocks,
-        missed_blocks_per_request=stats.num_missed_blocks,
-        kv_cache_hit_rate_per_request=core.hit_rate(stats.num_reused_blocks, stats.num_missed_blocks),
-    )
-
-
-def _per(count: int, of: int) -> float:
-    return count / of if of else 0.0
 
 
 def debug_tensors(written: core_debug.DebugTensorsPerIteration) -> DebugTensorsPerIteration:

@@ -21,6 +21,7 @@ LogitsPostProcessor = Callable[..., Any]
 """Called with (request id, logits, tokens so far, stream, client id), of which older ones leave out the last."""
 
 _PRIORITY = Range("between 0 and 100", lambda priority: 0 <= priority <= 100)
+_TASK_ID = Range("in [0, 2**64)", lambda task_id: 0 <= task_id < 1 << 64)
 _VECTOR = Range("a tensor of one dimension", lambda tensor: len(tensor.shape) == 1)
 
 
@@ -56,15 +57,24 @@ class ExternalDraftTokensConfig(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class PromptTuningConfig(Frozen):
-    """Rows that stand for token ids beyond the vocabulary.
+    """Rows that stand for token ids beyond the vocabulary: vocab_size + i stands for row i.
 
     Attributes:
-        embedding_table: [rows, hidden_size].
-        input_token_extra_ids: One for each prompt token; tells tables apart in the KV cache.
+        embedding_table: [rows, hidden_size], float32, float16 or bfloat16.
+        input_token_extra_ids: One for each prompt token, 0 for text: KV blocks are shared where these are equal
+            too. They need not tell tables apart, which their content does.
     """
 
     embedding_table: torch.Tensor
     input_token_extra_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.embedding_table.shape) != 2:
+            raise InvalidValue(
+                "Expected prompt embedding table to have 2 dimensions, [rows, hidden_size], got "
+                f"{list(self.embedding_table.shape)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -96,11 +106,11 @@ class LoraConfig(Frozen):
 
     Attributes:
         task_id: Names the adapter; weights have to come with its first request only.
-        weights: [rows, width].
-        config: [rows, 3 or 4], int32: module, layer, rank, and whether it is DoRA.
+        weights: [rows, width] in float32, float16 or bfloat16, on the CPU.
+        config: [rows, 3 or 4], int32, on the CPU: module, layer, rank, and whether it is DoRA.
     """
 
-    task_id: int
+    task_id: int = required(_TASK_ID)
     weights: torch.Tensor | None = None
     config: torch.Tensor | None = None
 
@@ -113,6 +123,12 @@ class LoraConfig(Frozen):
         for name, tensor in (("weights", self.weights), ("config", self.config)):
             if tensor is not None and len(tensor.shape) != 2:
                 raise InvalidValue(f"Expected {name} tensor to have 2 dimensions, got {list(tensor.shape)}")
+            if tensor is not None and str(getattr(tensor, "device", "cpu")) != "cpu":
+                raise InvalidValue(f"Expected lora {name} to be in CPU memory, got {tensor.device}")
+        if self.config is not None and str(self.config.dtype).removeprefix("torch.") != "int32":
+            raise InvalidValue(
+                f"Expected lora config tensor to have type kINT32, got {self.config.dtype}: int32 is expected"
+            )
         if self.weights is not None and self.config is not None and len(self.weights) != len(self.config):
             raise InvalidValue("Expected dim 0 of lora weights and lora config to have the same size")
 

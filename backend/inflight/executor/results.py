@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from inflight.additional_outputs import CONTEXT
+from inflight.core.report.stats import hit_rate, ratio
 from inflight.core.request import request as core
 from inflight.core.request import response as core_response
 from inflight.executor.response import (
@@ -141,7 +142,7 @@ class Answer:
             sequence_index=result.sequence_index,
             is_sequence_final=result.is_sequence_final,
             decoding_iter=iterations,
-            avg_decoded_tokens_per_iter=self.num_generated / iterations if iterations else 0.0,
+            avg_decoded_tokens_per_iter=ratio(self.num_generated, iterations),
             additional_outputs=_additional_outputs(so_far if repeats else (result,)),
             request_perf_metrics=None if result.perf_metrics is None else _perf_metrics(result),
         )
@@ -209,7 +210,6 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
 def _perf_metrics(result: core_response.Result) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
-    sought = found.num_reused_blocks + found.num_missed_blocks
     has_tokens = found.first_token_time_ns > 0
     return RequestPerfMetrics(
         TimingMetrics(
@@ -223,12 +223,10 @@ def _perf_metrics(result: core_response.Result) -> RequestPerfMetrics:
             num_new_allocated_blocks=found.num_new_blocks,
             num_reused_blocks=found.num_reused_blocks,
             num_missed_blocks=found.num_missed_blocks,
-            kv_cache_hit_rate=found.num_reused_blocks / sought if sought else 0.0,
+            kv_cache_hit_rate=hit_rate(found.num_reused_blocks, found.num_missed_blocks),
         ),
         SpeculativeDecodingMetrics(
-            acceptance_rate=(
-                found.num_accepted_draft_tokens / found.num_draft_tokens if found.num_draft_tokens else 0.0
-            ),
+            acceptance_rate=found.acceptance_rate,
             total_accepted_draft_tokens=found.num_accepted_draft_tokens,
             total_draft_tokens=found.num_draft_tokens,
         ),

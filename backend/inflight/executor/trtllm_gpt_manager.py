@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from inflight.batch_manager import GptManager as CoreGptManager
-from inflight.build import LoadModel, check_parameters, load_model
+from inflight.build import check_parameters, make_adapters
 from inflight.config import Parameters
 from inflight.core.request.request import ModelLimits, Request
 from inflight.core.request.response import Response
@@ -34,10 +34,11 @@ from inflight.executor.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from inflight.executor.convert import to_parameters
+from inflight.executor.convert import to_host_array, to_parameters
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, DecodingMode
 from inflight.executor.fields import FieldChecker
 from inflight.executor.typed import Typed
+from inflight.load_model import LoadModel, load_model
 from inflight.serving.reply import Output, Prompt
 from inflight.triton.inference_request import InferenceRequest as TensorMap
 from inflight.triton.responses import make_array
@@ -264,7 +265,9 @@ class _Session:
         self._prompts: dict[int, Prompt] = {}  # of every request without its final response; worker thread
         self._is_over = threading.Event()
         self._worker: int | None = None  # identifier of the thread that calls the callbacks
-        engine = given.load(parameters, "", None).engine
+        model = given.load(parameters, "", None)
+        engine = model.engine
+        self._adapters = make_adapters(parameters, model, lambda: self._manager.notify())
         config = replace(parameters.scheduler, max_num_requests=given.max_num_requests)
         self._limits: ModelLimits = engine.limits.model_limits(config)
         self._manager = CoreGptManager(
@@ -274,15 +277,21 @@ class _Session:
             self._send_response,
             self._poll_stop_signals if given.poll_stop_signal_cb else None,
             given.return_batch_manager_stats_cb,
+            adapters=None if self._adapters is None else self._adapters.cache,
         )
         threading.Thread(target=self._wake, name="gpt-manager-wake", daemon=True).start()
 
     def shutdown(self) -> None:
         self._is_over.set()
         if threading.get_ident() == self._worker:  # which cannot wait for its own end
-            threading.Thread(target=self._manager.shutdown, name="gpt-manager-shutdown").start()
+            threading.Thread(target=self._end, name="gpt-manager-shutdown").start()
         else:
-            self._manager.shutdown()
+            self._end()
+
+    def _end(self) -> None:
+        self._manager.shutdown()
+        if self._adapters is not None:
+            self._adapters.cache.close()
 
     def _wake(self) -> None:
         """An idle worker rests until somebody says that there is something: nobody else does."""
@@ -311,7 +320,7 @@ class _Session:
             raise AlreadyExists(f"a request with id {request.request_id} is being processed")
         arrays = {name: _to_numpy(name, tensor) for name, tensor in request.tensors.items()}
         prompt = TensorMap(request.request_id, arrays).to_prompt(self._limits)
-        self._prompts[request.request_id] = prompt
+        self._prompts[request.request_id] = replace(prompt, request=prompt.request.without_weights())
         return prompt.request
 
     def _send_response(self, response: Response) -> None:
@@ -331,7 +340,7 @@ class _Session:
 
 def _to_numpy(name: str, tensor: Any) -> np.ndarray:
     """An array of torch's or numpy's; torch's int64 stands for uint64 where that is asked for."""
-    array = tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+    array = to_host_array(tensor)
     spec = INPUTS.sent_as(name, Vocabulary.TOKENS)
     is_unsigned = spec is not None and spec.dtype == "UINT64"
     return array.astype(np.uint64) if is_unsigned and array.dtype == np.int64 else array

@@ -93,7 +93,7 @@ def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
 
         return LLGuidanceBackend(vocabulary)
     except ImportError as error:
-        remedy = ": pip install 'inflight[guided-xgrammar]'" if name == "xgrammar" else ""
+        remedy = ": pip install -e '.[guided-xgrammar]' in the checkout" if name == "xgrammar" else ""
         raise ConfigError(
             f"guided_decoding_backend is {name}, which is not installed{remedy} ({error})"
         ) from None

@@ -159,7 +159,7 @@ class ChildCompiler:
                 continue
             except InflightError as failure:
                 error = failure
-            except Exception as failure:  # of a library: its guide alone fails
+            except Exception as failure:  # a library may raise anything; its guide alone fails
                 _log.exception("a guide of type %s could not be compiled", guide.type.value)
                 error = StepFailed(f"guided_decoding_guide could not be compiled: {failure!r}")
             self._tell(guide, error)

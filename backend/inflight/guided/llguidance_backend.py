@@ -20,6 +20,9 @@ from inflight.guided.backend import MaskJob, Matcher, refusal
 from inflight.guided.structural_tags import as_lark, refuse_misread
 from inflight.guided.vocabulary import GuideVocabulary
 
+_FEW_MASKS = 8
+"""Filling so many takes no longer than to wake other threads for it, tens of microseconds each."""
+
 _ANY_JSON = json.dumps({"type": ["object", "array"]})
 
 
@@ -86,13 +89,18 @@ class LLGuidanceBackend:
         return LLMatcher(self._matcher(compiled.decode()))
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`, on the library's own threads, with the GIL released."""
+        """As `GuideBackend.fill`, without the GIL: few masks on the caller's thread, many on the library's own."""
         matchers = [job.matcher for job in jobs]
         own = [each.matcher for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
-        place = (masks.ctypes.data, masks.strides[0], len(masks))
-        if single := [(matcher, job.row) for matcher, job in zip(own, jobs) if not job.draft]:
+        address, stride = masks.ctypes.data, masks.strides[0]
+        place = (address, stride, len(masks))
+        single = [(matcher, job.row) for matcher, job in zip(own, jobs) if not job.draft]
+        if len(single) > _FEW_MASKS:
             self._executor.unsafe_compute_mask_ptr(single, *place)
+        else:
+            for matcher, row in single:
+                matcher.unsafe_compute_mask_ptr(address + row * stride, stride)
         for matcher, job in zip(own, jobs):
             if job.draft:
                 self._fill_behind(matcher, job, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
+from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
 
 
@@ -179,12 +180,44 @@ _VALUES = frozenset(("enum", "const", "default", "examples", "title", "descripti
 
 
 def _structural_tag(text: str) -> xgrammar.StructuralTag:
-    from inflight.guided.structural_tags import read_tags
-
-    structures, triggers = read_tags(text)
-    for one in structures:
+    tags = read_tags(text)
+    for one in tags.structures:
         _refuse_ignored(json.loads(one.schema))
+    if tags.sequence is not None:
+        return _sequence(tags.structures, tags.sequence)
     items = [
-        xgrammar.StructuralTagItem(begin=one.begin, schema=one.schema, end=one.end) for one in structures
+        xgrammar.StructuralTagItem(begin=one.begin, schema=one.schema, end=one.end) for one in tags.structures
     ]
-    return xgrammar.StructuralTag.from_legacy_structural_tag(items, list(triggers))
+    return xgrammar.StructuralTag.from_legacy_structural_tag(items, list(tags.triggers))
+
+
+def _sequence(structures: Iterable[Structure], sequence: TagSequence) -> xgrammar.StructuralTag:
+    elements: list[dict[str, Any]] = []
+    if sequence.after:
+        before = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": sequence.after}
+        elements += [before, {"type": "regex", "pattern": SPACE_BEHIND}]
+    if sequence.begin:
+        elements.append({"type": "const_string", "value": sequence.begin})
+    tags = [
+        {
+            "type": "tag",
+            "begin": one.begin,
+            "content": {"type": "json_schema", "json_schema": json.loads(one.schema)},
+            "end": one.end,
+        }
+        for one in structures
+    ]
+    elements.append(
+        {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": sequence.separator,
+            "at_least_one": True,
+            "stop_after_first": sequence.only_one,
+        }
+    )
+    if sequence.end:
+        elements.append({"type": "const_string", "value": sequence.end})
+    return xgrammar.StructuralTag.model_validate(
+        {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    )

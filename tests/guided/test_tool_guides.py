@@ -1,0 +1,190 @@
+"""Tool calls that are forced: what random models write under the guides is read back, and valid by jsonschema."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.stop import FinishReason
+from inflight.errors import InvalidArgument
+from inflight.guided.backend import GuideBackend
+from inflight.serving.chat.reasoning import reasoning_stream
+from inflight.serving.chat.tool_guides import forced_prefix, tool_guide
+from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS
+from tests.engine.serving import config_of, serve
+from tests.guided.at_random import make_schema
+from tests.guided.factories import (
+    check_tokens,
+    load,
+    make_request,
+    text_of,
+    tiny_backend,
+    tiny_grammars,
+    tiny_vocabulary,
+)
+from tests.models.zoo import Zoo
+from tests.serving.chat.answers import Answer, read, write_calls
+
+NESTED = {
+    "type": "object",
+    "properties": {"point": {"$ref": "#/$defs/Point"}},
+    "required": ["point"],
+    "additionalProperties": False,
+    "$defs": {
+        "Point": {
+            "type": "object",
+            "properties": {"x": {"enum": [1, 2]}, "of": {"$ref": "#/$defs/Kind", "description": "which"}},
+            "required": ["x", "of"],
+            "additionalProperties": False,
+        },
+        "Kind": {"enum": ["a", "b"], "title": "Kind"},
+    },
+}
+
+
+def make_tools(seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    schemas = [NESTED, None]
+    while len(schemas) < 4:
+        schema = make_schema(rng, 2)
+        # xgrammar's strings with a maxLength have no escapes, and may have tabs in them.
+        if schema.get("type") == "object" and "maxLength" not in json.dumps(schema):
+            schemas.append(schema)
+    rng.shuffle(schemas)
+    return [
+        {"type": "function", "function": {"name": f"tool_{index}", **({"parameters": each} if each else {})}}
+        for index, each in enumerate(schemas)
+    ]
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def check(tools: list[dict[str, Any]], answer: Answer, only: str = "", at_most: int = 1000) -> None:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    assert answer.content == ""
+    assert 1 <= len(answer.calls) <= at_most
+    for name, arguments in answer.calls:
+        assert not only or name == only
+        schema = {"maxProperties": 0} if schemas[name] is None else schemas[name]
+        jsonschema.Draft202012Validator(schema).validate(arguments)
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+def test_forced_calls_of_a_random_model(zoo: Zoo, name: str) -> None:
+    pytest.importorskip("xgrammar", reason="the other library is not installed")
+    model = zoo["llama-gqa"]
+    cases: dict[int, tuple[str, Any, bool, list[dict[str, Any]]]] = {}
+    for number in range(24):
+        parser = TOOL_CALL_PARSERS[number % 4]
+        choice = "required" if number % 3 else named("tool_2")
+        cases[number] = (parser, choice, number % 2 == 0, make_tools(number))
+    guides = {
+        n: tool_guide(tools, choice, parser, many) for n, (parser, choice, many, tools) in cases.items()
+    }
+    requests = [
+        make_request(n, model.prompt(4, n), guide, num_tokens=240, sampling={"temperature": 0.7})
+        for n, guide in guides.items()
+    ]
+    engine = load(model.folder, 2048, 40, make_grammars=lambda size: tiny_grammars(size, name))
+    served = serve(engine, config_of("no-evict"), requests, per_iteration=8)
+    num_ended = 0
+    for n, (parser, choice, many, tools) in cases.items():
+        has_ended = served.result(n).finish_reasons[0] is FinishReason.END_ID
+        guide = guides[n]
+        assert guide is not None
+        if name == "llguidance":  # which wants forced texts in long tokens, so it cannot check the other's
+            check_tokens(tiny_backend("xgrammar"), tiny_vocabulary(), guide, served.tokens(n), has_ended)
+        if has_ended:
+            num_ended += 1
+            text = text_of(tiny_vocabulary(), served.tokens(n))
+            only = "tool_2" if choice != "required" else ""
+            answer = read(parser, [text], forced=True)
+            check(tools, answer, only, 1000 if many and not only else 1)
+            assert read(parser, list(forced_prefix(parser) + text)) == answer
+    assert num_ended > 12
+
+
+def longest_tokens(text: str) -> list[int]:
+    """Ids of a text, the longest token first: where a text is forced, llguidance allows no others."""
+    tokens = {token: index for index, token in enumerate(tiny_vocabulary().tokens) if token and index > 2}
+    ids: list[int] = []
+    left = text.encode()
+    while left:
+        size = max(size for size in range(1, 7) if left[:size] in tokens)
+        ids.append(tokens[left[:size]])
+        left = left[size:]
+    return ids
+
+
+def allows(backend: GuideBackend, guide: Guide, text: str) -> bool:
+    """Whether a guide allows a text, and that it ends there."""
+    ids = longest_tokens(text)
+    try:
+        check_tokens(backend, tiny_vocabulary(), guide, ids, has_ended=True)
+    except (AssertionError, InvalidArgument):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_what_a_guide_allows(name: str, parser: str) -> None:
+    if name == "xgrammar":
+        pytest.importorskip("xgrammar", reason="the other library is not installed")
+    backend = tiny_backend(name)
+    tools = make_tools(7)
+    point = next(t["function"]["name"] for t in tools if t["function"].get("parameters") is NESTED)
+    call = (point, {"point": {"x": 1, "of": "b"}})
+
+    def text(*calls: tuple[str, dict[str, Any]]) -> str:
+        return write_calls(parser, calls).removeprefix(forced_prefix(parser))
+
+    required = tool_guide(tools, "required", parser)
+    one = tool_guide(tools, "required", parser, parallel=False)
+    only = tool_guide(tools, named(point), parser)
+    behind = tool_guide(tools, "required", parser, starts_inside_reasoning=True)
+    assert required and one and only and behind
+    for guide in (required, one, only):
+        assert allows(backend, guide, text(call))
+        assert not allows(backend, guide, "Hello.")
+        assert not allows(backend, guide, text((point, {"point": {"x": 3, "of": "b"}})))
+        assert not allows(backend, guide, text(("unknown", {})))
+        assert not allows(backend, guide, "hm </think>\n" + text(call))
+    assert allows(backend, required, text(call, call))
+    assert not allows(backend, one, text(call, call))
+    assert not allows(backend, only, text(call, call))
+    thought = "Is it <tool_call>? [1] </thin </think>\n\n" + text(call, call)
+    assert allows(backend, behind, thought)
+    assert not allows(backend, behind, thought + " </think>")
+    assert not allows(backend, behind, "No end of this." + text(call))
+    stream = reasoning_stream("think", starts_inside=True)
+    reasoning, content = stream.add(thought)
+    assert (reasoning, read(parser, [content], forced=True).calls) == (
+        "Is it <tool_call>? [1] </thin",
+        (call, call),
+    )
+
+
+@pytest.mark.parametrize(
+    ("guide", "field"),
+    [
+        ({"structures": [{"begin": "a", "schema": {}, "end": ""}], "sequence": {"first": "x"}}, "first"),
+        ({"structures": [{"begin": "a", "schema": {}, "end": ""}], "sequence": {"only_one": 1}}, "only_one"),
+        ({"structures": [{"begin": "a", "schema": {}, "end": ""}], "sequence": {"end": None}}, "None"),
+        (
+            {"structures": [{"begin": "a", "schema": {}, "end": ""}], "sequence": {}, "triggers": ["a"]},
+            "both",
+        ),
+        ({"structures": [], "sequence": {}}, "at least one"),
+    ],
+)
+def test_sequences_of_another_shape_are_refused(guide: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        tiny_backend().compile(Guide(GuideType.STRUCTURAL_TAG, json.dumps(guide)))
