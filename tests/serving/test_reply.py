@@ -86,6 +86,22 @@ def test_deltas_go_on_as_they_come() -> None:
     ]
 
 
+def test_a_stream_may_repeat_its_text_so_far() -> None:
+    talk = Talk(new_text(), repetition=Repetition(text=True))
+    assert talk.said(delta("c"), delta("de"), delta("", LENGTH)) == [
+        ("c", ("c",), "NOT_FINISHED"),
+        ("de", ("cde",), "NOT_FINISHED"),
+        ("", ("cde",), "LENGTH"),
+    ]
+    stopped = Talk(new_text("de"), repetition=Repetition(text=True))
+    assert [texts for _, texts, _ in stopped.said(delta("c"), delta("de"), delta("x", STOP_WORDS))] == [
+        ("c",), ("c",), ("c",),
+    ]  # fmt: skip
+    whole = Talk(new_text(), streaming=False, repetition=Repetition(text=True))
+    assert whole.said(delta("c"), delta("de", LENGTH)) == [("cde", ("cde",), "LENGTH")]
+    assert Talk(repetition=Repetition(text=True)).said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
+
+
 def test_no_text_where_there_is_no_tokenizer() -> None:
     assert Talk().said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
 

@@ -65,6 +65,16 @@ def test_tokenizer_json_decides_what_goes_around_a_prompt(tmp_path: Path, settin
     bare = tokenizer("llama").encode("the dog", add_special_tokens=False)
     assert ids == [1, *bare]
     assert Tokenizer.from_dir(folder).encode("the dog", add_special_tokens=False) == bare
+    assert Tokenizer.from_dir(folder).prefix_ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("around", "prefix"), [(["$A"], []), (["$A", "</s>"], []), (["<s>", "<unk>", "$A", "</s>"], [1, 0])]
+)
+def test_what_stands_in_front_of_a_prompt(around: list[str], prefix: list[int]) -> None:
+    made = backend("llama")
+    made.post_processor = TemplateProcessing(around, special_tokens=[("<unk>", 0), ("<s>", 1), ("</s>", 2)])
+    assert Tokenizer(made).prefix_ids == prefix
 
 
 def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> None:

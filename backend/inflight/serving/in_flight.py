@@ -251,7 +251,7 @@ class InFlight:
         try:
             for request in requests:
                 engine_ids.append(self._client.submit(request, on_response))
-        except Exception:
+        except Exception:  # whatever it is, it is raised again, and nothing submitted may run on
             self._stop_all(engine_ids)
             raise
         return tuple(engine_ids)

@@ -80,6 +80,11 @@ class CounterFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class LevelFamily(CounterFamily):
+    """Gauges that show numbers of the moment which the log line does not have; a value that is gone shows 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class HistogramFamily:
     """A histogram of what was observed since the model was loaded.
 
@@ -113,7 +118,7 @@ class LengthFamily(HistogramFamily):
     bounds: tuple[int, ...] = (10, 50, 100, 500, 1000)
 
 
-Family = GaugeFamily | CounterFamily | HistogramFamily | LengthFamily
+Family = GaugeFamily | CounterFamily | LevelFamily | HistogramFamily | LengthFamily
 
 GAUGES: tuple[GaugeFamily, ...] = (
     GaugeFamily(
@@ -247,6 +252,12 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
         "seconds",
         "cancel_to_free",
     ),
+    HistogramFamily(
+        "inflight_guide_wait_seconds",
+        "From a request's arrival to the moment that its guide could be followed",
+        "seconds",
+        "guide_wait",
+    ),
 )
 
 TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": "Request count"}
@@ -295,6 +306,86 @@ COUNTERS: tuple[CounterFamily, ...] = (
         "tokens",
         lambda metrics: {"": metrics.num_missed_tokens},
     ),
+    CounterFamily(
+        "inflight_processed_prompt_tokens_total",
+        "Prompt tokens of requests that have got their first token, found in the KV cache or computed",
+        "tokens",
+        lambda metrics: {"": metrics.num_prompt_tokens},
+    ),
+    CounterFamily(
+        "inflight_generated_tokens_total",
+        "Tokens generated, counted as they come; of a beam search one for each beam and step",
+        "tokens",
+        lambda metrics: {"": metrics.num_generated_tokens},
+    ),
+    CounterFamily(
+        "inflight_draft_tokens_total",
+        "Draft tokens that were verified",
+        "tokens",
+        lambda metrics: {"": metrics.num_draft_tokens},
+    ),
+    CounterFamily(
+        "inflight_accepted_draft_tokens_total",
+        "Draft tokens that were accepted",
+        "tokens",
+        lambda metrics: {"": metrics.num_accepted_draft_tokens},
+    ),
+    CounterFamily(
+        "inflight_guides_total",
+        "Guides of requests, by whether they could be followed",
+        "requests",
+        lambda metrics: metrics.guides,
+        "outcome",
+        ("ready", "failed"),
+    ),
+    CounterFamily(
+        "inflight_adapter_loads_total",
+        "How often a LoRA adapter was put on the device",
+        "loads",
+        lambda metrics: {"": metrics.adapters.num_loads},
+    ),
+    CounterFamily(
+        "inflight_adapter_evictions_total",
+        "How often a LoRA adapter was taken off the device to make room",
+        "evictions",
+        lambda metrics: {"": metrics.adapters.num_evictions},
+    ),
 )
 
-FAMILIES: tuple[Family, ...] = (*GAUGES, *LENGTHS, *HISTOGRAMS, *COUNTERS)
+LEVELS: tuple[LevelFamily, ...] = (
+    LevelFamily(
+        "inflight_adapters",
+        "LoRA adapters that requests may use, and those of them that are on the device",
+        "adapters",
+        lambda metrics: {"stored": metrics.adapters.num_stored, "on_device": metrics.adapters.num_resident},
+        "place",
+        ("stored", "on_device"),
+    ),
+    LevelFamily(
+        "inflight_adapter_pages",
+        "Pages of the device's memory for adapters: all, and those of adapters that running sequences use",
+        "pages",
+        lambda metrics: {"all": metrics.adapters.num_pages, "used": metrics.adapters.num_used_pages},
+        "use",
+        ("all", "used"),
+    ),
+    LevelFamily(
+        "inflight_adapter_running_requests",
+        "Requests that run, by the name of their LoRA adapter",
+        "requests",
+        lambda metrics: metrics.running_by_adapter,
+        "lora_name",
+        (),
+    ),
+    LevelFamily(
+        "inflight_adapter_waiting_requests",
+        "Requests that wait, by the name of their LoRA adapter",
+        "requests",
+        lambda metrics: metrics.waiting_by_adapter,
+        "lora_name",
+        (),
+    ),
+)
+"""Adapters without a name, whose ids clients make up, have no series: there could be any number of them."""
+
+FAMILIES: tuple[Family, ...] = (*GAUGES, *LEVELS, *LENGTHS, *HISTOGRAMS, *COUNTERS)

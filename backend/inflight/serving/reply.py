@@ -40,7 +40,7 @@ class ReplyOptions:
         prompt_text: The prompt as it came, None if it came as ids.
         include_prompt: Whether the text starts with the prompt.
         stop_strings: Texts that end the output.
-        vocab_size: Values in a row of logits.
+        vocab_size: Values in a row of logits; ids from there on are rows of a prompt table.
         offered: The engine's additional outputs.
     """
 
@@ -68,11 +68,13 @@ class Prompt:
 
 def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> NewText:
     """A function that begins the text of each of the prompt's sequences."""
-    options = prompt.options
+    options, prompt_ids = prompt.options, prompt.request.input_token_ids
     stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
+    if prompt.request.prompt_table is not None:  # whose rows are no text
+        prompt_ids = tuple(token_id for token_id in prompt_ids if token_id < options.vocab_size)
     return lambda: CompletionText(
         tokenizer,
-        prompt.request.input_token_ids,
+        prompt_ids,
         options.prompt_text,
         options.include_prompt,
         stop_strings,
@@ -104,10 +106,12 @@ class Repetition:
     Attributes:
         log_probs: Whether it has the log probabilities of all tokens so far; else those of its own tokens.
         max_bytes: How large context outputs may be to be repeated; larger ones come in the first response alone.
+        text: Whether it has the whole text so far; else the new text.
     """
 
     log_probs: bool = True
     max_bytes: int = 8 << 20
+    text: bool = False
 
 
 AS_UPSTREAM = Repetition()
@@ -173,6 +177,8 @@ class _Sequence:
         output = prompt.request.output
         repeats = prompt.options.streaming and (output.wants_context or output.return_log_probs)
         self._repeated = _Repeated(repetition) if repeats else None
+        self._repeats_text = repetition.text and prompt.options.streaming
+        self._text_so_far = ""
         # The engine streams where text has to be looked at before anyone knows whether it goes on.
         self._gathers = prompt.request.streaming and not prompt.options.streaming
         self._gathered: list[_ResultAndTexts] = []
@@ -190,6 +196,9 @@ class _Sequence:
             result, texts = _after_stop(self._stopped_at, result), None if self._text is None else ("",)
         else:
             result, texts = self._with_text(result)
+        if self._repeats_text and texts is not None and not result.is_cumulative:
+            self._text_so_far += texts[0]
+            texts = (self._text_so_far,)
         if self._repeated is not None:
             return self._repeated.add(result), texts
         if not self._gathers:

@@ -102,7 +102,7 @@ class Sender:
             return
         try:
             self._send(arrival, response)
-        except Exception as error:  # of making it, or of its protocol: the other clients are still answered
+        except Exception as error:  # whatever making or sending it raises, other clients are still answered
             self._give_up(arrival, error)
         if arrival.is_last:
             self._budget.release(arrival.entry.ticket)
@@ -142,5 +142,5 @@ class Sender:
             return
         try:
             entry.stream.finish(self._responses.error(failed))
-        except Exception as last:  # as above, and nothing is left to tell this client
+        except Exception as last:  # whatever it is, nothing is left to tell this client
             _log.debug("request %s could not be ended: %r", entry, last)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from inflight.config import SpecialTokens
 from inflight.core.request.request import ModelLimits
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.text.tokenizer import Tokenizer
@@ -28,14 +29,27 @@ class TextEncoder:
 
     Args:
         require_tokenizer: Returns the tokenizer; raises Unsupported where there is none.
+        special_tokens: Whether prompts get those that belong around them.
     """
 
-    def __init__(self, require_tokenizer: Callable[[], Tokenizer]) -> None:
+    def __init__(
+        self,
+        require_tokenizer: Callable[[], Tokenizer],
+        special_tokens: SpecialTokens = SpecialTokens.ADDED,
+    ) -> None:
         self._tokenizer = require_tokenizer
+        self._special_tokens = special_tokens
 
     def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Ids of each prompt, with the special tokens that belong around it."""
-        return self._tokenizer().encode_batch(texts, add_special_tokens=True)
+        """Ids of each prompt."""
+        tokenizer = self._tokenizer()
+        is_added = self._special_tokens is not SpecialTokens.LEFT_OUT
+        encoded = tokenizer.encode_batch(texts, add_special_tokens=is_added)
+        if self._special_tokens is not SpecialTokens.AUTO:
+            return encoded
+        prefix = tokenizer.prefix_ids
+        size = len(prefix)
+        return [ids[size:] if ids[size : 2 * size] == prefix else ids for ids in encoded]
 
     def tokens(self, word: str) -> Sequence[int]:
         """Ids that a bias for a word is added to, each as often as it is there."""

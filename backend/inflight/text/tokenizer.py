@@ -37,6 +37,7 @@ class Tokenizer:
         eos_token_id: Id of their end-of-sequence token, or None.
         pad_token_id: Id of their padding token, or None.
         token_decoder: How token strings become text.
+        prefix_ids: The special tokens that tokenizer.json puts in front of a prompt; empty where it puts none.
         max_bytes_per_token: The most bytes of UTF-8 text that one token can stand for; None if there is no bound.
     """
 
@@ -60,6 +61,7 @@ class Tokenizer:
             backend.token_to_id(named_tokens[name]) if name in named_tokens else None
             for name in ("bos_token", "eos_token", "pad_token")
         )
+        self.prefix_ids = _prefix_ids(backend)
         self.token_decoder = TokenDecoder(backend)
         self.max_bytes_per_token = max_bytes_per_token(backend)
 
@@ -136,3 +138,10 @@ class Tokenizer:
             return ""
         token = self._backend.id_to_token(token_id)
         return "" if token is None else self.token_decoder.within_text(token)
+
+
+def _prefix_ids(backend: tokenizers.Tokenizer) -> list[int]:
+    """What stands before the ids of a text with special tokens, and not without."""
+    bare, around = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    starts = range(len(around) - len(bare) + 1)
+    return around[: next((at for at in starts if around[at : at + len(bare)] == bare), 0)]

@@ -1,0 +1,178 @@
+"""`python -m inflight.openai`: OpenAI's protocol on an engine of this machine, or on a tritonserver anywhere.
+
+Owns the process: its listening port, the signals that end it, and that it ends in order. `scripts/serve` has
+one beside its tritonserver; on its own it is the endpoint in front of a tritonserver on another host. One event
+loop on the main thread; idle it wakes once a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+
+from inflight.core.ports import EngineClient
+from inflight.endpoint.client import SocketEngineClient
+from inflight.errors import InflightError
+from inflight.openai.app import create_app
+from inflight.openai.options import OpenAiOptions, add_arguments, read_arguments
+
+_TICK_S = 1.0
+_BACKLOG = 2048
+_DEFAULT_PORT = 9000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal says to end; returns the exit status: 1 for a failure, 2 for options that cannot be."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="openai: %(message)s", stream=sys.stderr)
+    try:
+        options = read_arguments(given, given.host, given.port, given.metrics_url)
+        client = _connect(given)
+        config = _config(client, options, given.exit_timeout)
+    except (InflightError, ValueError, OSError) as error:
+        print(f"openai: {error}", file=sys.stderr)
+        return 2
+    try:
+        listener = _listen(options)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        print(f"openai: port {options.port} on {options.host} cannot be used ({reason})", file=sys.stderr)
+        return 2
+    with listener:
+        print(f"LISTENING {address(options, listener)}", flush=True)
+        server = _Server(config)
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
+            signal.signal(number, server.handle_exit)
+        server.run(sockets=[listener])
+    client.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m inflight.openai",
+        description="Serve OpenAI's protocol (/v1) on an engine. scripts/serve starts this by itself; alone it "
+        "stands in front of a tritonserver on another host.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    engine = parser.add_mutually_exclusive_group(required=True)
+    engine.add_argument(
+        "--triton", metavar="HOST:PORT", help="the gRPC port of a tritonserver with these models"
+    )
+    engine.add_argument(
+        "--engine-endpoint", metavar="SOCKET", help="the engine's Unix socket on this machine"
+    )
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="with --triton: the checkpoint's folder, its weights are not needed",
+    )
+    add(
+        "--triton-model",
+        default="tensorrt_llm",
+        metavar="NAME",
+        help="the model with the engine (%(default)s)",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add(
+        "--port",
+        type=int,
+        default=_DEFAULT_PORT,
+        help="port (default: %(default)s; 0: any free one)",
+    )
+    add("--metrics-url", default="", metavar="URL", help="Triton's metrics page, for /metrics")
+    add(
+        "--exit-timeout",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="for requests in flight at the end (default: %(default)s)",
+    )
+    add_arguments(parser)
+    return parser
+
+
+def _connect(given: argparse.Namespace) -> EngineClient:
+    if given.engine_endpoint is not None:
+        if given.tokenizer is not None:
+            raise ValueError("--tokenizer goes with --triton: the engine of --engine-endpoint says its own")
+        return SocketEngineClient(given.engine_endpoint)
+    if given.tokenizer is None:
+        raise ValueError("--triton needs --tokenizer DIR, the checkpoint's folder on this machine")
+    try:
+        from inflight.openai.kserve_client import KServeEngineClient
+    except ImportError as error:
+        raise ValueError(
+            f"--triton needs tritonclient (pip install -e '.[kserve]' in the checkout): {error}"
+        ) from None
+    return KServeEngineClient(given.triton, given.tokenizer, given.triton_model)
+
+
+def _config(client: EngineClient, options: OpenAiOptions, exit_timeout_s: int) -> uvicorn.Config:
+    key = options.tls_key
+    config = uvicorn.Config(
+        create_app(client, options),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ssl_certfile=None if options.tls_certificate is None else str(options.tls_certificate),
+        ssl_keyfile=None if key is None else str(key),
+        timeout_graceful_shutdown=max(1, exit_timeout_s),
+    )
+    config.load()  # here rather than in run, which ends the process where a certificate is no good
+    return config
+
+
+def _listen(options: OpenAiOptions) -> socket.socket:
+    """Listen on the first address of the host, an IPv4 address if it has one."""
+    found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+    family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return socket.create_server(place, family=family, backlog=_BACKLOG)
+
+
+def address(options: OpenAiOptions, listener: socket.socket) -> str:
+    """Where the endpoint is, as a URL."""
+    scheme = "http" if options.tls_certificate is None else "https"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which looks whether it is to end when it is told to and not ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Wait for the end, and keep the date in the headers of responses."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._told.wait(), _TICK_S)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: the first lets requests in flight finish, another one ends at once."""
+        super().handle_exit(sig, frame)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._told.set)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The application: routes, errors and middleware around one engine client.
+
+`create_app` is the composition root of this package. The client is the caller's, who closes it after the
+application has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from inflight.core.ports import EngineClient
+from inflight.errors import InflightError
+from inflight.openai import chat_completions, completions, models, server_routes, tokenize
+from inflight.openai.context import Context
+from inflight.openai.engine_session import EngineSession
+from inflight.openai.errors import add_error_handlers
+from inflight.openai.middleware import add_middleware
+from inflight.openai.options import OpenAiOptions
+from inflight.openai.playground.routes import playground_router
+from inflight.openai.serving_model import ServingModel
+
+_ENGINE_CHECK_S = 1.0
+
+
+def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
+    """The application, to be served by one event loop.
+
+    Args:
+        client: Way to the engine, which may come and go meanwhile.
+        options: Of the endpoint.
+    """
+    session, model = EngineSession(client), ServingModel(client, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_load(session, model))
+        yield
+        loading.cancel()
+        session.close()
+
+    app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.context = Context(session, model)
+    add_error_handlers(app)
+    for module in (models, completions, chat_completions, tokenize, server_routes):
+        app.include_router(module.router)
+    app.include_router(playground_router)
+    add_middleware(app, options)
+    return app
+
+
+async def _load(session: EngineSession, model: ServingModel) -> None:
+    """Have the model's files read as soon as there is an engine, which may be loading still."""
+    while True:
+        try:
+            return await session.wait_for(model.load)
+        except InflightError:  # it is away, or cannot tell yet
+            await asyncio.sleep(_ENGINE_CHECK_S)

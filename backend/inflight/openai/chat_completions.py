@@ -1,0 +1,213 @@
+"""/v1/chat/completions: answers to messages. The event loop, but for `_prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.openai.answers import Piece
+from inflight.openai.chat_prompts import ChatPrompt, read_chat
+from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
+from inflight.openai.errors import invalid
+from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
+from inflight.openai.planning import Plan, make_plan
+from inflight.openai.protocol import ChatBody
+from inflight.openai.sampling import Asked, choose_seed
+from inflight.openai.serving_model import ServingModel
+from inflight.openai.streaming import JsonAnswer, event
+from inflight.serving.chat.reasoning import reasoning_stream
+from inflight.serving.chat.tool_calls import ChatDelta, ToolCallDelta, tool_call_stream
+from inflight.serving.chat.tool_styles import needs_special_tokens
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    """Answer the messages `n` times."""
+    context = context_of(request)
+    adapter = await context.adapter_of(body.model)
+    plan, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    writer = _Writer(body, plan, prompt, Envelope.of("chatcmpl", kind, plan))
+    if body.stream:
+        return await answer_stream(context, request, plan, writer.events)
+    pieces = await answer_whole(context, request, plan)
+    return JsonAnswer(writer.whole(pieces))
+
+
+def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, ChatPrompt]:
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only for logprobs: true")
+    if (
+        None not in (body.max_tokens, body.max_completion_tokens)
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise invalid(
+            "max_tokens", "max_tokens and max_completion_tokens mean the same, and differ: send one"
+        )
+    chat = read_chat(model, body)
+    asked = Asked(
+        body,
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        model.options.default_max_tokens,
+        num_top=(body.top_logprobs or 0) if body.logprobs else None,
+        num_prompt_top=body.prompt_logprobs,
+        guide=chat.guide,
+        adapter=adapter,
+        seed=choose_seed(body),
+        skip_special_tokens=body.skip_special_tokens
+        and not needs_special_tokens(model.tokenizer(), chat.tool_parser, chat.reasoning_parser),
+    )
+    ids = model.encode([chat.text], body.add_special_tokens)
+    return make_plan(model, asked, [chat.text], ids), chat
+
+
+class _Message:
+    """What one choice has said: splits its text into reasoning, content and tool calls.
+
+    Args:
+        prompt: Says which parsers do.
+        only_one: Calls behind the first one are left out, as is asked for by parallel_tool_calls false.
+    """
+
+    def __init__(self, prompt: ChatPrompt, only_one: bool) -> None:
+        self._only_one = only_one
+        self._reasoning = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
+        self._tools = tool_call_stream(prompt.tool_parser, prompt.is_forced)
+        self.has_called = False
+
+    def add(self, text: str, is_last: bool) -> tuple[str, ChatDelta]:
+        """Go on with its text; returns reasoning, and the rest."""
+        reasoning, content = self._reasoning.add(text)
+        delta = self._tools.add(content)
+        if is_last:
+            more_reasoning, more_content = self._reasoning.finish()
+            behind, end = self._tools.add(more_content), self._tools.finish()
+            reasoning += more_reasoning
+            delta = ChatDelta(
+                delta.content + behind.content + end.content,
+                (*delta.tool_calls, *behind.tool_calls, *end.tool_calls),
+            )
+        self.has_called |= bool(delta.tool_calls)
+        if self._only_one:
+            first = tuple(call for call in delta.tool_calls if call.index == 0)
+            delta = ChatDelta(delta.content, first)
+        return reasoning, delta
+
+
+class _Writer:
+    """Writes the choices of one answer, of a stream a part at a time."""
+
+    def __init__(self, body: ChatBody, plan: Plan, prompt: ChatPrompt, envelope: Envelope) -> None:
+        self._body = body
+        self._plan = plan
+        self._prompt = prompt
+        self._envelope = envelope
+        self._messages: dict[int, _Message] = {}
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """The whole answer."""
+        body, plan = self._body, self._plan
+        more: dict[str, Any] = {"usage": plan.usage.as_json()}
+        if body.prompt_logprobs is not None and plan.names is not None:
+            first = pieces[0]
+            more["prompt_logprobs"] = prompt_log_probs_json(
+                plan.names,
+                plan.prompt_ids(0),
+                first.prompt_log_probs or (),
+                first.prompt_tops,
+                body.prompt_logprobs,
+            )
+        if body.return_token_ids:
+            more["prompt_token_ids"] = plan.prompt_ids(0)
+        return self._envelope.around([self._choice(piece) for piece in pieces], **more)
+
+    async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
+        """The events of a stream."""
+        body, usage, around = self._body, self._plan.usage, self._envelope.around
+        prompt_ids = {"prompt_token_ids": self._plan.prompt_ids(0)} if body.return_token_ids else {}
+        async for some in pieces:
+            of_chunk = usage.of_chunk(body)
+            told: list[bytes] = []
+            for choice in filter(None, map(self._chunk, some)):
+                told.append(event(around([choice], **of_chunk, **prompt_ids)))
+                prompt_ids = {}  # the stream's first chunk has them
+            if told:
+                yield b"".join(told)
+        if body.includes_usage:
+            yield event(around([], usage=usage.as_json()))
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        said = self._said(piece)
+        message: dict[str, Any] = {"role": "assistant", "content": said.pop("content", None), **said}
+        if message["content"] is None and not said.get("tool_calls"):
+            message["content"] = ""
+        if "tool_calls" in message:
+            message["tool_calls"] = _joined_calls(message["tool_calls"])
+        return self._around("message", message, piece)
+
+    def _chunk(self, piece: Piece) -> dict[str, Any] | None:
+        delta = self._said(piece)
+        if piece.is_first:
+            delta = {"role": "assistant", "content": "", **delta}
+        has_ids = self._body.return_token_ids and piece.token_ids
+        if not (delta or piece.finish_reason or piece.log_probs or has_ids):
+            return None  # nothing that is certain yet
+        return self._around("delta", delta, piece)
+
+    def _around(self, name: str, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        body, names, reason = self._body, self._plan.names, piece.finish_reason
+        if reason == "stop" and self._messages[piece.index].has_called:
+            reason = "tool_calls"
+        told = None
+        if body.logprobs and names is not None:
+            tops = piece.top_log_probs or ()
+            told = chat_log_probs(names, body.top_logprobs or 0, piece.token_ids, piece.log_probs or (), tops)
+        choice = {"index": piece.index, name: said, "logprobs": told, "finish_reason": reason}
+        if body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        """What the piece's text adds to the message, by OpenAI's names; nothing that is empty."""
+        message = self._messages.get(piece.index)
+        if message is None:
+            message = self._messages[piece.index] = _Message(
+                self._prompt, only_one=not self._body.parallel_tool_calls
+            )
+        reasoning, delta = message.add(piece.text, piece.finish_reason is not None)
+        said: dict[str, Any] = {}
+        if reasoning and self._body.include_reasoning:
+            # vLLM's name, and the one that it had until 0.10 and others still have.
+            said["reasoning"] = said["reasoning_content"] = reasoning
+        if delta.content:
+            said["content"] = delta.content
+        if delta.tool_calls:
+            said["tool_calls"] = [_call(each) for each in delta.tool_calls]
+        return said
+
+
+def _joined_calls(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole tool calls, from what a stream would have said of them."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        index = part.pop("index")
+        if index in calls:
+            calls[index]["function"]["arguments"] += part["function"]["arguments"]
+        else:
+            calls[index] = part
+    return list(calls.values())
+
+
+def _call(delta: ToolCallDelta) -> dict[str, Any]:
+    """OpenAI's object for a part of a tool call; id and name come with its first."""
+    function: dict[str, str] = {"arguments": delta.arguments}
+    if not delta.id:
+        return {"index": delta.index, "function": function}
+    function = {"name": delta.name, **function}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}

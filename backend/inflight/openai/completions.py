@@ -1,0 +1,148 @@
+"""/v1/completions: prompts that are continued. The event loop, but for `_prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.openai.answers import Piece
+from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
+from inflight.openai.errors import invalid
+from inflight.openai.guides import read_guide
+from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
+from inflight.openai.planning import Plan, make_plan
+from inflight.openai.protocol import CompletionBody
+from inflight.openai.sampling import Asked, choose_seed
+from inflight.openai.serving_model import ServingModel
+from inflight.openai.streaming import JsonAnswer, event
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, unless the server has a default of its own."""
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionBody, request: Request) -> Response:
+    """Continue each prompt `n` times."""
+    context = context_of(request)
+    adapter = await context.adapter_of(body.model)
+    plan = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    envelope = Envelope.of("cmpl", "text_completion", plan)
+    writer = _Writer(body, plan, envelope)
+    if body.stream:
+        return await answer_stream(context, request, plan, writer.events)
+    pieces = await answer_whole(context, request, plan)
+    choices = await context.session.compute(lambda: [writer.choice(piece) for piece in pieces])
+    return JsonAnswer(envelope.around(choices, usage=plan.usage.as_json()))
+
+
+def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> Plan:
+    default = model.options.default_max_tokens
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None and default is None else body.max_tokens
+    asked = Asked(
+        body,
+        max_tokens,
+        default,
+        num_top=body.logprobs,
+        num_prompt_top=_num_prompt_top(body),
+        echo=body.echo,
+        guide=read_guide(body),
+        adapter=adapter,
+        seed=choose_seed(body),
+        skip_special_tokens=body.skip_special_tokens,
+    )
+    texts, ids = _read_prompts(model, body)
+    return make_plan(model, asked, texts, ids)
+
+
+def _num_prompt_top(body: CompletionBody) -> int | None:
+    """How many of the likeliest tokens are told beside the prompt's; None where nothing is told of these."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((number for number in wanted if number is not None), default=None)
+
+
+def _read_prompts(
+    model: ServingModel, body: CompletionBody
+) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
+    """The texts, None for prompts that came as ids, and the ids."""
+    prompt = body.prompt
+    if not prompt:
+        raise invalid("prompt", "prompt is empty: send a text, token ids, or a list of either")
+    if isinstance(prompt, str):
+        return [prompt], model.encode([prompt], body.add_special_tokens)
+    if isinstance(prompt[0], str):
+        texts = [text for text in prompt if isinstance(text, str)]
+        return texts, model.encode(texts, body.add_special_tokens)
+    if isinstance(prompt[0], int):
+        return [None], [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    rows = [row for row in prompt if isinstance(row, list)]
+    return [None] * len(rows), rows
+
+
+class _Writer:
+    """Writes the choices of one answer, of a stream a part at a time."""
+
+    def __init__(self, body: CompletionBody, plan: Plan, envelope: Envelope) -> None:
+        self._body = body
+        self._plan = plan
+        self._envelope = envelope
+        self._log_probs: dict[int, CompletionLogProbs] = {}
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """One choice, or what `piece` adds to it."""
+        body = self._body
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+        }
+        names = self._plan.names
+        if names is not None:
+            if body.logprobs is not None:
+                choice["logprobs"] = self._told_log_probs(piece, names, body.logprobs)
+            if body.prompt_logprobs is not None and piece.prompt_log_probs is not None:
+                ids = self._plan.prompt_ids(piece.batch_index)
+                choice["prompt_logprobs"] = prompt_log_probs_json(
+                    names, ids, piece.prompt_log_probs, piece.prompt_tops, body.prompt_logprobs
+                )
+        if body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if piece.is_first:
+                choice["prompt_token_ids"] = self._plan.prompt_ids(piece.batch_index)
+        return choice
+
+    async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
+        """The events of a stream."""
+        body, plan, around = self._body, self._plan, self._envelope.around
+        async for some in pieces:
+            usage = plan.usage.of_chunk(body)
+            yield b"".join(
+                [
+                    event(around([self.choice(piece)], **usage))
+                    for piece in some
+                    if piece.says_something(body.return_token_ids)
+                ]
+            )
+        if body.includes_usage:
+            yield event(around([], usage=plan.usage.as_json()))
+
+    def _told_log_probs(self, piece: Piece, names: TokenNames, num_top: int) -> dict[str, Any]:
+        of_choice = self._log_probs.setdefault(piece.index, CompletionLogProbs(names, num_top))
+        ids: list[int] = list(piece.token_ids)
+        values: list[float | None] = list(piece.log_probs or ())
+        tops: list[Any] = list(piece.top_log_probs or ())
+        if self._body.echo and piece.prompt_log_probs is not None:
+            prompt = self._plan.prompt_ids(piece.batch_index)
+            text = self._plan.prompts[piece.batch_index][0].options.prompt_text or ""
+            of_choice.start_with(text, prompt, self._plan.hidden_ids)
+            ids = [*prompt, *ids]
+            values = [None, *piece.prompt_log_probs[1:], *values]
+            if num_top:
+                tops = [None, *piece.prompt_tops, *tops]
+        return of_choice.add(ids, values, tops, self._plan.hidden_ids)

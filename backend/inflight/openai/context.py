@@ -1,0 +1,102 @@
+"""What every route needs, kept in the application's state; and the way from prompts to a watched stream.
+
+Knows no route's JSON. The event loop, but for what `EngineSession` runs on other threads.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+
+from inflight.openai.answers import Piece, Pieces
+from inflight.openai.engine_session import EngineSession
+from inflight.openai.planning import Plan
+from inflight.openai.serving_model import ServingModel
+from inflight.openai.streaming import EventStream, Watcher, peeked
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The parts of the application that routes use."""
+
+    session: EngineSession
+    model: ServingModel
+
+    async def adapter_of(self, model: str | None) -> str:
+        """`ServingModel.adapter_of`: what is asked first for every body."""
+        return await self.session.wait_for(partial(self.model.adapter_of, model))
+
+
+def context_of(request: Request) -> Context:
+    """The application's."""
+    return request.app.state.context
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every answer and every chunk of one begins with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    @classmethod
+    def of(cls, prefix: str, kind: str, plan: Plan) -> Envelope:
+        """A new one.
+
+        Args:
+            prefix: Of its id.
+            kind: What OpenAI calls the object.
+            plan: Whose answer it is.
+        """
+        name = plan.asked.body.request_id or uuid.uuid4().hex
+        return cls(f"{prefix}-{name}", kind, int(time.time()), plan.model_name)
+
+    def around(self, choices: Sequence[object], **more: object) -> dict[str, object]:
+        """The whole object."""
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+
+async def answer_whole(context: Context, request: Request, plan: Plan) -> list[Piece]:
+    """All of every choice, as one piece each, in order."""
+    stream = await context.session.start(plan.prompts)
+    watcher = Watcher(request, stream)
+    parts: dict[int, list[Piece]] = {}
+    try:
+        async for pieces in Pieces(plan.asked, plan.usage).read(stream):
+            for piece in pieces:
+                parts.setdefault(piece.index, []).append(piece)
+    finally:
+        watcher.close()
+    return [Piece.joined(parts[index]) for index in sorted(parts)]
+
+
+async def answer_stream(
+    context: Context,
+    request: Request,
+    plan: Plan,
+    events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
+) -> Response:
+    """A response that sends `events_of` the pieces as they come."""
+    stream = await context.session.start(plan.prompts)
+    watcher = Watcher(request, stream)
+    try:
+        pieces = Pieces(plan.asked, plan.usage).read(stream)
+        return EventStream(await peeked(events_of(pieces)), watcher)
+    except BaseException:  # whatever it is, it is raised again, and nothing runs on
+        watcher.close()
+        raise

@@ -1,0 +1,174 @@
+"""The asyncio face of an engine client: prompts in, and what is to be sent of their results as it comes.
+
+Owns the threads that calls which may block run on: few that compute, so that the event loop gets its turns, and
+more that wait for somebody else. Owns what waits for a stream that has not asked for more: results of a sequence
+that wait are joined. Does not know the protocol. Responses arrive on the client's thread, and are handed to the
+event loop with one wake-up for all that have come; everything else belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from inflight.core.ports import EngineClient
+from inflight.core.request.response import Response, merge_responses
+from inflight.core.request.stop import StopReason
+from inflight.errors import Cancelled, StepFailed
+from inflight.serving.reply import NewText, Output, Prompt, Repetition, Reply
+
+_T = TypeVar("_T")
+_DELTAS = Repetition(log_probs=False, max_bytes=0)  # nothing of a stream is said twice
+_COMPUTING, _WAITING = 4, 64  # threads, made when they are needed
+
+
+class EngineSession:
+    """Runs prompts on an engine for coroutines of one event loop."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self._computing = ThreadPoolExecutor(_COMPUTING, "inflight-computing")
+        self._waiting = ThreadPoolExecutor(_WAITING, "inflight-waiting")
+        self._stopping = ThreadPoolExecutor(1, "inflight-stopping")  # never behind a long text
+        self._lock = threading.Lock()
+        self._arrived: list[tuple[OutputStream, int, Response]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def compute(self, function: Callable[[], _T]) -> _T:
+        """What `function` returns or raises, which takes processor time; it runs on another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._computing, function)
+
+    async def wait_for(self, function: Callable[[], _T]) -> _T:
+        """What `function` returns or raises, which waits for another process; it runs on another thread.
+
+        It keeps nobody who calls `compute` waiting.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
+
+    async def start(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
+        """Submit all of them; returns their outputs, to be read until they end or `close` is called.
+
+        Raises what the engine client raises; then none of them runs on.
+        """
+        self._loop = asyncio.get_running_loop()
+        stream = OutputStream(self, prompts)
+        try:
+            await self.wait_for(stream.submit)
+        except BaseException:  # cancellation too: what has been submitted must not run on
+            stream.close()
+            raise
+        return stream
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        for pool in (self._computing, self._waiting):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._stopping.shutdown(wait=True)
+
+    def stop_later(self, engine_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        """Stop a request, or one of its sequences, without waiting for whatever carries that there."""
+        with contextlib.suppress(RuntimeError):  # closed, and the requests with it
+            self._stopping.submit(self.client.stop, engine_id, reason, sequence_index)
+
+    def arrive(self, stream: OutputStream, batch_index: int, response: Response) -> None:
+        """Take one response; on the client's thread, never waits."""
+        with self._lock:
+            self._arrived.append((stream, batch_index, response))
+            is_first = len(self._arrived) == 1
+        if is_first and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        for stream, batch_index, response in arrived:
+            stream.put(batch_index, response)
+
+
+class OutputStream:
+    """The outputs of one client's request, as an asynchronous iterator of those that go out together.
+
+    Raises the engine's error when a prompt has failed, Cancelled after `cancel`.
+    """
+
+    def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
+        self._session = session
+        self._requests = [prompt.request for prompt, _ in prompts]
+        self._reply = Reply(prompts, in_one=False, repetition=_DELTAS)
+        self._backlog: dict[tuple[int, int], list[Response]] = {}  # by batch index and sequence index
+        self._num_unfinished = len(prompts)
+        self._has_news = asyncio.Event()
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+        self._engine_ids: list[int] = []
+        self._is_closed = False
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[Output]:
+        while self._num_unfinished:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if self._is_cancelled:
+                raise Cancelled("the request was cancelled by its client")
+            outputs = self._take()
+            if outputs:
+                return outputs
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        """The client is gone: end the requests, and let whoever reads the outputs find out."""
+        self._is_cancelled = True
+        self._has_news.set()
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs. Idempotent; quick where everything has ended."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            running = list(self._engine_ids) if self._num_unfinished else []
+        for engine_id in running:
+            self._session.stop_later(engine_id, StopReason.CANCELLED)
+
+    def submit(self) -> None:
+        """Submit the requests, unless `close` was called; on a thread that may block."""
+        client = self._session.client
+        for batch_index, request in enumerate(self._requests):
+            if self._is_closed:
+                return
+            engine_id = client.submit(request, partial(self._session.arrive, self, batch_index))
+            with self._lock:
+                self._engine_ids.append(engine_id)
+                is_closed = self._is_closed
+            if is_closed:
+                client.stop(engine_id, StopReason.CANCELLED)
+
+    def put(self, batch_index: int, response: Response) -> None:
+        """Take one response; on the event loop."""
+        self._backlog.setdefault((batch_index, response.sequence_index), []).append(response)
+        self._has_news.set()
+
+    def _take(self) -> list[Output]:
+        backlog, self._backlog = self._backlog, {}
+        outputs: list[Output] = []
+        for (batch_index, _), responses in backlog.items():
+            response = merge_responses(responses)
+            if response.result is None:
+                self.close()
+                self._num_unfinished = 0
+                raise response.error or StepFailed("the engine gave no result")
+            self._num_unfinished -= any(each.is_final for each in responses)
+            result = response.result
+            outputs += self._reply.add(batch_index, result, is_last=False)
+            if self._reply.has_just_stopped and not result.is_sequence_final:
+                self._session.stop_later(response.request_id, StopReason.STOP_WORDS, result.sequence_index)
+        return outputs

@@ -1,0 +1,239 @@
+"""OpenAI's form of errors, and the status each travels with. Knows no routes. Event loop.
+
+    {"error": {"message": …, "type": …, "param": …, "code": …}}
+
+`param` is the body's field that is wrong, null where it is none or not known.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from inflight.core.request.sampling_config import CONTROLS
+from inflight.errors import InflightError, InvalidArgument, Unavailable, Unreachable, Unsupported
+
+_log = logging.getLogger(__name__)
+CLIENT_CLOSED_REQUEST = 499
+_QUEUE_IS_FULL = "Exceeds maximum queue size"
+_STATUS = {
+    "ALREADY_EXISTS": 409,
+    "NOT_FOUND": 404,
+    "UNAVAILABLE": 503,
+    "CANCELLED": CLIENT_CLOSED_REQUEST,
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+# Messages of the engine name its tensors; clients of this endpoint know these fields.
+_FIELD_OF_TENSOR = {
+    **{control.tensor: control.tensor for control in CONTROLS.values()},  # most have one name in both
+    "logits_post_processor_name": "logits_post_processor_name",
+    "prompt_lookup_num_tokens": "prompt_lookup_num_tokens",
+    "request_output_len": "max_tokens",
+    "input_ids": "prompt",
+    "beam_width": "n",
+    "num_return_sequences": "n",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "len_penalty": "length_penalty",
+    "logit_bias_ids": "logit_bias",
+    "logit_bias_values": "logit_bias",
+    "num_top_log_probs": "logprobs",
+    "stop_words_list": "stop",
+    "bad_words_list": "bad_words",
+    "end_id": "stop_token_ids",
+    "guided_decoding_guide_type": "structured_outputs",
+    "guided_decoding_guide": "structured_outputs",
+    "lora_task_id": "model",
+    "lora_name": "model",
+}
+# What a message of `serving` begins with, where it is about one of these.
+_FIELD = re.compile(
+    "(messages|tools|tool_choice|chat_template_kwargs|continue_final_message|add_generation_prompt|prompt|stop|"
+    r"bad_words|reasoning_effort)\b"
+)
+_TENSORS = re.compile(rf"\b({'|'.join(_FIELD_OF_TENSOR)})\b")
+
+
+class ApiError(InflightError):
+    """An error of this protocol alone.
+
+    Args:
+        message: What came and what was expected.
+        status: HTTP's.
+        param: The field of the body.
+        code: OpenAI's word for it.
+    """
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.error_code = status, param, code
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """An error about one field."""
+    return ApiError(message, 400, param, "invalid_value")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """An error about a field that is known and not served."""
+    return ApiError(message, 400, param, "unsupported_parameter")
+
+
+def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = {}) -> ApiError:
+    """An error of the engine's checks, which names tensors, in the words of a body.
+
+    Args:
+        error: Of the engine.
+        fields: What this body calls a tensor, where that depends on the body.
+    """
+    first = _TENSORS.search(str(error))
+    fields = {**_FIELD_OF_TENSOR, **fields}
+    message = _TENSORS.sub(lambda found: fields[found[0]], str(error))
+    begins_with = _FIELD.match(message)
+    param = begins_with[0] if begins_with else fields[first[0]] if first else None
+    code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
+    return ApiError(message, 400, param, code)
+
+
+def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status, and the body."""
+    if isinstance(error, InvalidArgument | Unsupported):
+        error = in_fields(error)
+    if isinstance(error, UnicodeEncodeError):  # JSON can have half of a surrogate pair, and UTF-8 cannot
+        error = ApiError(f"a text of the body is no Unicode: {error.reason} at character {error.start}")
+    if isinstance(error, ApiError):
+        return error.status, error_body(error.status, str(error), error.param, error.error_code)
+    if isinstance(error, Unreachable):
+        _tell_operator(str(error))
+        error = Unavailable("the engine cannot be reached now; a later try may work")
+    if isinstance(error, InflightError):
+        status = _STATUS.get(error.code, 500)
+        if status == 503 and _QUEUE_IS_FULL in str(error):
+            status = 429
+        return status, error_body(status, str(error), None, error.code.lower())
+    return 500, error_body(500, f"the server failed: {error!r}", None, "internal_error")
+
+
+@lru_cache(maxsize=1)
+def _tell_operator(message: str) -> None:
+    """Log what clients are not told; the same thing once, however often they ask."""
+    _log.warning("%s", message)
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's object for an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response for an error; one that may pass soon says when to try again."""
+    status, body = describe_error(error)
+    return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Have every error of a route answered in OpenAI's form."""
+
+    async def of_engine(request: Request, error: Exception) -> JSONResponse:
+        return error_response(error)
+
+    async def of_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error))
+
+    async def of_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        path = f"{request.method} {request.url.path}"
+        message = f"{path}: {error.detail}" if error.status_code in (404, 405) else str(error.detail)
+        return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+    app.add_exception_handler(InflightError, of_engine)
+    app.add_exception_handler(UnicodeEncodeError, of_engine)
+    app.add_exception_handler(Exception, of_engine)
+    app.add_exception_handler(RequestValidationError, of_validation)
+    app.add_exception_handler(HTTPException, of_http)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    errors = error.errors()
+    first = errors[0]
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, _Refused):
+        return raised.error
+    if isinstance(first.get("input"), bytes):  # it was not read as JSON
+        return ApiError("the body is not said to be JSON: send the header Content-Type: application/json")
+    if first["type"] == "json_invalid":
+        return ApiError(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    places = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "missing":
+        return ApiError(f"{'.'.join(places) or 'a body'} is required", 400, _param(places), "missing")
+    message = _message(first)
+    if places and places[-1] in _KINDS:  # a field of several types, with an error for each
+        field, place = first["loc"][:-1], len(first["loc"]) - 1
+        kinds = [_KINDS.get(str(one["loc"][place]), "") for one in errors if one["loc"][:place] == field]
+        message = f"expected {' or '.join(filter(None, kinds))}, got {_shown(first)}"
+        places.pop()
+    return ApiError(f"{'.'.join(places) or 'the body'}: {message}", 400, _param(places), "invalid_value")
+
+
+# What pydantic calls the types of fields that have several.
+_KINDS = {
+    "str": "a text",
+    "bool": "true or false",
+    "literal['never']": '"never"',
+    "dict[str,any]": "an object",
+    "list[str]": "a list of texts",
+    "list[constrained-int]": "a list of token ids",
+    "list[list[constrained-int]]": "a list of such lists",
+}
+
+
+def _message(error: dict[str, Any]) -> str:
+    return f"{error['msg'].lower()}, got {_shown(error)}"
+
+
+def _shown(error: dict[str, Any]) -> str:
+    try:
+        shown = json.dumps(error.get("input"), ensure_ascii=False)
+    except (TypeError, ValueError):
+        shown = repr(error.get("input"))
+    return shown if len(shown) < 100 else shown[:100] + "…"
+
+
+def _param(places: list[str]) -> str | None:
+    return places[0] if places else None
+
+
+class _Refused(ValueError):
+    """Carries an error through pydantic, which only knows ValueError."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def refused(error: ApiError) -> ValueError:
+    """`error` as a validator may raise it."""
+    return _Refused(error)

@@ -1,0 +1,149 @@
+"""What a body says its text has to look like, as one guide of the engine. Plain functions, any thread."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from inflight.core.request.guide import Guide, GuideType
+from inflight.openai.errors import ApiError, invalid
+from inflight.openai.protocol import SamplingBody, StructuredOutputs
+
+_ANY_OBJECT = '{"type": "object"}'
+_FORMAT_FIELDS = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "regex": {"type", "regex", "pattern"},
+    "grammar": {"type", "grammar"},
+    "structural_tag": {"type", "structures", "triggers", "sequence"},
+}
+"""By type, what a response_format may have."""
+_SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
+_FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
+
+
+def read_guide(body: SamplingBody) -> Guide | None:
+    """The one guide that `body` asks for; None if it asks for none, an error if for several."""
+    found: dict[str, Guide] = {}
+    given = {
+        "guided_json": (GuideType.JSON_SCHEMA, body.guided_json),
+        "guided_regex": (GuideType.REGEX, body.guided_regex),
+        "guided_grammar": (GuideType.EBNF_GRAMMAR, body.guided_grammar),
+    }
+    for name, (kind, value) in given.items():
+        if value is not None:
+            found[name] = Guide(kind, _text(value))
+    if body.guided_choice is not None:
+        found["guided_choice"] = _choice("guided_choice", body.guided_choice)
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = _structured(body.structured_outputs)
+    if body.response_format is not None:
+        guide = _response_format(body.response_format)
+        if guide is not None:
+            found["response_format"] = guide
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise ApiError(
+            f"{names} came together: a text follows one of them", 400, next(iter(found)), "invalid_value"
+        )
+    return next(iter(found.values()), None)
+
+
+def _structured(asked: StructuredOutputs) -> Guide:
+    name = "structured_outputs"
+    found: list[Guide] = []
+    if asked.json_ is not None:
+        found.append(Guide(GuideType.JSON_SCHEMA, _text(asked.json_)))
+    if asked.json_object:
+        found.append(Guide(GuideType.JSON_SCHEMA, _ANY_OBJECT))
+    if asked.regex is not None:
+        found.append(Guide(GuideType.REGEX, asked.regex))
+    if asked.choice is not None:
+        found.append(_choice(name, asked.choice))
+    if asked.grammar is not None:
+        found.append(Guide(GuideType.EBNF_GRAMMAR, asked.grammar))
+    if asked.structural_tag is not None:
+        found.append(Guide(GuideType.STRUCTURAL_TAG, _text(asked.structural_tag)))
+    if len(found) != 1:
+        kinds = "json, json_object, regex, choice, grammar and structural_tag"
+        raise invalid(name, f"{name} must have exactly one of {kinds}, got {len(found)}")
+    return found[0]
+
+
+def _response_format(asked: dict[str, Any]) -> Guide | None:
+    kind = asked.get("type")
+    unread = [name for name in asked if name not in _FORMAT_FIELDS.get(str(kind), asked)]
+    if unread:
+        raise invalid(
+            "response_format",
+            f"response_format of type {kind} has {_shown(unread[0])}, which nobody would read: it may have "
+            f"{' and '.join(sorted(_FORMAT_FIELDS[str(kind)]))}",
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Guide(GuideType.JSON_SCHEMA, _ANY_OBJECT)
+    if kind == "json_schema":
+        outer = asked.get("json_schema")
+        schema = outer.get("schema") if isinstance(outer, dict) else None
+        if not isinstance(outer, dict) or not isinstance(schema, dict | bool):
+            raise invalid(
+                "response_format", f"json_schema must be an object with schema, got {_shown(outer)}"
+            )
+        unread = [name for name in outer if name not in _SCHEMA_FIELDS]
+        if unread:
+            raise invalid(
+                "response_format",
+                f"json_schema has {_shown(unread[0])}, which nobody would read: it may have "
+                f"{', '.join(sorted(_SCHEMA_FIELDS))}",
+            )
+        return Guide(GuideType.JSON_SCHEMA, _text(schema))
+    if kind == "regex":
+        return Guide(GuideType.REGEX, _required(asked, "regex", "pattern"))
+    if kind == "grammar":
+        return Guide(GuideType.EBNF_GRAMMAR, _required(asked, "grammar"))
+    if kind == "structural_tag":
+        tags = {name: value for name, value in asked.items() if name != "type"}
+        return Guide(GuideType.STRUCTURAL_TAG, _text(tags))
+    raise invalid("response_format", f"response_format.type must be {_FORMATS}, got {_shown(kind)}")
+
+
+def _required(asked: dict[str, Any], *names: str) -> str:
+    for name in names:
+        if isinstance(value := asked.get(name), str) and value:
+            return value
+    raise invalid(
+        "response_format",
+        f"response_format of type {asked['type']} must have {names[0]}, a text: it has none",
+    )
+
+
+def _choice(name: str, choices: Sequence[str]) -> Guide:
+    """A grammar of nothing but these texts."""
+    if not choices or not all(choices):
+        raise invalid(
+            name, f"{name} must have texts to choose from, none of them empty, got {list(choices)!r}"
+        )
+    return Guide(GuideType.EBNF_GRAMMAR, f"root ::= {' | '.join(map(_quoted, choices))}")
+
+
+def _quoted(text: str) -> str:
+    r"""A text as a grammar has it, with control characters written \xNN, which both libraries read.
+
+    xgrammar takes hexadecimal digits behind that for more of the number, so that another literal begins there.
+    """
+    escaped = re.sub(r"[\x00-\x1f\x7f\"\\]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    escaped = re.sub(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])", r'\1" "', escaped)
+    return f'"{escaped}"'
+
+
+def _text(value: str | dict[str, Any] | bool) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else text[:100] + "…"

@@ -1,0 +1,385 @@
+"""An engine client whose engine is behind a tritonserver, on this host or another: KServe's protocol over gRPC.
+
+Requests go over gRPC streams of one connection (`kserve_streams`), never with the header `triton_grpc_error`,
+which can end a tritonserver 2.51. The connection is made again by itself, and a server that is away is
+Unavailable. What a stop asks for is done here at once, and the server told by the end of the stream: there is no
+tensor that ends one sequence of several.
+
+Owns one thread with an event loop, on which everything but the first lines of each method runs: responses arrive
+on it, and the state of requests needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import re
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import tritonclient.grpc.aio as triton
+from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from inflight.core.ports import SendResponseCallback, WaitUntilSent
+from inflight.core.report.reports import ReportKind, Reports
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.response import Response, Result
+from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
+from inflight.errors import (
+    ERROR_CODES,
+    InflightError,
+    StepFailed,
+    Unavailable,
+    Unsupported,
+    error_from_code,
+)
+from inflight.openai.kserve_description import describe
+from inflight.openai.kserve_streams import Asked, Streams
+from inflight.openai.kserve_tensors import (
+    ERROR_CODES_WANTED,
+    ended_result,
+    input_tensors,
+    output_names,
+    read_result,
+    request_parameters,
+)
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_CONFIG_S, _STATE_S = 5.0, 2.0
+_FRESH_S = 1.0
+"""For how long a server that was there counts as being there still."""
+_CHANNEL = [
+    ("grpc.max_send_message_length", (1 << 31) - 1),
+    ("grpc.max_receive_message_length", (1 << 31) - 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),  # gRPC's own waits up to two minutes after an outage
+]
+_CODED = re.compile(rf"({'|'.join(ERROR_CODES)}): (.*)", re.DOTALL)
+_MODEL_AWAY = re.compile(r"unknown model|not ready|no available versions|unload", re.IGNORECASE)
+
+
+class KServeEngineClient:
+    """An `EngineClient` over a tritonserver's gRPC port.
+
+    Args:
+        url: HOST:PORT.
+        tokenizer_dir: The checkpoint's folder on this machine; its weights are not needed.
+        model: The Triton model that holds the engine.
+
+    Raises:
+        ConfigError: There is no tokenizer in that folder.
+    """
+
+    def __init__(self, url: str, tokenizer_dir: str, model: str = "tensorrt_llm") -> None:
+        self._url = url
+        self._model = model
+        self._describe = describe(tokenizer_dir)
+        self._ids = itertools.count(1)
+        self._name = uuid.uuid4().hex[:12]  # so that ids are no other client's
+        self._requests: dict[int, _Running] = {}
+        self._closed = False
+        self._describing = threading.Lock()
+        self._description: EngineDescription | None = None
+        self._config: object = None  # that it was made of; None: it has to be made again
+        self._seen_s = 0.0
+        self._connection: triton.InferenceServerClient | None = None
+        self._streams: Streams | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kserve-client", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> EngineDescription:
+        """What the server's configuration of the model and the tokenizer's folder say; raises Unavailable."""
+        with self._describing:
+            if self._description is None or time.monotonic() - self._seen_s > _FRESH_S:
+                try:
+                    config = self._call(self._ask_config(), _CONFIG_S)
+                except InflightError:
+                    self._config = None  # another engine may be there next
+                    raise
+                if config != self._config or self._description is None:
+                    self._description = self._described(config, self._description)
+                self._seen_s = time.monotonic()
+            return self._description
+
+    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+        """Send `request` on; a server that cannot be reached is told by its only response.
+
+        Raises:
+            Unavailable: This client is closed.
+            Unsupported: The request asks for something that has no tensor.
+        """
+        request_id = next(self._ids)
+        running = _Running(replace(request, request_id=request_id), input_tensors(request), on_response)
+        self._post(self._start, running)
+        return request_id
+
+    def reserve_id(self) -> int:
+        """An id that no request will run under."""
+        return next(self._ids)
+
+    def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        """End a request early, or one of its sequences; unknown ids are ignored."""
+        if not self._closed:
+            self._post(self._stop, request_id, reason, sequence_index)
+
+    def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
+        """Do nothing: an engine on another host waits for no outbox here."""
+
+    def state(self, timeout_s: float) -> str:
+        """What the engine is doing, as JSON; raises Unsupported where the server does not tell."""
+        return self._call(self._ask_text("state", np.array([[True]]), "state"), timeout_s)
+
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        """Have a command carried out; returns all adapters that there are then. Errors are the server's."""
+        said: dict[str, Any] = {"command": command.action.value, "name": command.name, "path": command.path}
+        text = json.dumps({key: value for key, value in said.items() if value} | _task_id(command))
+        told = self._call(self._ask_text("lora_command", _as_text(text), "adapters"), timeout_s)
+        return tuple(AdapterState(**each) for each in json.loads(told)["adapters"])
+
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        """Raise Unsupported: no tensor carries them."""
+        raise Unsupported("a tritonserver does not tell the statistics of iterations over KServe's protocol")
+
+    def close(self) -> None:
+        """End the connection; requests in flight are answered with Unavailable. Idempotent."""
+        if self._closed:
+            return
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._loop.close()
+
+    def _described(self, config: Any, known: EngineDescription | None) -> EngineDescription:
+        """A description of what has this configuration, `known` if that says the same.
+
+        Where the server tells its state, the size of its KV cache is in it, which a configuration may leave open.
+        """
+        found, num_blocks = self._describe(config, None), None
+        self._config = config
+        if found.state_enabled:
+            try:
+                num_blocks = json.loads(self.state(_STATE_S))["batcher"]["state"]["blocks"]["total"]
+            except (InflightError, KeyError, TypeError) as error:  # an engine that hangs has no state
+                self._config = None
+                _log.warning("the size of the KV cache is not known, as there is no state: %s", error)
+        found = self._describe(config, num_blocks)
+        return known if known is not None and known == found else found
+
+    # ---------------------------------------------------------------- from any thread to the loop's
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._closed:
+            raise Unavailable("the server is shutting down")
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        if self._closed:
+            coroutine.close()
+            raise Unavailable("the server is shutting down")
+        answer = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return answer.result(timeout_s)
+        except NotInTime:
+            answer.cancel()
+            raise Unavailable(f"the tritonserver at {self._url} did not answer in {timeout_s:g} s") from None
+        except CancelledError:  # by `close`
+            raise Unavailable("the server is shutting down") from None
+
+    # ---------------------------------------------------------------- on the loop's thread
+
+    def _connected(self) -> triton.InferenceServerClient:
+        if self._connection is None:
+            self._connection = triton.InferenceServerClient(self._url, channel_args=_CHANNEL)
+            self._streams = Streams(self._connection)
+        return self._connection
+
+    async def _ask_config(self) -> object:
+        """KServe's ModelConfig as JSON."""
+        try:
+            if not await self._connected().is_model_ready(self._model):
+                raise Unavailable(f"the model {self._model} of the tritonserver at {self._url} is not ready")
+            config: Any = await self._connected().get_model_config(self._model, as_json=True)
+        except (InferenceServerException, grpc.RpcError) as error:
+            raise self._error(error) from error
+        return config["config"]
+
+    async def _ask_text(self, name: str, array: np.ndarray, output: str) -> str:
+        """The text in the one answer to a request of one tensor."""
+        text = ""
+        responses = self._responses({name: array}, [output], {ERROR_CODES_WANTED: True})
+        async for result, _ in responses:
+            if (told := result.as_numpy(output)) is not None:
+                text = told.ravel()[0].decode()
+        return text
+
+    def _start(self, running: _Running) -> None:
+        self._requests[running.request.request_id] = running
+        running.task = self._loop.create_task(self._run(running))
+
+    async def _run(self, running: _Running) -> None:
+        request = running.request
+        try:
+            responses = self._responses(running.inputs, output_names(request), request_parameters(request))
+            async with contextlib.aclosing(responses):
+                async for result, is_final in responses:
+                    running.take(result, is_final)
+            running.fail(Unavailable(f"{self._url} closed the stream before its last response"))
+        except InflightError as error:
+            running.fail(error)
+        except Exception as error:  # a bug that one request meets must not leave its client without an answer
+            _log.exception("a response of request %d could not be read", request.request_id)
+            running.fail(StepFailed(f"a response could not be read: {error!r}"))
+        finally:
+            self._requests.pop(request.request_id, None)
+
+    async def _responses(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        outputs: list[str],
+        parameters: Mapping[str, str | bool],
+    ) -> AsyncGenerator[tuple[InferResult, bool], None]:
+        """Each response to one request, and whether it is the last; raises what the server says is wrong.
+
+        An iteration that is left before the last one cancels the request.
+        """
+        asked: Asked = {
+            "model_name": self._model,
+            "inputs": [_input(name, array) for name, array in inputs.items()],
+            "outputs": [InferRequestedOutput(name) for name in outputs],
+            "request_id": f"{self._name}-{next(self._ids)}",
+            "parameters": {"triton_enable_empty_final_response": True, **parameters},
+        }
+        self._connected()
+        assert self._streams is not None, "they come with the connection"
+        try:
+            async with contextlib.aclosing(self._streams.ask(asked)) as responses:
+                async for response in responses:
+                    yield response
+        except (InferenceServerException, grpc.RpcError) as error:
+            raise self._error(error) from error
+
+    def _stop(self, request_id: int, reason: StopReason, sequence_index: int | None) -> None:
+        running = self._requests.get(request_id)
+        if running is not None:
+            running.stop(reason, sequence_index)
+
+    def _error(self, error: Exception) -> InflightError:
+        """The error that tritonclient or gRPC reports, with the code that the server put in front of its text."""
+        if isinstance(error, InferenceServerException):
+            message, status = error.message() or "", (error.status() or "").removeprefix("StatusCode.")
+        else:
+            assert isinstance(error, grpc.RpcError)
+            message, status = error.details() or "", error.code().name
+        if coded := _CODED.search(message):
+            return error_from_code(coded[1], coded[2])
+        if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            return Unavailable(f"the tritonserver at {self._url} cannot be reached: {message}")
+        if _MODEL_AWAY.search(message):
+            return Unavailable(f"the tritonserver at {self._url} does not serve {self._model} now: {message}")
+        return StepFailed(f"the tritonserver at {self._url} failed: {message}")
+
+    async def _close(self) -> None:
+        self._closed = True
+        for running in list(self._requests.values()):
+            running.fail(Unavailable("the server is shutting down"))
+        tasks = [running.task for running in self._requests.values() if running.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # what waits on streams for the next request
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+class _Running:
+    """One request in flight: what has been answered of it, so that each sequence ends once, and so does it."""
+
+    def __init__(
+        self, request: Request, inputs: Mapping[str, np.ndarray], on_response: SendResponseCallback
+    ) -> None:
+        self.request = request
+        self.inputs = inputs
+        self.task: asyncio.Task[None] | None = None
+        self._on_response = on_response
+        self._unfinished = set(range(request.sampling.num_sequences))
+        self._last: dict[int, Result] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the final response is out."""
+        return not self._unfinished
+
+    def take(self, response: InferResult, is_final: bool) -> None:
+        """Pass a response on, unless it is of a sequence that has been ended from here."""
+        outputs = {name: response.as_numpy(name) for name in output_names(self.request)}
+        found = {name: array for name, array in outputs.items() if array is not None}
+        if found:
+            index = int(found["sequence_index"].ravel()[0]) if "sequence_index" in found else 0
+            result = read_result(self.request, found, is_final, is_first=index not in self._last)
+            if index in self._unfinished:
+                self._pass_on(result)
+        if is_final and not self.is_done:
+            self.fail(StepFailed("the server has ended the request and not all of its sequences"))
+
+    def stop(self, reason: StopReason, sequence_index: int | None) -> None:
+        """End one sequence, or all of them."""
+        asked = self._unfinished if sequence_index is None else self._unfinished & {sequence_index}
+        for index in sorted(asked):
+            last = self._last.get(index)
+            self._pass_on(ended_result(self.request, last, index, FINISH_REASON_OF_STOP[reason]))
+        self._end_if_done()
+
+    def fail(self, error: InflightError) -> None:
+        """Answer with an error, if the request is not done."""
+        if not self.is_done:
+            self._unfinished.clear()
+            self._deliver(Response(self.request.request_id, error=error, is_final=True))
+        self._end_if_done()
+
+    def _pass_on(self, result: Result) -> None:
+        self._last[result.sequence_index] = result
+        if result.is_sequence_final:
+            self._unfinished.discard(result.sequence_index)
+        self._deliver(Response(self.request.request_id, result, is_final=self.is_done))
+
+    def _deliver(self, response: Response) -> None:
+        try:
+            self._on_response(response)
+        except Exception:  # one front end's fault must not end everyone's connection
+            _log.exception("a front end failed to take a response of request %d", response.request_id)
+
+    def _end_if_done(self) -> None:
+        if self.is_done and self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+
+
+def _task_id(command: AdapterCommand) -> dict[str, int]:
+    return {} if command.task_id is None else {"task_id": command.task_id}
+
+
+def _as_text(text: str) -> np.ndarray:
+    return np.array([[text.encode()]], np.object_)
+
+
+def _input(name: str, array: np.ndarray) -> InferInput:
+    tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+    tensor.set_data_from_numpy(array)
+    return tensor

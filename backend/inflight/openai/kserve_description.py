@@ -1,0 +1,99 @@
+"""What is known of a remote engine: by its model's configuration, and by the tokenizer's folder on this machine.
+
+A server does not tell all of its limits. Those that nobody knows here are as wide as can be, and the server itself
+refuses what exceeds its own. Plain functions, any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inflight.config import PARAMETERS, Parameters, Role, read_parameters
+from inflight.core.request.request import EngineDescription, ModelLimits
+from inflight.core.schedule.batch import EngineLimits
+from inflight.errors import ConfigError
+from inflight.text.tokenizer import Tokenizer
+
+_UNKNOWN = 1 << 30
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+_KNOWN_HERE = {spec.key for spec in PARAMETERS if Role.ENGINE in spec.roles}
+
+
+class _AnyName(tuple[str, ...]):
+    """Names that only the server knows: any."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], EngineDescription]:
+    """A function from what a server says of its model to its engine's description.
+
+    It takes KServe's ModelConfig as JSON, and the number of KV cache blocks; None: the server does not tell. It
+    raises ConfigError for a parameter that is known here and has a value that is not.
+
+    Raises ConfigError if the folder has no tokenizer. Its config.json and generation_config.json are read too, if
+    they are there.
+    """
+    folder = Path(tokenizer_dir).expanduser()
+    tokenizer = Tokenizer.from_dir(folder)
+    config, generation = (_read_json(folder / name) for name in ("config.json", "generation_config.json"))
+    vocab_size = _positive(config.get("vocab_size")) or tokenizer.vocab_size
+    positions = next(filter(None, (_positive(config.get(key)) for key in _POSITIONS)), _UNKNOWN)
+    end_ids = _end_ids(generation) or _end_ids(config)
+
+    def of_model(model: Mapping[str, Any], num_blocks: int | None) -> EngineDescription:
+        given = model.get("parameters", {})
+        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # it may be a newer server
+        parameters = read_parameters({**model, "parameters": known}, Role.ENGINE)
+        return EngineDescription(
+            _limits(parameters, vocab_size, positions, num_blocks),
+            model_path=parameters.engine.gpt_model_path or str(folder),
+            tokenizer_dir=str(folder),
+            eos_token_ids=end_ids,
+            dtype=parameters.engine.dtype or "float32",
+            state_enabled=parameters.enable_state_requests,
+            adapter_commands_enabled=parameters.enable_adapter_commands,
+        )
+
+    return of_model
+
+
+def _limits(parameters: Parameters, vocab_size: int, positions: int, num_blocks: int | None) -> ModelLimits:
+    engine = parameters.engine
+    if num_blocks is None:
+        size = engine.max_tokens_in_paged_kv_cache
+        num_blocks = _UNKNOWN if size is None else size // engine.tokens_per_block
+    of_engine = EngineLimits(
+        vocab_size,
+        engine.max_sequence_length or positions,
+        engine.max_num_sequences,
+        num_blocks,
+        engine.tokens_per_block,
+        logits_post_processors=_AnyName(),
+    )
+    return replace(of_engine.model_limits(parameters.scheduler), max_adapter_rank=_UNKNOWN)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _positive(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return tuple(each for each in ids if type(each) is int and each >= 0)

@@ -1,0 +1,181 @@
+"""Log probabilities as OpenAI's two routes tell them, and prompts' in vLLM's form. Plain functions, any thread."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from inflight.core.request.request import FloatTensor
+from inflight.core.request.response import TopLogProbs
+
+_LEAST = -9999.0
+"""In the place of -inf, which JSON has no word for; vLLM's choice too."""
+
+
+class TokenNames:
+    """What tokens are called in an answer.
+
+    A token whose bytes are no characters is named by them, so that two of them never share a name.
+
+    Args:
+        token_bytes: By id, what each adds to a text.
+        by_id: Call them `token_id:17` instead.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], by_id: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._by_id = by_id
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What the token adds to a text; b"" for one that the tokenizer does not know."""
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+    def name(self, token_id: int) -> str:
+        """The token's name."""
+        if self._by_id:
+            return f"token_id:{token_id}"
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+@dataclass(slots=True)
+class CompletionLogProbs:
+    """`logprobs` of a choice of /v1/completions, a part at a time.
+
+    Attributes:
+        names: What tokens are called.
+        num_top: How many of the likeliest tokens are told beside each; the chosen one is told too.
+        offset: Characters of the text so far.
+    """
+
+    names: TokenNames
+    num_top: int
+    offset: int = 0
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def start_with(self, text: str, ids: Sequence[int], hidden_ids: frozenset[int]) -> None:
+        """The choice's text begins with `text`, whose tokens `ids` are added next.
+
+        They may stand for more than it: a beginning of sequence, or the space that some tokenizers put in front.
+        """
+        shown = b"".join(self.names.bytes_of(token_id) for token_id in ids if token_id not in hidden_ids)
+        self.offset = len(text) - len(shown.decode(errors="replace"))
+
+    def add(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float | None],
+        tops: Sequence[TopLogProbs | None],
+        hidden_ids: frozenset[int],
+    ) -> dict[str, Any]:
+        """The object for these tokens.
+
+        Args:
+            ids: The tokens.
+            log_probs: Of each; None for a text's first token.
+            tops: The likeliest beside each; empty if none were asked for.
+            hidden_ids: Tokens that are no part of the text.
+        """
+        offsets: list[int] = []
+        for token_id in ids:
+            offsets.append(max(self.offset, 0))
+            if token_id not in hidden_ids:
+                self.offset += len(self._decoder.decode(self.names.bytes_of(token_id)))
+        beside = [self._top(*each) for each in zip(ids, log_probs, tops or [None] * len(ids), strict=True)]
+        return {
+            "tokens": [self.names.name(token_id) for token_id in ids],
+            "token_logprobs": [None if value is None else finite(value) for value in log_probs],
+            "top_logprobs": beside,
+            "text_offset": offsets,
+        }
+
+    def _top(self, token_id: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, float] | None:
+        if log_prob is None:
+            return None
+        named: dict[str, float] = {}
+        if top is not None:
+            for other, value in zip(top.token_ids[: self.num_top], top.log_probs):
+                named.setdefault(self.names.name(other), finite(value))
+        named.setdefault(self.names.name(token_id), finite(log_prob))
+        return named
+
+
+def chat_log_probs(
+    names: TokenNames,
+    num_top: int,
+    ids: Sequence[int],
+    log_probs: Sequence[float],
+    tops: Sequence[TopLogProbs],
+) -> dict[str, Any]:
+    """`logprobs` of a choice of /v1/chat/completions, for these tokens."""
+
+    def entry(token_id: int, value: float) -> dict[str, Any]:
+        return {
+            "token": names.name(token_id),
+            "logprob": finite(value),
+            "bytes": list(names.bytes_of(token_id)),
+        }
+
+    content: list[dict[str, Any]] = []
+    for place, (token_id, value) in enumerate(zip(ids, log_probs, strict=True)):
+        beside = tops[place] if num_top else TopLogProbs((), ())
+        top = [entry(*pair) for pair in zip(beside.token_ids[:num_top], beside.log_probs)]
+        content.append({**entry(token_id, value), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list[TopLogProbs]:
+    """The likeliest tokens in the place of each prompt token but the first, which nothing comes before.
+
+    Args:
+        logits: [prompt tokens, vocab_size]: what follows each of them.
+        ids: The prompt.
+        num_top: How many.
+    """
+    rows = np.frombuffer(logits.data, np.float32).reshape(logits.shape)
+    tops: list[TopLogProbs] = []
+    for row in rows[: len(ids) - 1]:
+        count = min(num_top, len(row))
+        best = np.argpartition(row, len(row) - count)[len(row) - count :]
+        best = best[np.lexsort((best, -row[best]))]
+        highest = row[best[0]] if count else row.max()
+        total = highest + np.log(np.exp(row - highest, dtype=np.float64).sum())
+        tops.append(TopLogProbs(tuple(best.tolist()), tuple((row[best] - total).tolist())))
+    return tops
+
+
+def prompt_log_probs_json(
+    names: TokenNames,
+    ids: Sequence[int],
+    log_probs: Sequence[float],
+    tops: Sequence[TopLogProbs],
+    num_top: int,
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: null for the first token, then by token id, the likeliest with their ranks."""
+    told: list[dict[str, Any] | None] = [None]
+    for place, (token_id, value) in enumerate(zip(ids[1:], log_probs[1:])):
+        top = tops[place] if tops else TopLogProbs((), ())
+        entries: dict[str, Any] = {}
+        for rank, (other, other_value) in enumerate(zip(top.token_ids[:num_top], top.log_probs), 1):
+            entries[str(other)] = _ranked(names, other, other_value, rank)
+        entries.setdefault(str(token_id), _ranked(names, token_id, value, None))
+        told.append(entries)
+    return told
+
+
+def _ranked(names: TokenNames, token_id: int, value: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": finite(value), "rank": rank, "decoded_token": names.name(token_id)}
+
+
+def finite(value: float) -> float:
+    """The value as JSON can have it."""
+    return max(value, _LEAST)

@@ -1,0 +1,50 @@
+"""/v1/models: the model that is served, and its LoRA adapters. The event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from inflight.openai.context import context_of
+from inflight.openai.errors import ApiError
+from inflight.openai.serving_model import ServingModel
+
+router = APIRouter()
+_STARTED = int(time.time())
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """Every name that `model` of a body may have."""
+    context = context_of(request)
+    return {"object": "list", "data": await context.session.wait_for(lambda: _models(context.model))}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, request: Request) -> dict[str, Any]:
+    """One of them."""
+    context = context_of(request)
+    for model in await context.session.wait_for(lambda: _models(context.model)):
+        if model["id"] == name:
+            return model
+    raise ApiError(f"the model {name[:200]!r} does not exist", 404, "model", "model_not_found")
+
+
+def _models(model: ServingModel) -> list[dict[str, Any]]:
+    base, limits = model.names[0], model.describe().limits
+
+    def entry(name: str, root: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": _STARTED,
+            "owned_by": "inflight",
+            "root": root,
+            "parent": parent,
+            "max_model_len": limits.max_sequence_length,
+        }
+
+    own = [entry(name, base, None) for name in model.names]
+    return own + [entry(name, name, base) for name in model.adapter_names()]

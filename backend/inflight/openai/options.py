@@ -1,0 +1,291 @@
+"""What the OpenAI endpoint is told on its command line, by `scripts/serve` and by `python -m inflight.openai`.
+
+Owns the flags, which both commands share, and where API keys come from. Files are looked into here, so that one
+that is no good is said before anything is started. Does not know what the endpoint does with them. Standard
+library only, as `scripts/serve` reads it before anything else runs; jinja2 where there is a template. Any thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
+"""The environment variable that holds API keys, separated by spaces, commas or line ends."""
+
+TOOL_CALL_PARSERS = ("auto", "none", "llama3_json", "hermes", "mistral", "json")
+REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
+"""Values of the flags; `serving/chat` has the parsers, which this module must not import."""
+
+MAX_BODY_BYTES = 64 << 20
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class OpenAiOptions:
+    """How one OpenAI endpoint listens, whom it lets in, and what it calls its model.
+
+    Attributes:
+        host: Address to listen on.
+        port: TCP port; 0: any free one.
+        served_model_names: What requests call the model; the first one is in the answers. Without any, the name of
+            the checkpoint's folder.
+        chat_template: A file with a Jinja template, in the place of the checkpoint's own; None: the checkpoint's.
+        tool_call_parser: One of TOOL_CALL_PARSERS: which form of tool calls the model writes.
+        reasoning_parser: One of REASONING_PARSERS: how the model marks what it thinks before it answers.
+        default_max_tokens: Most tokens of an answer whose request does not say it; fewer where no more fit. None:
+            OpenAI's 16 for completions, and all that fit for chats.
+        api_keys: Requests must bring one of them; without any, everybody may ask.
+        cors_origins: Web pages from these origins may ask from a browser; "*": from anywhere.
+        max_body_bytes: The largest body of a request, in bytes.
+        tls_certificate: A PEM file with the certificate chain; None: no TLS.
+        tls_key: A PEM file with its private key; None: it is in the file of the certificate.
+        metrics_url: Where Triton's metrics page is, for /metrics; "": there is none.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 9000
+    served_model_names: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    default_max_tokens: int | None = None
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = MAX_BODY_BYTES
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    metrics_url: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that do not depend on where the engine is. Names that vLLM has are vLLM's."""
+    group = parser.add_argument_group("OpenAI endpoint (/v1)")
+    _add_model_arguments(group)
+    _add_listening_arguments(group)
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="what requests to /v1 call the model; several: the first one is in the answers (default: the name of "
+        "the checkpoint's folder)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        type=_template,
+        help="a Jinja template for chats (default: the checkpoint's)",
+    )
+    add(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default="auto",
+        help="the form of the model's tool calls (default: auto, the one that the chat template has; with none "
+        "calls are text)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="how the model marks what it thinks before it answers (default: auto, as the chat template does; "
+        "with none it is part of the answer)",
+    )
+    add(
+        "--default-max-tokens",
+        metavar="N",
+        type=_count,
+        help="most tokens of an answer whose request does not say max_tokens (default: 16 for completions, all "
+        "that fit for chats)",
+    )
+
+
+def _add_listening_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--api-key",
+        metavar="KEY",
+        nargs="+",
+        default=[],
+        help="requests to /v1 must bring one of these keys. Every user of this machine can read a command line: "
+        f"rather use --api-key-file, or the environment variable {API_KEYS_VARIABLE}",
+    )
+    add("--api-key-file", metavar="FILE", type=_file, help="a file with an API key on each line")
+    add(
+        "--allowed-origins",
+        metavar="ORIGINS",
+        type=_origins,
+        default=(),
+        help="web pages that may ask /v1 from a browser: a JSON list as '[\"https://chat.example\"]', or origins "
+        "with commas between them; * for all (default: none but the playground's own)",
+    )
+    add(
+        "--max-body-size",
+        metavar="SIZE",
+        type=_size,
+        default=MAX_BODY_BYTES,
+        help="largest body of a request to /v1, in bytes, or as 64M (default: 64M)",
+    )
+    add(
+        "--ssl-certfile",
+        metavar="FILE",
+        type=_file,
+        help="serve /v1 over TLS with this certificate chain (PEM)",
+    )
+    add("--ssl-keyfile", metavar="FILE", type=_file, help="its private key (default: in --ssl-certfile)")
+
+
+def read_arguments(
+    given: argparse.Namespace,
+    host: str,
+    port: int,
+    metrics_url: str = "",
+    environment: Mapping[str, str] = os.environ,
+) -> OpenAiOptions:
+    """The options that parsed flags stand for; ValueError names a flag that cannot be followed."""
+    if given.ssl_keyfile is not None and given.ssl_certfile is None:
+        raise ValueError(f"--ssl-keyfile {given.ssl_keyfile}: a key without --ssl-certfile, its certificate")
+    if given.ssl_certfile is not None:
+        _check_certificate(given.ssl_certfile, given.ssl_keyfile)
+    return OpenAiOptions(
+        host=host,
+        port=port,
+        served_model_names=tuple(given.served_model_name),
+        chat_template=given.chat_template,
+        tool_call_parser=given.tool_call_parser,
+        reasoning_parser=given.reasoning_parser,
+        default_max_tokens=given.default_max_tokens,
+        api_keys=_api_keys(given, environment),
+        cors_origins=tuple(given.allowed_origins),
+        max_body_bytes=given.max_body_size,
+        tls_certificate=given.ssl_certfile,
+        tls_key=given.ssl_keyfile,
+        metrics_url=metrics_url,
+    )
+
+
+def to_arguments(options: OpenAiOptions) -> list[str]:
+    """The command line of `python -m inflight.openai` for these options, API keys left out."""
+    files = {
+        "--chat-template": options.chat_template,
+        "--ssl-certfile": options.tls_certificate,
+        "--ssl-keyfile": options.tls_key,
+    }
+    names, origins, default = options.served_model_names, options.cors_origins, options.default_max_tokens
+    return [
+        *("--host", options.host, "--port", str(options.port)),
+        *(("--served-model-name", *names) if names else ()),
+        *(word for flag, file in files.items() if file is not None for word in (flag, str(file.absolute()))),
+        *("--tool-call-parser", options.tool_call_parser, "--reasoning-parser", options.reasoning_parser),
+        *(("--default-max-tokens", str(default)) if default is not None else ()),
+        *(("--allowed-origins", json.dumps(origins)) if origins else ()),
+        *("--max-body-size", str(options.max_body_bytes)),
+        *(("--metrics-url", options.metrics_url) if options.metrics_url else ()),
+    ]
+
+
+def _api_keys(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
+    keys = [*given.api_key, *re.split(r"[\s,]+", environment.get(API_KEYS_VARIABLE, ""))]
+    if given.api_key_file is not None:
+        try:
+            lines = given.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--api-key-file {given.api_key_file}: it cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:  # an empty file must not open the door
+            raise ValueError(f"--api-key-file {given.api_key_file}: there is no key in it")
+        keys += found
+    if "" in given.api_key:
+        raise ValueError("--api-key: got an empty key")
+    keys = [key for key in keys if key]
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ValueError("an API key has letters that an HTTP header cannot hold: expected printable ASCII")
+    if any(re.search(r"[\s,]", key) for key in keys):  # the environment variable holds keys between these
+        raise ValueError("an API key has a space or a comma in it: expected one without")
+    return tuple(dict.fromkeys(keys))
+
+
+def _file(text: str) -> Path:
+    path = Path(text).expanduser()
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return path
+
+
+def _template(text: str) -> Path:
+    """A file with a template that compiles in the environment that chats are rendered in."""
+    from inflight.serving.chat.template_environment import compile_template, names_in
+
+    path = _file(text)
+    try:
+        source = path.read_text(encoding="utf-8")
+        if not source.strip():
+            raise ValueError("it is empty, expected a Jinja template")
+        compile_template(source)
+        names = names_in(source)
+    except Exception as error:  # jinja2 has no common class of what it raises for a text that is no template
+        line = getattr(error, "lineno", None)
+        raise argparse.ArgumentTypeError(f"{text}{f', line {line}' if line else ''}: {error}") from None
+    if "messages" not in names:
+        raise argparse.ArgumentTypeError(
+            f"{text}: no chat template, as it does not use the variable messages"
+        )
+    return path
+
+
+def _check_certificate(chain: Path, key: Path | None) -> None:
+    where = f"--ssl-certfile {chain}" + (f", --ssl-keyfile {key}" if key else "")
+
+    def refuse_password() -> str:
+        raise ValueError(f"{where}: the key is encrypted, expected one without a passphrase")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, refuse_password)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(f"{where}: cannot be used for TLS: {error}") from None
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else text.split(",")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list: {error}") from None
+    origins = [origin.strip() if isinstance(origin, str) else origin for origin in found]
+    for origin in origins:
+        if origin != "*" and not _is_origin(origin):
+            raise argparse.ArgumentTypeError(f"{origin!r} is no origin, expected one as https://chat.example")
+    return tuple(origins)
+
+
+def _is_origin(origin: object) -> bool:
+    if not isinstance(origin, str):
+        return False
+    parts = urlsplit(origin)
+    return bool(parts.scheme and parts.netloc) and f"{parts.scheme}://{parts.netloc}" == origin
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a number of tokens of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a number of bytes as 1048576 or 64M, got {text!r}")
+    return int(match[1]) * _UNITS[match[2].upper()]

@@ -1,0 +1,90 @@
+"""A body that has been understood, ready for the engine. On the tokenizing threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight.openai.answers import Usage
+from inflight.openai.errors import ApiError
+from inflight.openai.log_probs import TokenNames
+from inflight.openai.sampling import Asked, longest_prompt, make_prompt
+from inflight.openai.serving_model import ServingModel
+from inflight.serving.reply import NewText, Prompt, new_text
+
+MAX_PROMPTS = 2048
+"""Most prompts of one body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be run, and what is needed to tell of it.
+
+    Attributes:
+        asked: What holds for all prompts.
+        prompts: For the engine, each with what makes its texts.
+        usage: Counts its tokens.
+        model_name: What the answer says.
+        names: What tokens are called; None where none are named.
+        hidden_ids: Tokens that are no part of a text.
+    """
+
+    asked: Asked
+    prompts: Sequence[tuple[Prompt, NewText]]
+    usage: Usage
+    model_name: str
+    names: TokenNames | None
+    hidden_ids: frozenset[int]
+
+    def prompt_ids(self, batch_index: int) -> tuple[int, ...]:
+        """The ids of one of its prompts."""
+        return self.prompts[batch_index][0].request.input_token_ids
+
+
+def make_plan(
+    model: ServingModel, asked: Asked, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
+) -> Plan:
+    """Check everything that the model can be asked for.
+
+    Args:
+        model: That is served.
+        asked: What holds for all prompts.
+        texts: Of each prompt; None for one that came as ids.
+        ids: Of each prompt.
+    """
+    body, description = asked.body, model.describe()
+    if len(ids) > MAX_PROMPTS:
+        raise ApiError(f"prompt has {len(ids)} prompts; a body may have {MAX_PROMPTS}", 400, "prompt")
+    tokenizer = model.tokenizer()
+    prompts: list[tuple[Prompt, NewText]] = []
+    for text, of_prompt in zip(texts, ids, strict=True):
+        kept = _truncated(asked, of_prompt, model)
+        if asked.echo and (text is None or len(kept) < len(of_prompt)):
+            text = tokenizer.decode(kept, asked.skip_special_tokens)
+        prompt = make_prompt(asked, kept, text, description, model.encoder)
+        prompts.append((prompt, new_text(prompt, tokenizer, asked.skip_special_tokens)))
+    tells_tokens = asked.num_top is not None or asked.num_prompt_top is not None
+    return Plan(
+        asked,
+        prompts,
+        Usage([prompt for prompt, _ in prompts], description.limits.tokens_per_block),
+        body.model or model.names[0],
+        TokenNames(model.token_bytes, body.return_tokens_as_token_ids) if tells_tokens else None,
+        tokenizer.special_ids if asked.skip_special_tokens else frozenset(),
+    )
+
+
+def _truncated(asked: Asked, ids: Sequence[int], model: ServingModel) -> Sequence[int]:
+    """The last tokens of a prompt, as many as truncate_prompt_tokens says; -1: as many as fit."""
+    most = asked.body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most == 0:
+        raise ApiError(
+            "truncate_prompt_tokens is 0, which leaves no prompt; -1 keeps what fits",
+            400,
+            "truncate_prompt_tokens",
+        )
+    if most < 0:
+        most = longest_prompt(asked, len(ids), model.describe().limits)
+    return ids[max(len(ids) - most, 0) :]

@@ -1,0 +1,172 @@
+// Answers as they come: their text, their figures, and several of them side by side.
+
+const WORDS_FOR_ENDS = {
+  stop: "complete",
+  length: "cut at the longest length",
+  tool_calls: "calls a tool",
+};
+
+/** The server takes no larger n. */
+const MOST_ANSWERS = 1024;
+
+/** In a shorter time tokens come so much at once that their number says nothing. */
+const SHORTEST_S = 0.05;
+
+/** One answer of a turn. */
+class Answer {
+  constructor(number, count) {
+    this.element = copyTemplate("answer");
+    this.content = new TokenText(this.element.querySelector(".flow .text"));
+    this.reasoning = new TokenText(this.element.querySelector(".reasoning-text"));
+    this.numTokens = 0;
+    this.numLogProbs = 0;
+    this.numAtFirst = 0; // tokens that came with the first, which say nothing of how fast others come
+    this.end = "";
+    this.firstAt = this.lastAt = 0;
+    this.element.setAttribute("aria-label", count > 1 ? `Answer ${number} of ${count}` : "Answer");
+    this.#button("copy", () => copyText(this.content.text, this.element));
+  }
+
+  /** Take a choice of an event that came at the time `now`, in milliseconds. */
+  add(choice, now) {
+    const tokens = readTokens(choice.logprobs);
+    const reasoning = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
+    const text = choice.text ?? choice.delta?.content ?? "";
+    const calls = (choice.delta?.tool_calls ?? []).map(({ function: f }) => (f.name ?? "") + (f.arguments ?? "")).join("");
+    if (reasoning) {
+      this.element.querySelector(".reasoning").hidden = false;
+      this.reasoning.add(reasoning, tokens);
+    }
+    this.content.add(text + calls, reasoning ? [] : tokens);
+    this.numTokens += choice.token_ids?.length ?? 0;
+    this.numLogProbs += tokens.length;
+    if (choice.finish_reason) this.end = choice.finish_reason;
+    if (!(text || reasoning || calls || tokens.length || choice.token_ids?.length)) return;
+    if (!this.firstAt) this.numAtFirst = this.numTokens || this.numLogProbs || 1;
+    this.firstAt ||= now;
+    this.lastAt = now;
+  }
+
+  /** Say in a line how it went. `startedAt`: when the request was sent; `usage`: tokens of all the turn's answers. */
+  showFigures(startedAt, usage) {
+    const count = this.numTokens || this.numLogProbs || usage || 0;
+    const parts = [];
+    if (count) parts.push(`${count} ${count === 1 ? "token" : "tokens"}`);
+    const seconds = (this.lastAt - this.firstAt) / 1000;
+    if (seconds >= SHORTEST_S) parts.push(`${rounded((count - this.numAtFirst) / seconds)} tokens/s`);
+    if (this.firstAt) parts.push(`first after ${rounded((this.firstAt - startedAt) / 1000)} s`);
+    if (this.end) parts.push(WORDS_FOR_ENDS[this.end] ?? this.end);
+    this.element.querySelector(".figures").textContent = parts.join(" · ");
+  }
+
+  finish() {
+    this.reasoning.finish();
+    this.content.finish();
+    this.element.classList.remove("running");
+  }
+
+  #button(name, onClick) {
+    this.element.querySelector(`[data-action=${name}]`).addEventListener("click", onClick);
+  }
+}
+
+/** Three digits of a number, without more behind the point than they take. */
+function rounded(number) {
+  return number >= 100 || number === 0 ? number.toFixed(0) : number.toPrecision(number >= 1 ? 3 : 2);
+}
+
+/**
+ * The answers to one prompt, of which one is chosen to go on with.
+ *
+ * prompt: what a completion continues, shown before each answer; null in a chat.
+ */
+class Turn {
+  constructor(prompt = null) {
+    this.prompt = prompt;
+    this.element = copyTemplate("turn");
+    this.grid = this.element.querySelector(".answers");
+    this.answers = [];
+    this.chosen = 0;
+  }
+
+  get text() {
+    return this.answers[this.chosen]?.content.text ?? "";
+  }
+
+  /** Send the request and show what comes, until its end or until `signal` stops it. Errors are shown, not raised. */
+  async run(path, body, signal) {
+    this.#begin(body);
+    const startedAt = performance.now();
+    let usage = 0;
+    try {
+      for await (const event of streamFromServer(path, body, signal)) {
+        const now = performance.now();
+        for (const choice of event.choices) this.answers[choice.index].add(choice, now);
+        if (event.usage && this.answers.length === 1) usage = event.usage.completion_tokens;
+        this.answers.forEach((answer) => answer.showFigures(startedAt, usage));
+        followEnd();
+      }
+    } catch (error) {
+      if (error.name === "AbortError") this.answers.forEach((answer) => (answer.end ||= "stopped"));
+      else this.fail(error);
+    }
+    for (const answer of this.answers) {
+      answer.finish();
+      if (answer.firstAt || answer.end) answer.showFigures(startedAt, usage);
+    }
+    this.element.removeAttribute("aria-busy");
+  }
+
+  /** Answers that are known already, of a page that was loaded again. */
+  restore(texts, chosen) {
+    this.#begin({ n: texts.length });
+    this.answers.forEach((answer, i) => {
+      answer.content.add(texts[i] ?? "", []);
+      answer.finish();
+    });
+    this.choose(chosen);
+    this.element.removeAttribute("aria-busy");
+  }
+
+  /** Show why there is no answer, or no more of it. */
+  fail(error) {
+    this.#forgetErrors();
+    const box = copyTemplate("error");
+    box.querySelector(".heading").textContent = error.heading ?? error.name;
+    box.querySelector(".message").textContent = error.message;
+    this.grid.after(box);
+    for (const answer of this.answers) answer.element.hidden = !answer.content.text && !answer.reasoning.text;
+    this.grid.hidden = this.answers.every((answer) => answer.element.hidden);
+    if (error.status === 401) askForKey();
+    followEnd();
+  }
+
+  choose(index) {
+    this.chosen = index;
+    this.answers.forEach((answer, i) => {
+      answer.element.classList.toggle("chosen", i === index && this.answers.length > 1);
+      answer.element.querySelector("[data-action=choose]").setAttribute("aria-pressed", String(i === index));
+    });
+  }
+
+  #forgetErrors() {
+    this.element.querySelectorAll(".error").forEach((box) => box.remove());
+  }
+
+  #begin(body) {
+    const count = Math.min(Math.max(1, Math.trunc(body.n ?? 1)), MOST_ANSWERS);
+    this.answers = Array.from({ length: count }, (_, i) => new Answer(i + 1, count));
+    this.#forgetErrors();
+    this.element.setAttribute("aria-busy", "true");
+    this.grid.hidden = false;
+    this.grid.classList.toggle("several", count > 1);
+    this.answers.forEach((answer, i) => {
+      const choose = answer.element.querySelector("[data-action=choose]");
+      choose.hidden = count === 1;
+      choose.addEventListener("click", () => (this.choose(i), saveLater()));
+      if (this.prompt !== null && !body.echo) answer.element.querySelector(".prompt").textContent = this.prompt;
+    });
+    this.grid.replaceChildren(...this.answers.map((answer) => answer.element));
+    this.choose(0);
+  }
+}

@@ -1,0 +1,182 @@
+// The chat's messages and the completions so far: added, edited, answered anew, saved for a page that is loaded again.
+
+const MODES = {
+  chat: { path: "v1/chat/completions", log: "chat-log", placeholder: "Say something" },
+  completion: { path: "v1/completions", log: "completion-log", placeholder: "Begin a text; the model goes on with it" },
+};
+
+/** Messages of the user and turns of the assistant, in order; and turns that continue a prompt. */
+const chat = [];
+const completions = [];
+
+let mode = "chat";
+let running = null; // the AbortController of what is being generated
+
+class UserMessage {
+  constructor(text) {
+    this.text = text;
+    this.element = copyTemplate("user-message");
+    this.body = this.element.querySelector(".text");
+    this.body.textContent = text;
+    this.element.querySelector("[data-action=edit]").addEventListener("click", () => this.#edit());
+    this.element.querySelector("[data-action=copy]").addEventListener("click", () => copyText(this.text, this.element));
+  }
+
+  /** Have the message written anew; what came after it goes, and it is answered again. */
+  #edit() {
+    if (running || this.element.querySelector("form")) return;
+    const form = copyTemplate("edit-form");
+    const input = form.querySelector("textarea");
+    const close = () => (form.remove(), (this.body.hidden = false));
+    input.value = this.text;
+    this.body.hidden = true;
+    this.body.after(form);
+    fitHeight(input);
+    input.focus();
+    input.addEventListener("input", () => fitHeight(input));
+    input.addEventListener("keydown", (event) => {
+      if (isSendKey(event)) form.requestSubmit();
+      if (event.key === "Escape") close();
+      if (isSendKey(event) || event.key === "Escape") event.preventDefault();
+    });
+    form.querySelector("[data-action=cancel]").addEventListener("click", close);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (!input.value.trim() || running) return;
+      this.text = this.body.textContent = input.value;
+      close();
+      dropAfter(chat, this);
+      answerChat();
+    });
+  }
+}
+
+/** Remove what stands behind an entry of the chat. */
+function dropAfter(entries, entry) {
+  for (const gone of entries.splice(entries.indexOf(entry) + 1)) gone.element.remove();
+}
+
+function append(entries, entry) {
+  entries.push(entry);
+  logElement().append(entry.element);
+  followEnd();
+  return entry;
+}
+
+function logElement() {
+  return byId(MODES[mode].log);
+}
+
+/**
+ * The messages of a request: the system prompt and everything up to the last message of the user.
+ *
+ * A message whose answer has no text, as it failed or was stopped, is left out if another one follows it: many chat
+ * templates demand that user and assistant take turns.
+ */
+function messagesForRequest(draft = "") {
+  const system = byId("system").value;
+  const entries = chat.filter((entry) => entry instanceof UserMessage || entry.text);
+  const messages = entries.map((entry) => ({
+    role: entry instanceof UserMessage ? "user" : "assistant",
+    content: entry.text,
+  }));
+  if (draft) messages.push({ role: "user", content: draft });
+  else while (messages.at(-1)?.role === "assistant") messages.pop();
+  const answered = messages.filter(({ role }, index) => role !== "user" || messages[index + 1]?.role !== "user");
+  return system.trim() ? [{ role: "system", content: system }, ...answered] : answered;
+}
+
+/** The request that the page sends next, without what only a stream needs. */
+function requestBody(promptOrMessages) {
+  const text = mode === "chat" ? { messages: promptOrMessages } : { prompt: promptOrMessages };
+  const model = byId("model").value; // empty until the list is there; a request without one is for the bare model
+  return { ...(model && { model }), ...text, ...settingsForRequest(mode) };
+}
+
+async function send(text) {
+  if (running || !text) return;
+  if (mode === "chat") {
+    append(chat, new UserMessage(text));
+    byId("input").value = "";
+    await answerChat();
+  } else {
+    await runTurn(append(completions, newTurn(completions, text)), text);
+  }
+}
+
+async function answerChat() {
+  await runTurn(append(chat, newTurn(chat)), messagesForRequest());
+}
+
+function newTurn(entries, prompt = null) {
+  const turn = new Turn(prompt);
+  const goOn = turn.element.querySelector("[data-action=go-on]");
+  goOn.hidden = prompt === null;
+  goOn.addEventListener("click", () => goOnFrom(turn));
+  turn.element.querySelector("[data-action=again]").addEventListener("click", () => {
+    if (running) return;
+    if (prompt === null) {
+      dropAfter(chat, chat[chat.indexOf(turn) - 1]);
+      answerChat();
+    } else {
+      runTurn(turn, prompt);
+    }
+  });
+  return turn;
+}
+
+/** Put a prompt and its chosen answer into the input, to be continued. */
+function goOnFrom(turn) {
+  const input = byId("input");
+  const isEcho = turn.text.startsWith(turn.prompt) && settingValue("echo");
+  input.value = isEcho ? turn.text : turn.prompt + turn.text;
+  fitHeight(input);
+  input.focus();
+}
+
+/** Generate the answers of a turn; one at a time. */
+async function runTurn(turn, promptOrMessages) {
+  let body;
+  try {
+    body = requestBody(promptOrMessages);
+  } catch (error) {
+    turn.fail(error);
+    return;
+  }
+  running = new AbortController();
+  showRunning();
+  await turn.run(MODES[mode].path, body, running.signal);
+  running = null;
+  showRunning();
+  byId("spoken").textContent = turn.answers.map((answer) => answer.element.querySelector(".figures").textContent).join("; ");
+  saveLater();
+}
+
+function stop() {
+  running?.abort();
+}
+
+/** Everything that a page needs to be as it was, as plain values. */
+function saveConversation() {
+  const plain = (entry) =>
+    entry instanceof UserMessage
+      ? { text: entry.text }
+      : { answers: entry.answers.map((answer) => answer.content.text), chosen: entry.chosen, prompt: entry.prompt };
+  return { chat: chat.map(plain), completions: completions.map(plain), mode };
+}
+
+function restoreConversation(saved) {
+  for (const [name, entries] of [["chat", chat], ["completion", completions]]) {
+    mode = name;
+    for (const { text, answers, chosen, prompt } of saved[name === "chat" ? "chat" : "completions"]) {
+      if (text !== undefined) append(entries, new UserMessage(text));
+      else append(entries, newTurn(entries, prompt)).restore(answers, chosen);
+    }
+  }
+  mode = saved.mode;
+}
+
+function clearConversation() {
+  stop();
+  for (const entries of [chat, completions]) dropAfter(entries, null);
+}

@@ -1,0 +1,94 @@
+"""Routes of the playground: GET / is the page, the others are what it asks for beside OpenAI's routes.
+
+Owns how the page is put together, with a Content-Security-Policy that lets nothing run but the page's own script.
+Event loop.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from inflight.openai.context import context_of
+from inflight.openai.errors import ApiError
+from inflight.openai.playground.activity import Activity
+
+_PARTS = Path(__file__).parent / "page"
+# One script after the other in one scope; the last one starts the page.
+_SCRIPTS = (
+    "api.js", "controls.js", "tokens.js", "answers.js", "conversation.js", "code.js", "engine.js", "main.js",
+)  # fmt: skip
+
+playground_router = APIRouter(include_in_schema=False)
+
+
+@playground_router.get("/")
+async def get_page() -> HTMLResponse:
+    """The page: one document, with its style and its script in it."""
+    html, policy = build_page()
+    return HTMLResponse(
+        html,
+        headers={
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        },
+    )
+
+
+@playground_router.get("/playground/state")
+async def get_state(request: Request) -> dict[str, Any]:
+    """What the engine is doing, in a few figures (`Activity.read`); raises what the engine client raises."""
+    state = request.app.state
+    if not hasattr(state, "playground_activity"):
+        state.playground_activity = Activity(context_of(request).session)
+    return await state.playground_activity.read()
+
+
+@playground_router.get("/playground/model")
+async def get_model(request: Request) -> dict[str, bool]:
+    """Whether there is a chat template: without one the page begins with completions."""
+    context = context_of(request)
+    try:
+        await context.session.wait_for(context.model.chat_template)
+    except ApiError:
+        return {"has_chat_template": False}
+    return {"has_chat_template": True}
+
+
+@cache
+def build_page() -> tuple[str, str]:
+    """The document, and the Content-Security-Policy that goes with it."""
+    html, style = _read("index.html"), _read("page.css")
+    script = "\n".join(['"use strict";', *map(_read, _SCRIPTS)])
+    html = html.replace("<style></style>", f"<style>{style}</style>")
+    html = html.replace("<script></script>", f"<script>{script}</script>")
+    policy = (
+        "default-src 'none'",
+        f"script-src {_hash(script)}",
+        f"style-src {_hash(style)}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # no text becomes HTML, not even by mistake
+        "trusted-types 'none'",
+    )
+    return html, "; ".join(policy)
+
+
+def _read(name: str) -> str:
+    return (_PARTS / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """The name by which a policy allows one inline text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

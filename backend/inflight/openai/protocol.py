@@ -1,0 +1,280 @@
+"""Bodies of requests: OpenAI's fields and those that vLLM adds, each with its type and its default.
+
+A field that is null counts as left out. A field that nobody knows is refused by its name, and one that is known
+and not served in a sentence; there are no others. What a field means for the engine is in `sampling`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from inflight.openai.errors import ApiError, refused, unsupported
+
+MAX_INT32 = (1 << 31) - 1
+"""Most that a count or a token id may be: the engine's are of 32 bits."""
+
+# Each list is given up at its first wrong item. Else every item of a long one would have an error of its own, made
+# on the event loop, where everybody waits for it.
+_Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class Body(BaseModel):
+    """A body, or an object in one: checked strictly, so that a number in quotes is an error.
+
+    Attributes:
+        not_served: Fields that are known: the values that ask for nothing, and what else is answered.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    not_served: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in [name for name in given if name not in known]:
+            if name not in cls.not_served:
+                raise refused(_unknown(name, [*known, *cls.not_served]))
+            neutral, sentence = cls.not_served[name]
+            if given.pop(name) not in neutral:
+                raise refused(unsupported(name, f"{name}: {sentence}"))
+        return given
+
+
+def _unknown(name: str, known: list[str]) -> ApiError:
+    name = name[:100]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return ApiError(f"unknown field {name}: nobody would read it; {hint}", 400, name, "unknown_parameter")
+
+
+class StreamOptions(Body):
+    """What a stream carries beside its choices.
+
+    Attributes:
+        include_usage: One more chunk at the end has the usage.
+        continuous_usage_stats: Every chunk has the usage so far.
+    """
+
+    not_served = {
+        "include_obfuscation": ((False,), "chunks are sent without padding here; leave it out or send false")
+    }
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            text = "stream_options.continuous_usage_stats is only for include_usage: true"
+            raise refused(ApiError(text, 400, "stream_options", "invalid_value"))
+        return self
+
+
+_OF_OTHER_LIBRARIES: dict[str, tuple[tuple[Any, ...], str]] = dict.fromkeys(
+    ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+    ((False, ""), "guides have no such switch here"),
+)
+
+
+class StructuredOutputs(Body):
+    """vLLM's object for guided decoding; exactly one of its kinds."""
+
+    not_served = _OF_OTHER_LIBRARIES
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: _Texts | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+_STORED = "this server keeps no completions"
+_COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "include_stop_str_in_output": ((False,), "texts end before their stop string; add it where it is needed"),
+    "spaces_between_special_tokens": ((True,), "special tokens are decoded with the text around them"),
+    "logits_processors": (([],), "functions come with the server; name one in logits_post_processor_name"),
+    "kv_transfer_params": ((), "prefill and decode run in one engine here"),
+    "detokenize": ((True,), "answers are text; ids come beside it with return_token_ids"),
+    "store": ((False,), _STORED),
+    "metadata": (({},), f"it belongs to stored completions, and {_STORED}"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+}
+
+
+class SamplingBody(Body):
+    """What both routes take: how tokens are chosen, what ends them, and what comes back."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=1024)
+    best_of: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1, le=MAX_INT32)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = Field(1.0, gt=0)
+    no_repeat_ngram_size: int = Field(0, ge=0, le=MAX_INT32)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    allowed_token_ids: _Ids | None = Field(None, min_length=1)
+    bad_words: _Texts = Field(default_factory=list)
+    logits_post_processor_name: str = ""
+    prompt_lookup_num_tokens: int = Field(0, ge=0, le=MAX_INT32)
+
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=0)
+    early_stopping: bool | Literal["never"] = False
+
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
+    stop: str | _Texts = Field(default_factory=list)
+    stop_token_ids: _Ids = Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT32)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str | None = Field(None, min_length=1)
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: _Texts | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end the output."""
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the answer tells its usage: a stream only if asked."""
+        return not self.stream or (self.stream_options is not None and self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of the stream does."""
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_biases(cls, biases: Any) -> Any:
+        """Name the first wrong value alone: pydantic would make an error for each."""
+        for name, bias in biases.items() if isinstance(biases, dict) else ():
+            if not isinstance(bias, int | float) or isinstance(bias, bool):
+                shown = f"{name[:20]!r}: {str(bias)[:80]!r}"
+                raise refused(
+                    ApiError(f"logit_bias must be numbers, got {shown}", 400, "logit_bias", "invalid_value")
+                )
+        return biases
+
+    @model_validator(mode="after")
+    def _check_together(self) -> SamplingBody:
+        if self.best_of not in (None, self.n):
+            raise refused(
+                unsupported(
+                    "best_of",
+                    f"best_of is {self.best_of}: every sequence that is generated here is returned; send n alone",
+                )
+            )
+        if self.stream_options is not None and not self.stream:
+            raise refused(
+                ApiError("stream_options is only for stream: true", 400, "stream_options", "invalid_value")
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise refused(
+                unsupported("prompt_logprobs", "prompt_logprobs come with a whole answer: leave stream out")
+            )
+        return self
+
+
+class CompletionBody(SamplingBody):
+    """The body of /v1/completions."""
+
+    not_served = {
+        **_COMMON_NOT_SERVED,
+        "suffix": (
+            ("",),
+            "text is only continued, not inserted; send the prompt with the model's own markers",
+        ),
+        "prompt_embeds": ((), "prompts are texts or token ids here; Triton's endpoint takes embeddings"),
+    }
+    prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
+    add_special_tokens: bool = True
+
+
+class ChatBody(SamplingBody):
+    """The body of /v1/chat/completions."""
+
+    not_served = {
+        **_COMMON_NOT_SERVED,
+        "functions": (([],), "OpenAI has replaced it: send tools"),
+        "function_call": (("none",), "OpenAI has replaced it: send tool_choice"),
+        "audio": ((), "this server generates text alone"),
+        "modalities": ((["text"],), "this server generates text alone"),
+        "prediction": ((), "send prompt_lookup_num_tokens to have what the prompt says guessed"),
+        "web_search_options": ((), "this server searches nothing; send tools, and search yourself"),
+        "verbosity": (("medium",), "say it in a message"),
+        "echo": ((False,), "messages are not repeated; continue_final_message goes on with the last one"),
+        "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
+        "documents": (([],), "put them into a message, or into chat_template_kwargs"),
+    }
+    messages: _Objects = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
+    tools: _Objects = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+
+
+class TokenizeBody(Body):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Objects | None = None
+    tools: _Objects = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: _Ids

@@ -1,0 +1,248 @@
+"""A body and the ids of one of its prompts, as the engine's request. Plain functions, on the tokenizing threads.
+
+What a field of the body means for the engine is here and nowhere else, with the checks that need the model.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.guide import Guide
+from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.openai.errors import ApiError, in_fields, invalid, unsupported
+from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
+from inflight.serving.reply import Prompt, ReplyOptions
+from inflight.serving.text_encoder import TextEncoder, check_words
+
+MAX_CONTEXT_LOGITS_BYTES = 1 << 30
+"""Most bytes of a prompt's logits, which its likeliest tokens are found in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What holds for every prompt of a body.
+
+    Attributes:
+        body: As it came.
+        max_tokens: Most tokens to generate; None: what fits of `default_max_tokens`.
+        default_max_tokens: Most tokens where the body does not say it; None: no bound but what fits.
+        num_top: How many of the likeliest tokens come beside each generated one; None: no log probabilities.
+        num_prompt_top: The same of prompt tokens.
+        echo: Whether the text begins with the prompt.
+        guide: What the text has to look like.
+        adapter: Name of the LoRA adapter; "": the bare model.
+        seed: Of the random numbers.
+        skip_special_tokens: Whether special tokens are left out of texts.
+    """
+
+    body: SamplingBody
+    max_tokens: int | None
+    default_max_tokens: int | None = None
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    echo: bool = False
+    guide: Guide | None = None
+    adapter: str = ""
+    seed: int = 0
+    skip_special_tokens: bool = True
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What the body calls the engine's tensors, where that depends on the body."""
+        body = self.body
+        guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
+        guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")
+        if (
+            self.guide is not None
+            and isinstance(body, ChatBody)
+            and body.response_format is None
+            and body.tools
+        ):
+            guide = "tools"
+        is_chat = isinstance(body, ChatBody)
+        return {
+            "input_ids": "messages" if is_chat else "prompt",
+            "num_top_log_probs": "top_logprobs" if is_chat else "logprobs",
+            "guided_decoding_guide": guide,
+            "guided_decoding_guide_type": guide,
+        }
+
+
+def choose_seed(body: SamplingBody) -> int:
+    """The seed of the body, of 64 bits without a sign; without one a random seed."""
+    return secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
+
+
+def make_prompt(
+    asked: Asked, ids: Sequence[int], text: str | None, description: EngineDescription, encoder: TextEncoder
+) -> Prompt:
+    """One prompt for the engine, valid for it; raises what is wrong, by the body's names."""
+    body, limits = asked.body, description.limits
+    uses_beams = body.use_beam_search and body.n > 1
+    stop_strings = body.stop_strings
+    check_words([len(word.encode()) for word in stop_strings], "stop")
+    check_words([len(word.encode()) for word in body.bad_words], "bad_words")
+    request = Request(
+        request_id=0,
+        input_token_ids=tuple(ids),
+        max_new_tokens=_max_new_tokens(asked, len(ids), limits),
+        # Where text ends a sequence, somebody has to look at it while it is being made.
+        streaming=(body.stream or bool(stop_strings)) and not uses_beams,
+        end_ids=_end_ids(body, description),
+        sampling=read_sampling(body, asked.seed),
+        output=_output(asked, len(ids), limits),
+        stop_words=tuple(w for text in stop_strings for w in encoder.spellings(text)) if uses_beams else (),
+        bad_words=tuple(word for text in body.bad_words if text for word in encoder.spellings(text)),
+        prompt_lookup_num_tokens=body.prompt_lookup_num_tokens,
+        logits_post_processor_name=body.logits_post_processor_name,
+        identity=PrefixIdentity(_number_of(body.cache_salt) if body.cache_salt else 0),
+        priority=_priority(body.priority),
+        client_id=_number_of(user) if (user := body.safety_identifier or body.user) else 0,
+        guide=asked.guide,
+        lora=LoraRequest(name=asked.adapter) if asked.adapter else None,
+    )
+    try:
+        request.validate(limits)
+    except (InvalidArgument, Unsupported) as error:
+        raise in_fields(error, asked.fields) from None
+    return Prompt(
+        request,
+        ReplyOptions(
+            outputs=frozenset(),
+            streaming=body.stream and not uses_beams,
+            prompt_text=text,
+            include_prompt=asked.echo,
+            stop_strings=stop_strings,
+            vocab_size=limits.vocab_size,
+        ),
+    )
+
+
+def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
+    """How tokens are chosen."""
+    uses_beams = body.use_beam_search and body.n > 1
+    greedy = body.use_beam_search if body.n == 1 else False  # a search with one beam
+    return SamplingConfig(
+        beam_width=body.n if uses_beams else 1,
+        num_return_sequences=None if uses_beams else body.n,
+        # A share of nothing is the likeliest token alone; the engine takes 0 for no share.
+        temperature=0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
+        top_k=max(body.top_k, 0),
+        top_p=body.top_p or 1.0,
+        min_p=body.min_p,
+        random_seed=seed,
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        logit_bias_ids=tuple(map(_token_id, body.logit_bias)),
+        logit_bias_values=tuple(body.logit_bias.values()),
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        min_length=body.min_tokens,
+        no_repeat_ngram_size=body.no_repeat_ngram_size,
+        length_penalty=body.length_penalty if uses_beams else 0.0,
+        early_stopping=_early_stopping(body) if uses_beams else 0,
+    )
+
+
+def room_for(prompt_length: int, limits: ModelLimits, beam_width: int = 1) -> int:
+    """Most tokens that can be generated behind a prompt, by the model's length and the size of the KV cache."""
+    size = limits.tokens_per_block
+    shared = prompt_length // size if beam_width > 1 else 0
+    blocks = shared + max(0, limits.num_blocks - shared) // beam_width
+    return min(limits.max_sequence_length, blocks * size + 1) - prompt_length
+
+
+def longest_prompt(asked: Asked, prompt_length: int, limits: ModelLimits) -> int:
+    """How many of a prompt's tokens leave room for what is asked for; 1 if none does, which is then refused."""
+    wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
+    longest = min(
+        prompt_length, limits.max_input_length, limits.max_context_tokens, room_for(0, limits) - wanted
+    )
+    fitting = (length for length in range(longest, 0, -1) if room_for(length, limits, width) >= wanted)
+    return next(fitting, 1)
+
+
+def _num_beams(body: SamplingBody) -> int:
+    return body.n if body.use_beam_search else 1
+
+
+def _max_new_tokens(asked: Asked, prompt_length: int, limits: ModelLimits) -> int:
+    body = asked.body
+    if not prompt_length:
+        raise invalid("prompt", "prompt is empty: a request needs at least one token")
+    room = room_for(prompt_length, limits, _num_beams(body))
+    wanted = asked.max_tokens
+    if wanted == 0 and isinstance(body, ChatBody):
+        raise invalid("max_tokens", "max_tokens must be at least 1, got 0")
+    if wanted == 0 and not asked.echo:
+        raise invalid("max_tokens", "max_tokens is 0: that is for echo, which returns the prompt alone")
+    if room < max(wanted or 1, 1) or prompt_length > limits.max_input_length:
+        completion = f", and max_tokens is {wanted}" if wanted else ""
+        raise ApiError(
+            f"this model takes at most {limits.max_sequence_length} tokens together, and prompts of at most "
+            f"{limits.max_input_length}; the KV cache has room for {limits.num_blocks * limits.tokens_per_block}. "
+            f"The request has {prompt_length} in the prompt{completion}: at most {max(room, 0)} can be generated",
+            400,
+            "max_tokens" if wanted and room > 0 else "prompt",
+            "context_length_exceeded",
+        )
+    most = min(room, asked.default_max_tokens or room) if wanted is None else max(wanted, 1)
+    if body.min_tokens > most:
+        raise invalid("min_tokens", f"min_tokens is {body.min_tokens}, and at most {most} can be generated")
+    return most
+
+
+def _end_ids(body: SamplingBody, description: EngineDescription) -> tuple[int, ...]:
+    """What ends a sequence and is not returned: the model's own ends, and the body's."""
+    own = () if body.ignore_eos else description.eos_token_ids
+    return tuple(dict.fromkeys((*own, *body.stop_token_ids)))
+
+
+def _output(asked: Asked, prompt_length: int, limits: ModelLimits) -> OutputConfig:
+    top, prompt_top = asked.num_top, asked.num_prompt_top
+    if prompt_top:
+        num_bytes = 4 * prompt_length * limits.vocab_size
+        if num_bytes > MAX_CONTEXT_LOGITS_BYTES:
+            name = "prompt_logprobs" if asked.body.prompt_logprobs else "logprobs"
+            raise unsupported(
+                name,
+                f"{name} is {prompt_top}: the likeliest tokens beside {prompt_length} prompt tokens take "
+                f"{num_bytes >> 20} MiB of logits, more than {MAX_CONTEXT_LOGITS_BYTES >> 20}; 0 needs none",
+            )
+    return OutputConfig(
+        exclude_input_from_output=True,
+        return_log_probs=top is not None,
+        num_top_log_probs=top or 0,
+        return_prompt_log_probs=prompt_top is not None,
+        return_context_logits=bool(prompt_top),
+        # Nobody reads it of other streams, where it would come with every token.
+        return_perf_metrics=asked.body.includes_usage,
+    )
+
+
+def _token_id(name: str) -> int:
+    if not name.isdecimal() or len(name) > 10:
+        raise invalid("logit_bias", f"logit_bias must name token ids, got {name[:100]!r}")
+    return int(name)
+
+
+def _early_stopping(body: SamplingBody) -> int:
+    return 2 if body.early_stopping == "never" else int(body.early_stopping)
+
+
+def _priority(asked: int) -> float:
+    """vLLM's priority, where the lower goes first and 0 is usual, as the engine's: of [0, 1] the higher first."""
+    asked = max(-MAX_INT32, min(asked, MAX_INT32))
+    return 0.5 - 0.5 * asked / (1 + abs(asked))
+
+
+def _number_of(text: str) -> int:
+    """A number of 64 bits that stands for the text, and is not 0."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") or 1

@@ -1,0 +1,90 @@
+"""What is asked of the server rather than of the model: whether it is there, its version, its metrics.
+
+And the routes of OpenAI's that are not served, each refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.errors import InflightError, Unavailable
+from inflight.openai.context import context_of
+from inflight.openai.errors import ApiError
+from inflight.openai.metric_aliases import vllm_aliases
+from inflight.openai.serving_model import ServingModel
+
+router = APIRouter()
+_METRICS_TIMEOUT_S = 5.0
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Whatever http_proxy says: tritonserver is on this machine or beside it, and no proxy finds it there."""
+_NOT_SERVED = {
+    "/v1/embeddings": "this server generates text and computes no embeddings",
+    "/v1/responses": "this server has no responses API: send the messages to /v1/chat/completions",
+    "/v1/audio/{path:path}": "this server generates text alone",
+    "/v1/images/{path:path}": "this server generates text alone",
+    "/v1/moderations": "this server moderates nothing",
+    "/v1/rerank": "this server generates text and ranks nothing",
+}
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine can be reached, else 503."""
+    context = context_of(request)
+    await context.session.wait_for(context.model.describe)
+    return Response()
+
+
+@router.get("/version")
+async def tell_version() -> dict[str, str]:
+    """The package's version."""
+    try:
+        return {"version": version("inflight")}
+    except PackageNotFoundError:
+        return {"version": "unknown"}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Triton's metrics page, as it is now, and vLLM's names for what it says."""
+    context = context_of(request)
+    url = context.model.options.metrics_url
+    if not url:
+        raise ApiError("this server was started without a metrics page to forward", 404)
+    page, kind = await context.session.wait_for(lambda: _page(url, context.model))
+    return Response(page, media_type=kind)
+
+
+def _page(url: str, model: ServingModel) -> tuple[str, str]:
+    page, kind = _fetch(url)
+    try:
+        name = model.names[0]
+    except InflightError:  # the engine is away, and the page is there all the same
+        name = None
+    if not page.endswith("\n"):
+        page += "\n"
+    return page + vllm_aliases(page, name), kind
+
+
+def _fetch(url: str) -> tuple[str, str]:
+    try:
+        with _DIRECTLY.open(url, timeout=_METRICS_TIMEOUT_S) as answer:
+            kind = answer.headers.get("Content-Type", "text/plain; version=0.0.4")
+            return answer.read().decode("utf-8", "replace"), kind
+    except (OSError, urllib.error.URLError) as error:
+        raise Unavailable(f"the metrics page cannot be read: {error}") from error
+
+
+def _refuse(path: str, sentence: str) -> None:
+    @router.post(path)
+    async def refuse() -> Response:
+        raise ApiError(sentence, 501, None, "not_implemented")
+
+
+for _path, _sentence in _NOT_SERVED.items():
+    _refuse(_path, _sentence)

@@ -1,0 +1,97 @@
+"""How answers leave: server-sent events, and noticing that the client has gone. Event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from inflight.openai.engine_session import OutputStream
+from inflight.openai.errors import describe_error
+
+_ENCODER = msgspec.json.Encoder()
+_DONE = b"data: [DONE]\n\n"
+
+
+def event(chunk: Any) -> bytes:
+    """One event with `chunk` as JSON."""
+    return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
+
+
+class JsonAnswer(Response):
+    """A whole answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode it."""
+        return _ENCODER.encode(content)
+
+
+class EventStream(Response):
+    """A streamed answer: sends what the iterator yields, and an error as the last event.
+
+    Starlette's own watches for the client's end as well, which `Watcher` does here from the request's start on.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], watcher: Watcher) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._watcher = watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        try:
+            async for events in self._events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        except (
+            Exception
+        ) as error:  # whatever it is, the status has been sent: the client reads it in the stream
+            last = event(describe_error(error)[1])
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        finally:
+            self._watcher.close()
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+class Watcher:
+    """Cancels a stream when its client goes away, until `close`."""
+
+    def __init__(self, request: Request, stream: OutputStream) -> None:
+        self._stream = stream
+        self._task = asyncio.create_task(self._watch(request.receive))
+
+    def close(self) -> None:
+        """Stop watching, and end what still runs. Idempotent."""
+        self._task.cancel()
+        self._stream.close()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._stream.cancel()
+
+
+async def peeked(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """`events`, once the first is there: what goes wrong before it is still answered with its own status."""
+    try:
+        first = await anext(events)
+    except StopAsyncIteration:
+        first = b""
+
+    async def rest() -> AsyncIterator[bytes]:
+        yield first
+        async for each in events:
+            yield each
+
+    return rest()

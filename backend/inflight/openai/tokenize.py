@@ -1,0 +1,53 @@
+"""/tokenize and /detokenize, as vLLM has them. Nothing here needs a free place in the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from inflight.openai.chat_prompts import render_messages
+from inflight.openai.context import context_of
+from inflight.openai.errors import invalid
+from inflight.openai.protocol import DetokenizeBody, TokenizeBody
+from inflight.openai.serving_model import ServingModel
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    """The ids that a prompt, or the messages of a chat, would be computed as."""
+    context = context_of(request)
+    await context.adapter_of(body.model)
+    return await context.session.compute(lambda: _tokenize(context.model, body))
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
+    """The text of ids, special tokens included."""
+    context = context_of(request)
+    await context.adapter_of(body.model)
+
+    def decode() -> str:
+        return context.model.tokenizer().decode(body.tokens, skip_special_tokens=False)
+
+    return {"prompt": await context.session.compute(decode)}
+
+
+def _tokenize(model: ServingModel, body: TokenizeBody) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "send either prompt, a text, or messages, a chat")
+    is_chat = body.messages is not None
+    text = render_messages(model.chat_template(), body) if is_chat else body.prompt or ""
+    special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    tokenizer = model.tokenizer()
+    (ids,) = model.encode([text], special)
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": model.describe().limits.max_sequence_length,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = tokenizer.tokens(ids, skip_special_tokens=False)
+    return answer

@@ -1,0 +1,163 @@
+"""Messages as clients send them, made into what a chat template can render: plain JSON, in the form it takes.
+
+Owns the form of contents (text or parts), of tool calls' arguments (objects or text) and of reasoning, and what is
+refused. Does not know templates but for their MessageForm. Plain functions; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from inflight.errors import InvalidArgument
+
+Message = dict[str, Any]
+"""A message as a template sees it."""
+
+_NEEDS_CONTENT = frozenset(("system", "developer", "user", "tool"))
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """What messages have to look like for one template.
+
+    Attributes:
+        takes_text: A content may be a text; otherwise a text is made a list of one part.
+        takes_parts: A content may be a list of parts; otherwise their texts are joined by line ends.
+        arguments_as_text: Arguments of tool calls are JSON as text, not objects.
+        takes_developer: It renders messages of the role developer, OpenAI's newer name of system; otherwise they
+            become system messages.
+    """
+
+    takes_text: bool = True
+    takes_parts: bool = False
+    arguments_as_text: bool = False
+    takes_developer: bool = False
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> list[Message]:
+    """Messages for a template, in dictionaries of their own. Fields that are None are left out.
+
+    Raises:
+        InvalidArgument: A message is none, or has what is not supported; the text names the field.
+    """
+    if not messages:
+        raise InvalidArgument("messages is empty, expected at least one message")
+    return [_message(each, f"messages[{index}]", form) for index, each in enumerate(messages)]
+
+
+def plain_json(value: Any, name: str, depth: int = 0) -> Any:
+    """A copy of a value in JSON's own types, so that nothing else ever meets a template.
+
+    Raises:
+        InvalidArgument: It has another type in it, or is nested too deeply.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > _MAX_DEPTH:
+        raise InvalidArgument(f"{name} is nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        pairs = cast(Mapping[Any, Any], value).items()
+        return {_key(key, name): plain_json(each, name, depth + 1) for key, each in pairs}
+    if isinstance(value, list | tuple):
+        return [plain_json(each, name, depth + 1) for each in cast(Sequence[Any], value)]
+    raise InvalidArgument(f"{name} has a {type(value).__name__} in it, expected JSON")
+
+
+def _key(key: Any, name: str) -> str:
+    if not isinstance(key, str):
+        raise InvalidArgument(f"{name} has the key {key!r}, expected a text")
+    return str.__str__(key)
+
+
+def _message(given: Any, name: str, form: MessageForm) -> Message:
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(f"{name} is {str(given)[:80]!r}, expected an object with role and content")
+    plain: Message = plain_json(given, name)
+    message = {key: value for key, value in plain.items() if value is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidArgument(f"{name}.role is {role!r}, expected a text such as user")
+    if role == "developer" and not form.takes_developer:
+        message["role"] = "system"
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{name}.content", form)
+    elif role in _NEEDS_CONTENT:
+        raise InvalidArgument(f"{name}.content is missing, expected a text or a list of parts of type text")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls", form)
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return _with_reasoning(message, name)
+
+
+def _content(content: Any, name: str, form: MessageForm) -> str | list[Any]:
+    if isinstance(content, str):
+        return content if form.takes_text else [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise InvalidArgument(
+            f"{name} is {str(content)[:80]!r}, expected a text or a list of parts of type text"
+        )
+    texts = [_text(part, f"{name}[{index}]") for index, part in enumerate(cast(list[Any], content))]
+    if form.takes_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _text(part: Any, name: str) -> str:
+    match part:
+        case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": "text" | "refusal"}:
+            raise InvalidArgument(f"{name}.text is missing or no text")
+        case {"type": kind}:
+            raise InvalidArgument(f"{name} is of type {kind!r}; this server takes parts of type text alone")
+        case _:
+            raise InvalidArgument(f"{name} is {str(part)[:80]!r}, expected an object with type and text")
+
+
+def _tool_calls(calls: Any, name: str, form: MessageForm) -> list[Message]:
+    if not isinstance(calls, list):
+        raise InvalidArgument(f"{name} is {str(calls)[:80]!r}, expected a list")
+    return [_tool_call(call, f"{name}[{index}]", form) for index, call in enumerate(cast(list[Any], calls))]
+
+
+def _tool_call(call: Any, name: str, form: MessageForm) -> Message:
+    match call:
+        case {"function": {"name": str()} as function}:
+            function = cast(dict[str, Any], function)
+        case _:
+            raise InvalidArgument(f"{name} is {str(call)[:80]!r}, expected an object with function.name")
+    arguments = _arguments(function.get("arguments"), f"{name}.function.arguments", form)
+    return {**cast(Message, call), "function": {**function, "arguments": arguments}}
+
+
+def _arguments(arguments: Any, name: str, form: MessageForm) -> Any:
+    """The arguments of a call as the template takes them; they come as text, and may come as an object."""
+    parsed: Any = arguments or {}
+    if isinstance(parsed, str):
+        try:
+            parsed = json.loads(parsed)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{name} is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InvalidArgument(f"{name} is {str(arguments)[:80]!r}, expected a JSON object")
+    if not form.arguments_as_text:
+        return cast(Any, parsed)
+    return arguments if isinstance(arguments, str) and arguments else json.dumps(parsed, ensure_ascii=False)
+
+
+def _with_reasoning(message: Message, name: str) -> Message:
+    """The message with its reasoning, which clients name in three ways, under the names that templates read."""
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    if reasoning is None:
+        return message
+    if not isinstance(reasoning, str):
+        raise InvalidArgument(f"{name}.reasoning_content is {str(reasoning)[:80]!r}, expected a text")
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -1,0 +1,130 @@
+"""What a model thinks, told apart from what it answers, while the text comes.
+
+Owns where reasoning begins and ends: `<think>…</think>` at the beginning of an answer, or only its end where the
+prompt has opened it or the model never does. Does not know tool calls, which are looked for in the answer behind
+it. One object a text, used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.errors import InvalidArgument
+from inflight.serving.chat.held_text import HeldText, overlap
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+REASONING_PARSERS = ("think", "deepseek_r1")
+"""think: reasoning is what the answer or the prompt has opened. deepseek_r1: it is whatever comes before
+`</think>`, for models that leave `<think>` out."""
+
+
+def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
+    """A stream for one answer.
+
+    Args:
+        parser: One of REASONING_PARSERS; "" takes all text for content.
+        starts_inside: Whether the answer begins with reasoning; see `starts_inside`.
+
+    Raises:
+        InvalidArgument: There is no such parser.
+    """
+    if parser and parser not in REASONING_PARSERS:
+        raise InvalidArgument(
+            f"the reasoning parser is {parser!r}, expected one of {', '.join(REASONING_PARSERS)}"
+        )
+    return ReasoningStream(
+        begin="" if not parser else THINK_BEGIN,
+        starts_inside=starts_inside and bool(parser),
+        may_begin_again=parser == "deepseek_r1",
+    )
+
+
+def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
+    """Whether an answer to a prompt begins with reasoning, whatever it says.
+
+    Args:
+        parser: One of REASONING_PARSERS, or "".
+        prompt: As the chat template rendered it.
+        final_message: The message that is being continued, if one is.
+    """
+    if not parser:
+        return False
+    if opens_reasoning(prompt, final_message):
+        return True
+    return parser == "deepseek_r1" and final_message is None and not prompt.rstrip().endswith(THINK_END)
+
+
+def opens_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
+    """Whether a prompt ends within `<think>`; arguments as those of `starts_inside`."""
+    if final_message is not None:
+        content = str(final_message.get("content") or "")
+        if content.rfind(THINK_BEGIN) > content.rfind(THINK_END):
+            return True
+    return prompt.rstrip().endswith(THINK_BEGIN)
+
+
+class ReasoningStream:
+    """Splits a text into reasoning and content.
+
+    White space around either is left out: in front of and behind the reasoning, and before the content behind it.
+    A text that does not begin with reasoning is all content, as it is. However the text is cut into pieces, the
+    joined results are the same.
+
+    Args:
+        begin: What reasoning begins with; "": there is none.
+        starts_inside: The text begins with reasoning, without `begin`.
+        may_begin_again: Where it starts inside, `begin` may stand there all the same, and is left out.
+    """
+
+    def __init__(self, begin: str, starts_inside: bool, may_begin_again: bool = False) -> None:
+        self._begin = begin
+        self._text = ""
+        self._otherwise = "inside" if starts_inside else "behind"  # where a text is that begins with no mark
+        is_open = not begin or (starts_inside and not may_begin_again)
+        self._place = self._otherwise if is_open else "start"
+        self._reasoning = HeldText(drop_leading=True)
+        self._drop_leading = False
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Go on with the text; returns what is certain now of reasoning and content."""
+        self._text += text
+        if self._place == "start":
+            self._start()
+        if self._place == "inside":
+            self._inside()
+        return self._reasoning.take(), self._content() if self._place == "behind" else ""
+
+    def finish(self) -> tuple[str, str]:
+        """The text has ended; returns the rest of reasoning and content."""
+        if self._place == "start":
+            self._place = self._otherwise
+        if self._place == "behind":
+            return "", self._content()
+        self._reasoning.add(self._text)
+        return self._reasoning.take(), ""
+
+    def _start(self) -> None:
+        shown = self._text.lstrip()
+        if shown.startswith(self._begin):
+            self._text = shown[len(self._begin) :]
+            self._place = "inside"
+        elif not self._begin.startswith(shown):
+            self._place = self._otherwise
+
+    def _inside(self) -> None:
+        thought, end, rest = self._text.partition(THINK_END)
+        if end:
+            self._reasoning.add(thought)
+            self._text, self._place, self._drop_leading = rest, "behind", True
+            return
+        held = overlap(self._text, THINK_END)
+        self._reasoning.add(self._text[: len(self._text) - held])
+        self._text = self._text[len(self._text) - held :]
+
+    def _content(self) -> str:
+        text, self._text = self._text, ""
+        if self._drop_leading:
+            text = text.lstrip()
+            self._drop_leading = not text
+        return text

@@ -1,0 +1,150 @@
+"""The jinja2 environment of chat templates, the same as transformers' own, and bounded rendering.
+
+Owns what a template can call and how long it may take. A template comes from whoever runs the server, what it
+renders comes from clients: values are plain JSON, and nothing in them is ever compiled. Plain functions; any
+thread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn, cast
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from inflight.errors import InvalidArgument
+
+MAX_CHARACTERS = 32 * 2**20
+"""Most characters of a rendered chat."""
+
+MAX_SECONDS = 10.0
+"""Most seconds of processor time that one chat may take to render."""
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a chat template. Raises jinja2.TemplateSyntaxError where it is none."""
+    return _environment().from_string(source)
+
+
+def names_in(source: str) -> frozenset[str]:
+    """The variables that a chat template is given, such as `tools` and `enable_thinking`; not those it sets."""
+    environment = _environment()
+    tree = environment.parse(source)
+    # One that is only set where it was not given counts as declared for jinja2.
+    asked = {
+        test.node.name
+        for test in tree.find_all(nodes.Test)
+        if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+    }
+    functions = cast(dict[str, Any], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+    return frozenset(meta.find_undeclared_variables(tree) | asked) - functions.keys()
+
+
+def render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    """Render a template with plain values.
+
+    Raises:
+        InvalidArgument: The text is too long, or takes too long.
+        jinja2.TemplateError: The template refuses the values; and whatever else a template can raise.
+    """
+    deadline = time.thread_time() + MAX_SECONDS
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate(**values):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise InvalidArgument(
+                f"messages make a prompt of more than {MAX_CHARACTERS} characters by the chat template"
+            )
+        if time.thread_time() > deadline:
+            raise InvalidArgument(f"messages take the chat template more than {MAX_SECONDS:g} s to render")
+    return "".join(pieces)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    filters = cast(dict[str, Any], environment.filters)  # pyright: ignore[reportUnknownMemberType]
+    filters["tojson"] = _tojson
+    functions = cast(dict[str, Any], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+    functions["raise_exception"] = _raise_exception
+    functions["strftime_now"] = _strftime_now
+    functions["dict"] = _Dict()
+    functions["namespace"] = _Namespace
+    return environment
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks an assistant's words for training: here just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements between the two tags, in a scope of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Any) -> str:
+        return caller()
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as json.dumps writes it; jinja2's own filter escapes what HTML does not allow."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _Dict:
+    """`dict` for templates: makes dictionaries, and has none of a class's attributes."""
+
+    def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*values, **named)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        """As dict.fromkeys."""
+        return dict.fromkeys(*values)
+
+
+class _Namespace(Namespace):
+    """`namespace` for templates, without attributes that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportSelfClsParameterName]
+        values = dict(*args[1:], **kwargs)  # a namespace may have an attribute named self
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}: it begins with _")

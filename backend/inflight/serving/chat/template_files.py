@@ -1,0 +1,103 @@
+"""Where a checkpoint keeps its chat templates.
+
+That is chat_template.jinja with additional_chat_templates/, or tokenizer_config.json. Owns which of them counts,
+as with transformers, and what the special tokens are called in a template. Does not know what a template says.
+Plain functions; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from inflight.errors import ConfigError
+from inflight.file_names import native
+from inflight.text.tokenizer_files import read_tokenizer
+
+DEFAULT = "default"
+"""Name of the template that is used where no other is."""
+
+TOOL_USE = "tool_use"
+"""Name of the template that is used where there are tools, if a checkpoint has one."""
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFiles:
+    """What the files of a checkpoint say together.
+
+    Attributes:
+        sources: Templates by name; empty where there is none.
+        special_tokens: Spellings of special tokens by their role, such as `bos_token`.
+        origin: Where the templates come from, for messages.
+    """
+
+    sources: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+    origin: str
+
+
+def read_template_files(folder: str, file: Path | None) -> TemplateFiles:
+    """Read the templates of a checkpoint folder.
+
+    Args:
+        folder: Where tokenizer.json is.
+        file: A template that is used instead of those of the checkpoint; None uses these.
+
+    Raises:
+        ConfigError: A file is missing or broken; the message names it.
+    """
+    path = Path(native(folder))
+    named = read_tokenizer(path).named_tokens
+    special = {name: named[name] for name in _ROLES if name in named}
+    if file is not None:
+        return TemplateFiles({DEFAULT: _read_text(file)}, special, str(file))
+    sources = _from_jinja_files(path) or _from_settings(path / "tokenizer_config.json")
+    return TemplateFiles(sources, special, folder)
+
+
+def _from_jinja_files(folder: Path) -> dict[str, str]:
+    """Templates that are files of their own; where there is one, tokenizer_config.json has none."""
+    sources: dict[str, str] = {}
+    if (folder / "chat_template.jinja").is_file():
+        sources[DEFAULT] = _read_text(folder / "chat_template.jinja")
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[file.name.removesuffix(".jinja")] = _read_text(file)
+    return sources
+
+
+def _from_settings(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    try:
+        settings: Any = json.loads(_read_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    found: Any = cast(dict[str, Any], settings).get("chat_template") if isinstance(settings, dict) else None
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {DEFAULT: found}
+    sources: dict[str, str] = {}
+    listed = cast(list[Any], found if isinstance(found, list) else [found])
+    for each in listed:
+        match each:
+            case {"name": str(name), "template": str(template)}:
+                sources[name] = template
+            case _:
+                raise ConfigError(
+                    f"chat_template of {path} must be a text, or a list of objects with name and template, got "
+                    f"{str(each)[:80]!r}"
+                )
+    return sources
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error}") from error

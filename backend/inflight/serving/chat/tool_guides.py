@@ -1,0 +1,152 @@
+"""Guides that make a model call a tool: for tool_choice required, and for a tool that is named.
+
+Owns what such a text looks like in each style of `tool_styles.py`; the engine follows the guide, and
+`tool_calls.py` reads what comes. Does not know requests. Plain functions; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from inflight.core.request.guide import Guide, GuideType
+from inflight.errors import InvalidArgument
+from inflight.serving.chat.messages import plain_json
+from inflight.serving.chat.tool_styles import find_tool_style
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What a client says of the tools.
+
+    Attributes:
+        mode: none, auto, required, or named.
+        name: The function that has to be called, where the mode is named.
+    """
+
+    mode: str
+    name: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether there has to be a call."""
+        return self.mode in ("required", "named")
+
+
+def read_tool_choice(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> ToolChoice:
+    """Read a request's tool_choice, and check its tools.
+
+    Args:
+        tools: OpenAI's tools; None and an empty list are none.
+        tool_choice: none, auto, required, or {"type": "function", "function": {"name": …}}; None is auto where
+            there are tools, and none where there are not.
+
+    Raises:
+        InvalidArgument: One of the two is of another form, or the named function is not among the tools.
+    """
+    names = [name for name, _ in _functions(tools or ())]
+    match tool_choice:
+        case None:
+            return ToolChoice("auto" if names else "none")
+        case "none":
+            return ToolChoice("none")
+        case "auto" | "required" if names:
+            return ToolChoice(str(tool_choice))
+        case {"type": "function", "function": {"name": str(name)}} if name in names:
+            return ToolChoice("named", name)
+        case "auto" | "required":
+            raise InvalidArgument(f"tool_choice is {tool_choice}, but there are no tools")
+        case {"type": "function", "function": {"name": str(name)}}:
+            raise InvalidArgument(
+                f"tool_choice.function.name is {name!r}, expected one of the tools: {', '.join(names) or 'none'}"
+            )
+        case _:
+            raise InvalidArgument(
+                f"tool_choice is {str(tool_choice)[:80]!r}, expected none, auto, required or "
+                '{"type": "function", "function": {"name": "…"}}'
+            )
+
+
+def tool_guide(
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: Any,
+    parser: str,
+    parallel: bool = True,
+    starts_inside_reasoning: bool = False,
+) -> Guide | None:
+    """The guide of a request whose text has to be a call, or several; None where it may be anything.
+
+    Args:
+        tools: OpenAI's tools.
+        tool_choice: As in `read_tool_choice`.
+        parser: One of TOOL_CALL_PARSERS: how calls are written.
+        parallel: Whether there may be several calls; a named function is called once in any case.
+        starts_inside_reasoning: The prompt has opened the reasoning; it is ended first, by the model.
+
+    Raises:
+        InvalidArgument: As `read_tool_choice`, or there is no such parser.
+    """
+    choice = read_tool_choice(tools, tool_choice)
+    if not choice.is_forced:
+        return None
+    style = find_tool_style(parser)
+    begin, end = ("<tool_call>\n", "\n</tool_call>") if style.end else ("", "")
+    structures = [
+        {
+            "begin": f'{begin}{{"name": {json.dumps(name)}, "{style.arguments_key}": ',
+            "schema": parameters,
+            "end": f"}}{end}",
+        }
+        for name, parameters in _functions(tools)
+        if choice.mode == "required" or name == choice.name
+    ]
+    sequence = {
+        "after": "</think>" if starts_inside_reasoning else "",
+        "begin": "[" if style.is_list else "",
+        "separator": f"{style.separator} " if style.separator else "\n",
+        "end": "]" if style.is_list else "",
+        "only_one": choice.mode == "named" or not parallel,
+    }
+    return Guide(GuideType.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
+
+
+def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
+    """What the prompt has to end with where a guide of `tool_guide` is used, since no guide can ask for it.
+
+    It is the marker in front of Mistral's calls, which is a special token; "" for other styles, and within the
+    reasoning.
+    """
+    style = find_tool_style(parser)
+    return style.marker if style.takes_names and not starts_inside_reasoning else ""
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Names of the tools' functions, and the schemas of their parameters."""
+    functions: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(tools):
+        match plain_json(tool, f"tools[{index}]"):
+            case {"type": "function", "function": {"name": str(name)} as function} if name:
+                parameters: Any = cast(dict[str, Any], function).get("parameters")
+            case _:
+                raise InvalidArgument(
+                    f"tools[{index}] is {str(tool)[:80]!r}, expected an object with type function and a function "
+                    "that has a name"
+                )
+        if name in functions:
+            raise InvalidArgument(f"tools[{index}].function.name is {name!r}, which another tool has")
+        functions[name] = _schema(parameters, f"tools[{index}].function.parameters")
+    return list(functions.items())
+
+
+def _schema(parameters: Any, name: str) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whether it says so or not."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = cast(dict[str, Any], parameters if isinstance(parameters, dict) else {"type": parameters})
+    if schema.get("type", "object") != "object":
+        raise InvalidArgument(
+            f"{name} is {json.dumps(parameters)[:80]}, expected a JSON schema of type object"
+        )
+    return schema if "$ref" in schema else {"type": "object", **schema}

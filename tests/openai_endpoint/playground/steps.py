@@ -1,0 +1,71 @@
+"""What a person does on the page, and what the server would say, as tests write it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from playwright.sync_api import Page, Route
+
+CHAT, COMPLETION = "**/v1/chat/completions", "**/v1/completions"
+
+
+def setting(page: Page, **values: str) -> None:
+    """Write into settings, by their field's name."""
+    for field, value in values.items():
+        page.fill(f"#setting-{field}", value)
+
+
+def complete(page: Page, prompt: str, **settings: str) -> None:
+    """Have a prompt continued, and wait for the end."""
+    page.get_by_text("Completion", exact=True).click()
+    setting(page, **settings)
+    say(page, prompt)
+
+
+def say(page: Page, text: str) -> None:
+    """Send a text with Enter, and wait for the end of the answer."""
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+    wait_for_end(page)
+
+
+def wait_for_end(page: Page) -> None:
+    """Wait until nothing is generated any more."""
+    page.wait_for_selector("#send:visible")
+    page.wait_for_function("!document.querySelector('[aria-busy]')")
+
+
+def texts(page: Page) -> list[str]:
+    """What the answers of the last turn say, without their prompts."""
+    return page.locator(".log:visible .turn").last.locator(".flow .text").all_text_contents()
+
+
+def errors(page: Page) -> list[str]:
+    """The errors that the page shows."""
+    return page.locator(".error .message").all_text_contents()
+
+
+def sent_bodies(page: Page, pattern: str) -> list[dict[str, Any]]:
+    """From now on, the bodies of requests; the server never sees them and answers with nothing."""
+    bodies: list[dict[str, Any]] = []
+
+    def take(route: Route) -> None:
+        bodies.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body="data: [DONE]\n\n")
+
+    page.route(pattern, take)
+    return bodies
+
+
+def answer_with(page: Page, pattern: str, *events: dict[str, Any]) -> None:
+    """From now on, requests are answered with these events."""
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route(pattern, lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+
+
+def without_stream(body: dict[str, Any]) -> dict[str, Any]:
+    """A body without the fields that the page needs for itself."""
+    own = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    assert own.items() <= body.items()
+    return {name: value for name, value in body.items() if name not in own}

@@ -1,0 +1,19 @@
+"""docs/openai.md names every field, those that are refused too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from inflight.openai.protocol import Body, ChatBody, CompletionBody, StreamOptions, StructuredOutputs
+
+PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, StreamOptions, StructuredOutputs])
+def test_every_field_is_on_the_page(body: type[Body]) -> None:
+    named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text(encoding="utf-8"))) | {"model", "stream_options"}
+    fields = {field.alias or name for name, field in body.model_fields.items()}
+    assert fields | set(body.not_served) <= named

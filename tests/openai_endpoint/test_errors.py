@@ -1,0 +1,307 @@
+"""Errors in OpenAI's form, and clients that go away; by raw HTTP, on the fake engine."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from inflight.core.ports import EngineClient
+from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.server import EndpointServer
+from inflight.openai.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tests.endpoint.conftest import path  # noqa: F401 - a folder that is short enough for a socket
+from tests.openai_endpoint.serving import PATIENCE_S, fake_engine, served
+
+ASKED: dict[str, Any] = {"model": "demo", "prompt": "def f():", "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "code"),
+    [
+        ({"tempratur": 1}, "tempratur", "unknown_parameter"),
+        ({"temperature": "1"}, "temperature", "invalid_value"),
+        ({"top_p": 1.5}, "top_p", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"prompt": None}, "prompt", "missing"),
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": [9999]}, "prompt", "invalid_value"),
+        ({"prompt": [[1], []]}, "prompt", "invalid_value"),
+        ({"max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": [1] * 5000}, "prompt", "context_length_exceeded"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+        ({"best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "unsupported_parameter"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream": True, "stream_options": {"usage": True}}, "usage", "unknown_parameter"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+            "invalid_value",
+        ),
+        ({"min_tokens": 5}, "min_tokens", "invalid_value"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias", "invalid_value"),
+        ({"logprobs": 5000}, "logprobs", "invalid_value"),
+        ({"prompt": [1 << 40], "echo": True}, "prompt", "invalid_value"),
+        ({"top_k": 1 << 63}, "top_k", "invalid_value"),
+        ({"min_tokens": 1 << 63}, "min_tokens", "invalid_value"),
+        ({"no_repeat_ngram_size": 1 << 63}, "no_repeat_ngram_size", "invalid_value"),
+        ({"stop_token_ids": [1 << 63]}, "stop_token_ids", "invalid_value"),
+        ({"temperature": 10**400}, "temperature", "invalid_value"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "invalid_value"),
+        ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+        ({"n": 8, "use_beam_search": True}, "n", "invalid_value"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "unsupported_parameter"),
+        ({"logits_post_processor_name": "nix"}, "logits_post_processor_name", "invalid_value"),
+        ({"frequency_penalty": 1e300}, "frequency_penalty", "invalid_value"),
+        ({"presence_penalty": -1e300}, "presence_penalty", "invalid_value"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty", "invalid_value"),
+        ({"temperature": 1e-300}, "temperature", "invalid_value"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids", "invalid_value"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),
+    ],
+)
+def test_a_bad_field_is_named(fake_url: str, changes: dict[str, Any], param: str | None, code: str) -> None:
+    body = {name: value for name, value in {**ASKED, **changes}.items() if value is not None}
+    answer = httpx.post(f"{fake_url}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert (error["param"], error["code"]) == (param, code), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (param or next(iter(changes))) in error["message"]
+
+
+@pytest.mark.parametrize("priority", [10**400, -(10**400)])
+def test_a_priority_may_be_any_number(fake_url: str, priority: int) -> None:
+    answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, "priority": priority})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"prompt": {}},
+            "prompt: expected a text or a list of texts or a list of token ids or a list of such lists",
+        ),
+        ({"prompt": ["a", 3]}, 'or a list of such lists, got ["a", 3]'),
+        ({"stop": 3, "guided_json": 5}, "stop: expected a text or a list of texts, got 3"),
+        ({"early_stopping": "x"}, 'early_stopping: expected true or false or "never", got "x"'),
+        (
+            {"structured_outputs": {"json": 3}},
+            "structured_outputs.json: expected a text or an object or true or",
+        ),
+    ],
+)
+def test_a_field_of_several_types_is_told_all(fake_url: str, changes: dict[str, Any], said: str) -> None:
+    answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, **changes})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and said in error["message"]
+    assert error["param"] == next(iter(changes))
+
+
+def test_an_engine_that_follows_no_guides_is_told_in_the_words_of_the_body(fake_url: str) -> None:
+    asked = {**ASKED, "response_format": {"type": "json_object"}}
+    answer = httpx.post(f"{fake_url}/v1/completions", json=asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "response_format")
+    assert error["code"] == "unsupported_parameter"
+    assert error["message"].startswith("response_format: there is no tokenizer to follow guides with")
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ({"type": "json_object", "schema": {"type": "object"}}, "'schema', which nobody would read"),
+        ({"type": "text", "regex": "a"}, "'regex', which nobody would read"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}, "shema": {}}},
+            "'shema', which nobody would read",
+        ),
+        ({"type": "structural_tag", "format": {}}, "'format', which nobody would read"),
+    ],
+)
+def test_nothing_of_a_response_format_is_ignored(fake_url: str, format: dict[str, Any], said: str) -> None:
+    answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, "response_format": format})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format"), answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def test_ids_that_no_tokenizer_has_are_refused(fake_url: str) -> None:
+    answer = httpx.post(f"{fake_url}/detokenize", json={"tokens": [1 << 40]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens"), answer.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": [1.5] * 2000}),
+        (CompletionBody, {"prompt": [[1.5] * 2000] * 2}),
+        (CompletionBody, {"prompt": "x", "stop": [1] * 2000}),
+        (CompletionBody, {"prompt": "x", "bad_words": [1] * 2000}),
+        (CompletionBody, {"prompt": "x", "logit_bias": {str(each): "1" for each in range(2000)}}),
+        (ChatBody, {"messages": ["x"] * 2000}),
+        (ChatBody, {"messages": [{}], "tools": ["x"] * 2000}),
+        (TokenizeBody, {"messages": ["x"] * 2000}),
+        (DetokenizeBody, {"tokens": [1.5] * 2000}),
+    ],
+)
+def test_a_long_wrong_list_has_few_errors(kind: type[Body], body: dict[str, Any]) -> None:
+    """An error for every item would be made on the event loop, and stall everybody."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 4
+
+
+def test_a_body_without_its_header_is_told_which(fake_url: str) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says without -H
+    answer = httpx.post(f"{fake_url}/v1/completions", content=json.dumps(ASKED), headers=form)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "Content-Type: application/json" in error["message"]
+
+
+def test_neutral_values_of_what_is_not_served_are_taken(fake_url: str) -> None:
+    neutral = {"suffix": None, "best_of": 1, "store": False, "service_tier": "auto", "user": "me", "stop": []}
+    answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, **neutral})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "status"),
+    [("POST", "/v1/embeddings", 501), ("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)],
+)
+def test_routes_that_are_not_served(fake_url: str, method: str, route: str, status: int) -> None:
+    answer = httpx.request(method, fake_url + route, json={"input": "x"} if method == "POST" else None)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json(fake_url: str) -> None:
+    answer = httpx.post(
+        f"{fake_url}/v1/completions", content=b"{", headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop", "bad_words", "guided_regex", "user", "cache_salt"])
+def test_half_a_surrogate_pair_is_no_text(fake_url: str, field: str) -> None:
+    half = '["\\ud800"]' if field == "bad_words" else '"\\ud800"'
+    body = f'{{"prompt": "x", "{field}": {half}}}'
+    answer = httpx.post(
+        f"{fake_url}/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="other", prompt="x")
+    assert caught.value.code == "model_not_found" and "demo" in caught.value.message
+
+
+def test_health_version_and_metrics(fake_url: str) -> None:
+    assert httpx.get(f"{fake_url}/health").status_code == 200
+    assert httpx.get(f"{fake_url}/version").json()["version"]
+    assert httpx.get(f"{fake_url}/metrics").status_code == 404
+    with fake_engine() as engine, served(engine, metrics_url=f"{fake_url}/version") as url:
+        assert httpx.get(f"{url}/metrics").json() == httpx.get(f"{fake_url}/version").json()
+
+
+def test_the_metrics_page_is_fetched_past_any_proxy(fake_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of its first use
+    with fake_engine() as engine, served(engine, metrics_url=f"{fake_url}/version") as url:
+        assert httpx.get(f"{url}/metrics", trust_env=False).json()["version"]
+
+
+def test_without_an_engine_nothing_is_available(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = SocketEngineClient(str(tmp_path / "nobody.sock"))
+    with served(client) as url:
+        for answer in (httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json=ASKED)):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
+            assert "nobody.sock" not in answer.text and str(tmp_path) not in answer.text
+        assert "nobody.sock" in caplog.text  # where the operator reads it
+    client.close()
+
+
+def test_a_full_queue_says_try_again() -> None:
+    with (
+        fake_engine(step_us=10_000, max_batch_size="1", max_beam_width="1", max_queue_size="1") as engine,
+        served(engine) as url,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        asked = {**ASKED, "max_tokens": 30}
+        answers = list(
+            pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=asked, timeout=60), range(8))
+        )
+    statuses = [answer.status_code for answer in answers]
+    assert 200 in statuses and 429 in statuses and set(statuses) <= {200, 429}
+    refused = answers[statuses.index(429)]
+    assert refused.json()["error"]["type"] == "rate_limit_error" and refused.headers["retry-after"]
+
+
+def num_unanswered(engine: EngineClient) -> int:
+    return json.loads(engine.state(PATIENCE_S))["unanswered_requests"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
+def test_a_client_that_goes_away_ends_its_requests() -> None:
+    asked = {**ASKED, "prompt": ["a", "b"], "max_tokens": 3000, "ignore_eos": True}
+    with fake_engine(step_us=2000) as engine, served(engine) as url, httpx.Client(base_url=url) as client:
+        with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as stream:
+            lines = stream.iter_lines()  # which closes the stream when nobody has it any more
+            next(lines)
+            assert num_unanswered(engine) == 2
+        wait_until(lambda: num_unanswered(engine) == 0)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=asked, timeout=0.3)
+        wait_until(lambda: num_unanswered(engine) == 0)
+        assert client.post("/v1/completions", json=ASKED, timeout=PATIENCE_S).status_code == 200
+
+
+def test_an_engine_that_ends_is_told_within_the_stream() -> None:
+    with fake_engine(step_us=2000) as engine, served(engine) as url:
+        asked = {**ASKED, "max_tokens": 3000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE_S) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            engine.close()
+            events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["type"] == "service_unavailable_error"
+
+
+def test_the_engine_may_be_in_another_process(path: str) -> None:  # noqa: F811 - the fixture
+    with fake_engine() as engine:
+        assert isinstance(engine, LocalEngineClient)
+        server, far = EndpointServer(engine, path), SocketEngineClient(path)
+        with served(engine) as near_url, served(far) as far_url:
+            asked = {**ASKED, "temperature": 0, "max_tokens": 50, "stop": ["no such text"]}
+            here, there = (
+                httpx.post(f"{url}/v1/completions", json=asked).json() for url in (near_url, far_url)
+            )
+            assert here["choices"] == there["choices"] and here["usage"] == there["usage"]
+        far.close()
+        server.close()

@@ -1,0 +1,61 @@
+"""Log probabilities in the forms of both routes, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.core.request.request import FloatTensor
+from inflight.core.request.response import TopLogProbs
+from inflight.openai.log_probs import CompletionLogProbs, TokenNames, chat_log_probs, finite, top_of_prompt
+
+TABLE = [b" Hello", b" world", b"\xf0\x9f", b"\x98\x80", b"</s>", b"Hello"]
+HIDDEN = frozenset({4})
+
+
+def test_tokens_that_are_no_characters_have_names_of_their_own() -> None:
+    names = TokenNames(TABLE)
+    assert [names.name(each) for each in (0, 2, 3)] == [" Hello", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80"]
+    assert names.name(99) == "" and names.bytes_of(99) == b""
+    assert TokenNames(TABLE, by_id=True).name(2) == "token_id:2"
+
+
+def test_offsets_are_places_in_the_text() -> None:
+    told = CompletionLogProbs(TokenNames(TABLE), 0)
+    first = told.add([0, 2, 3], [-1.0, -2.0, -3.0], [], HIDDEN)
+    assert first["text_offset"] == [0, 6, 6]
+    assert told.add([4, 1], [-1.0, -1.0], [], HIDDEN)["text_offset"] == [7, 7]
+
+
+@pytest.mark.parametrize("ids", [[4, 0, 1], [4, 5, 1]], ids=["a space too many", "as it came"])
+def test_offsets_behind_a_prompt_go_on_where_its_text_ends(ids: list[int]) -> None:
+    told = CompletionLogProbs(TokenNames(TABLE), 0)
+    told.start_with("Hello world", ids, HIDDEN)
+    assert told.add([*ids, 0], [None, -1.0, -1.0, -1.0], [], HIDDEN)["text_offset"] == [0, 0, 5, 11]
+
+
+def test_the_chosen_token_is_told_beside_the_likeliest() -> None:
+    told = CompletionLogProbs(TokenNames(TABLE), 1)
+    tops = [TopLogProbs((0, 1), (-0.5, -1.5)), None]
+    answer = told.add([1, 0], [-1.5, float("-inf")], tops, HIDDEN)
+    assert answer["top_logprobs"] == [{" Hello": -0.5, " world": -1.5}, {" Hello": -9999.0}]
+    assert answer["token_logprobs"] == [-1.5, finite(float("-inf"))]
+
+
+def test_chat_tells_bytes() -> None:
+    told = chat_log_probs(TokenNames(TABLE), 1, [2], [-1.0], [TopLogProbs((3, 0), (-0.1, -4.0))])
+    (entry,) = told["content"]
+    assert entry["bytes"] == [0xF0, 0x9F]
+    assert entry["top_logprobs"] == [{"token": "bytes:\\x98\\x80", "logprob": -0.1, "bytes": [0x98, 0x80]}]
+
+
+@pytest.mark.parametrize("num_top", [1, 5, 50])
+def test_the_likeliest_of_a_prompt_are_those_of_torch(num_top: int) -> None:
+    logits = np.random.default_rng(1).normal(scale=5, size=(6, 50)).astype(np.float32)
+    tops = top_of_prompt(FloatTensor(logits.shape, logits.tobytes()), list(range(6)), num_top)
+    expected = torch.from_numpy(logits).double().log_softmax(-1).topk(num_top)
+    assert len(tops) == 5
+    for row, top in enumerate(tops):
+        assert top.token_ids == tuple(expected.indices[row].tolist())
+        assert top.log_probs == pytest.approx(expected.values[row].tolist(), abs=1e-5)

@@ -1,0 +1,212 @@
+"""What becomes of given answers on their way to clients: reasoning, calls, stop strings, characters in pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inflight.text.tokenizer import Tokenizer
+from tests.openai_endpoint.conftest import TEMPLATE
+from tests.openai_endpoint.scripted import BOS_ID, folder_with_bos, scripted
+from tests.openai_endpoint.serving import DEMO
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("area", "time")]
+CALL = '<tool_call>\n{"name": "area", "arguments": {"r": 2}}\n</tool_call>'
+LLAMA = (
+    "{# <|start_header_id|> parameters #}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+def chat(url: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The whole answer to a chat, and the chunks of the same as a stream, which has to end as streams do."""
+    asked = {"messages": MESSAGES, "max_tokens": 100, **body}
+    whole = httpx.post(f"{url}/v1/chat/completions", json=asked)
+    assert whole.status_code == 200, whole.text
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = httpx.post(f"{url}/v1/chat/completions", json={**asked, **options})
+    events = streamed.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return whole.json(), [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any], list[str]]:
+    """The message that a stream's chunks add up to, and the finish reasons."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    reasons: list[str] = []
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        message["reasoning_content"] += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+            message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return message, reasons
+
+
+def check(url: str, expected: dict[str, Any], reason: str, **body: Any) -> None:
+    """Assert what is answered, whole and streamed."""
+    expected = {"content": "", "reasoning_content": "", "tool_calls": [], **expected}
+    whole, chunks = chat(url, **body)
+    (choice,) = whole["choices"]
+    said = choice["message"]
+    calls = [call["function"] for call in said.get("tool_calls") or []]
+    told = {
+        "content": said["content"] or "",
+        "reasoning_content": said.get("reasoning_content", ""),
+        "tool_calls": calls,
+    }
+    assert (told, choice["finish_reason"]) == (expected, reason)
+    assert joined(chunks) == (expected, [reason])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+
+
+def template(tmp_path: Path, source: str) -> Path:
+    file = tmp_path / "template.jinja"
+    file.write_text(source, encoding="utf-8")
+    return file
+
+
+THINKING = "{{ messages[0].content.split('</think>')[-1] }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "parser", "answer", "reasoning", "content"),
+    [
+        (THINKING + "<think>\n", "auto", "hmm\n</think>\n\nyes", "hmm", "yes"),
+        (THINKING, "auto", "<think>hmm</think>yes", "hmm", "yes"),
+        (THINKING, "auto", "yes", "", "yes"),
+        (THINKING, "deepseek_r1", "hmm</think>yes", "hmm", "yes"),
+        (THINKING, "deepseek_r1", "<think>\nhmm</think>yes", "hmm", "yes"),
+        (THINKING, "deepseek_r1", "hmm", "hmm", ""),
+        (THINKING + "<think>\n", "deepseek_r1", "hmm</think>yes", "hmm", "yes"),
+        (THINKING + "<think></think>", "deepseek_r1", "yes", "", "yes"),
+    ],
+)
+def test_thoughts_come_apart(
+    tmp_path: Path, source: str, parser: str, answer: str, reasoning: str, content: str
+) -> None:
+    with scripted(answer, chat_template=template(tmp_path, source), reasoning_parser=parser) as url:
+        check(url, {"reasoning_content": reasoning, "content": content}, "stop")
+
+
+CALLS = [{"name": "area", "arguments": '{"r": 2}'}, {"name": "time", "arguments": "{}"}]
+
+
+@pytest.mark.parametrize("behind", ["; ", "\n", "\n\n", ""])
+def test_calls_of_llama_may_stand_on_lines_of_their_own(tmp_path: Path, behind: str) -> None:
+    answer = f'{{"name": "area", "parameters": {{"r": 2}}}}{behind}{{"name": "time", "parameters": {{}}}}'
+    with scripted(answer, chat_template=template(tmp_path, LLAMA)) as url:
+        check(url, {"tool_calls": CALLS}, "tool_calls", tools=TOOLS)
+        check(url, {"tool_calls": CALLS[:1]}, "tool_calls", tools=TOOLS, parallel_tool_calls=False)
+        check(url, {"content": answer}, "stop", tools=TOOLS, tool_choice="none")
+
+
+def test_calls_and_their_finish_reason(tmp_path: Path) -> None:
+    file = template(tmp_path, TEMPLATE)
+    with scripted(f"Let me see. {CALL}", chat_template=file) as url:
+        both = {"content": "Let me see.", "tool_calls": CALLS[:1]}
+        check(url, both, "tool_calls", tools=TOOLS)
+        check(url, {"content": f"Let me see. {CALL}"}, "stop", tools=TOOLS, tool_choice="none")
+        check(url, {"content": f"Let me see. {CALL}"}, "stop")
+        whole, _ = chat(url, tools=TOOLS)
+        (call,) = whole["choices"][0]["message"]["tool_calls"]
+        assert call["type"] == "function" and call["id"]
+        whole, chunks = chat(url, tools=TOOLS, n=3)
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        for index in range(3):
+            message, reasons = joined(chunks, index)
+            assert (message, reasons) == ({"reasoning_content": "", **both}, ["tool_calls"])
+        assert whole["usage"] == chunks[-1]["usage"]
+    length = len(Tokenizer.from_dir(DEMO).encode(CALL))
+    with scripted(CALL, chat_template=file) as url:
+        check(url, {"tool_calls": CALLS[:1]}, "tool_calls", tools=TOOLS)
+        whole, _ = chat(url, tools=TOOLS, max_tokens=length - 6)
+        assert whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_answer_of_nothing(tmp_path: Path) -> None:
+    with scripted("", chat_template=template(tmp_path, TEMPLATE)) as url:
+        check(url, {}, "stop")
+        check(url, {}, "stop", tools=TOOLS, logprobs=True)
+        whole, chunks = chat(url)
+        assert whole["choices"][0]["message"] == {"role": "assistant", "content": ""}
+        assert whole["usage"]["completion_tokens"] == 0
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_one_token_streamed(tmp_path: Path) -> None:
+    with scripted("def area", chat_template=template(tmp_path, TEMPLATE)) as url:
+        whole, chunks = chat(url, max_tokens=1)
+        assert whole["choices"][0]["finish_reason"] == "length" and whole["usage"]["completion_tokens"] == 1
+        check(url, {"content": whole["choices"][0]["message"]["content"]}, "length", max_tokens=1)
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+UNICODE = "naïve 😀👩‍👩‍👧 日本 end"
+
+
+def test_characters_in_pieces(tmp_path: Path) -> None:
+    ids = Tokenizer.from_dir(DEMO).encode(UNICODE, add_special_tokens=False)
+    table = Tokenizer.from_dir(DEMO).token_bytes()
+    assert any(b"\xf0" in table[token_id] and table[token_id] != "😀".encode() for token_id in ids)
+    with scripted(UNICODE, chat_template=template(tmp_path, TEMPLATE)) as url:
+        check(url, {"content": UNICODE}, "stop")
+        whole, chunks = chat(url, logprobs=True, top_logprobs=2)
+        told = whole["choices"][0]["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in told) == UNICODE.encode()
+        assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in told)
+        parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+        assert [entry for part in parts if part for entry in part["content"]] == told
+
+
+@pytest.mark.parametrize("stop", ["😀", "\u200d", "日本", "ve \U0001f600", " e"])
+def test_stop_strings_across_tokens(tmp_path: Path, stop: str) -> None:
+    kept = UNICODE[: UNICODE.index(stop)]
+    with scripted(UNICODE, chat_template=template(tmp_path, TEMPLATE)) as url:
+        check(url, {"content": kept}, "stop", stop=stop)
+        check(url, {"content": kept}, "stop", stop=["never", stop])
+        whole, _ = chat(url, stop=stop, logprobs=True)
+        told = whole["choices"][0]["logprobs"]["content"]
+        assert len(told) == whole["usage"]["completion_tokens"]
+
+
+def test_stop_strings_that_are_special_tokens(tmp_path: Path) -> None:
+    """They end the answer, also where special tokens are no part of the text."""
+    tokenizer, marker = Tokenizer.from_dir(DEMO), "<s>"
+    ids = [*tokenizer.encode("one "), BOS_ID, *tokenizer.encode("two")]
+    with scripted(ids, folder_with_bos(tmp_path), chat_template=template(tmp_path, TEMPLATE)) as url:
+        check(url, {"content": "one two"}, "stop")
+        check(url, {"content": f"one {marker}two"}, "stop", skip_special_tokens=False)
+        for skipped in (True, False):
+            check(url, {"content": "one "}, "stop", stop=marker, skip_special_tokens=skipped)
+        check(url, {"content": "one"}, "stop", stop=f" {marker}", skip_special_tokens=False)
+
+
+def test_answers_of_requests_that_name_no_length(tmp_path: Path) -> None:
+    """By default 16 tokens of completions, and all that fit of chats."""
+    file = template(tmp_path, "{{ messages[0].content }}")
+
+    def lengths(url: str, **body: Any) -> list[int]:
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("completions", {"prompt": [7] * 6}),
+            ("chat/completions", {"messages": MESSAGES}),
+        ]
+        answers = [httpx.post(f"{url}/v1/{route}", json={**each, **body}).json() for route, each in asked]
+        return [answer["usage"]["completion_tokens"] for answer in answers]
+
+    prompt_length = len(Tokenizer.from_dir(DEMO).encode("hello"))
+    with scripted([5] * 300, chat_template=file) as url:
+        assert lengths(url) == [16, 256 - prompt_length]
+    with scripted([5] * 300, chat_template=file, default_max_tokens=40) as url:
+        assert lengths(url) == [40, 40]
+        assert lengths(url, max_tokens=50) == [50, 50]
+    with scripted([5] * 300, chat_template=file, default_max_tokens=1000) as url:  # no more than fit
+        assert lengths(url) == [250, 256 - prompt_length]

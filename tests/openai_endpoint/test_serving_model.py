@@ -1,0 +1,227 @@
+"""What is kept of a checkpoint, and for how long."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from inflight.core.ports import EngineClient
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.request import EngineDescription
+from inflight.endpoint.client import SocketEngineClient
+from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.server import EndpointServer
+from inflight.errors import Unavailable
+from inflight.openai import serving_model
+from inflight.openai.errors import ApiError
+from inflight.openai.options import OpenAiOptions
+from inflight.openai.serving_model import ServingModel
+from inflight.testing.synthetic_tokenizer import make_tokenizer
+from inflight.text.tokenizer import Tokenizer
+from tests.endpoint.conftest import path  # noqa: F401 - a folder that is short enough for a socket
+from tests.openai_endpoint.serving import DEMO, DEMO_VOCABULARY, PATIENCE_S, fake_engine, served
+
+CHAT = [{"role": "user", "content": "hello"}]
+ASKED: dict[str, Any] = {"messages": CHAT, "max_tokens": 5, "return_token_ids": True, "ignore_eos": True}
+
+
+class Reloaded:
+    """A client whose engine can be loaded again."""
+
+    def __init__(self, description: EngineDescription) -> None:
+        self.description = description
+
+    def describe(self) -> EngineDescription:
+        return self.description
+
+
+def checkpoint(folder: Path, template: str) -> str:
+    folder.mkdir(exist_ok=True)
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    return str(folder)
+
+
+def test_a_reloaded_engine_is_served_with_its_own_files(tmp_path: Path) -> None:
+    with fake_engine() as client:
+        description = client.describe()
+    old = checkpoint(tmp_path / "old", "old {{ messages[0].content }}")
+    engine = Reloaded(replace(description, tokenizer_dir=old, model_path=old))
+    model = ServingModel(cast(EngineClient, engine), OpenAiOptions())
+    tokenizer = model.tokenizer()
+    assert model.tokenizer() is tokenizer and model.token_bytes is model.token_bytes
+    assert model.names == ("old",) and model.chat_template().render(CHAT) == "old hello"
+
+    checkpoint(tmp_path / "old", "changed {{ messages[0].content }}")  # the same folder, loaded again
+    engine.description = replace(engine.description)
+    assert model.chat_template().render(CHAT) == "changed hello"
+
+    new = checkpoint(tmp_path / "new", "new {{ messages[0].content }}")
+    engine.description = replace(description, tokenizer_dir=new, model_path=new)
+    assert model.names == ("new",) and model.chat_template().render(CHAT) == "new hello"
+    assert model.tokenizer() is not tokenizer
+
+
+@pytest.mark.parametrize("template", ["{% for message in messages %}\n{{ message }", 17])
+def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats_alone(
+    template: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint(tmp_path / "broken", template)
+    with (
+        caplog.at_level(logging.ERROR),
+        fake_engine(tokenizer_dir=folder) as engine,
+        served(engine) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
+    ):
+        deadline = time.monotonic() + PATIENCE_S
+        while not (lines := [record.getMessage() for record in caplog.records]):
+            assert time.monotonic() < deadline, "nothing was logged, and nobody asks"
+            time.sleep(0.01)
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        answers = [client.post("/v1/chat/completions", json=ASKED) for _ in range(2)]
+        error = answers[1].json()["error"]
+        assert answers[0].json()["error"] == error
+        assert (answers[1].status_code, error["code"]) == (500, "chat_template_error")
+        assert "chats cannot be answered" in error["message"] and "--chat-template" in error["message"]
+        assert folder in error["message"]
+        assert client.get("/playground/model").json() == {"has_chat_template": False}
+    assert len(lines) == 1 == len(caplog.records) and lines[0].startswith("chats will be refused: ")
+    if isinstance(template, str):
+        assert "line 2: unexpected '}'" in lines[0] and "line 2: unexpected '}'" in error["message"]
+
+
+def test_a_template_that_was_spoilt_after_the_start_is_told_too(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }")
+    with fake_engine() as engine:
+        model = ServingModel(engine, OpenAiOptions(chat_template=file))
+        model.load()
+        with pytest.raises(ApiError, match=f"{file} is no template, line 1"):
+            model.chat_template()
+
+
+def test_a_model_with_another_checkpoint_is_chatted_with_in_its_own_words(
+    path: str,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    """An engine behind a socket goes, and another one with another template and tokenizer comes in its place."""
+    old = checkpoint(tmp_path / "old", "old {{ messages[0].content }}")
+    new = checkpoint(tmp_path / "new", "new words: {{ messages[0].content }}!")
+    make_tokenizer(DEMO_VOCABULARY).save(str(tmp_path / "new" / "tokenizer.json"))
+    far = SocketEngineClient(path)
+    with served(far, served_model_names=("chatty",)) as url, httpx.Client(base_url=url) as client:
+        for folder, rendered in ((old, "old hello"), (new, "new words: hello!")):
+            tokenizer = Tokenizer.from_dir(folder)
+            with fake_engine(tokenizer_dir=folder) as engine:
+                assert isinstance(engine, LocalEngineClient)
+                server = EndpointServer(engine, path)
+                answer = client.post("/v1/chat/completions", json=ASKED).json()
+                assert answer["prompt_token_ids"] == tokenizer.encode(rendered, add_special_tokens=False)
+                (choice,) = answer["choices"]
+                assert len(choice["token_ids"]) == 5
+                assert choice["message"]["content"] == tokenizer.decode(choice["token_ids"])
+                counted = client.post("/tokenize", json={"messages": CHAT}).json()
+                assert counted["tokens"] == answer["prompt_token_ids"]
+                server.close()
+            assert client.post("/v1/chat/completions", json=ASKED).status_code == 503
+    far.close()
+
+
+class Slow:
+    """An engine client that takes its time to say what it is asked, and counts the questions.
+
+    Attributes:
+        may_answer: Nothing is told about adapters until it is set.
+        takes_s: Seconds that a description takes; from the second one on there is none.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.may_answer = threading.Event()
+        self.num_lists = 0
+        self.num_descriptions = 0
+        self.takes_s = 0.0
+        self.is_away = False
+        self.names = ["sql"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def describe(self) -> EngineDescription:
+        self.num_descriptions += 1
+        time.sleep(self.takes_s)
+        if self.is_away:
+            raise Unavailable("no packet comes back")
+        return self._engine.describe()
+
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        self.num_lists += 1
+        assert self.may_answer.wait(PATIENCE_S)
+        return tuple(AdapterState(name, None, "/a", True, 8, 100) for name in self.names)
+
+
+def test_what_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
+    with (
+        fake_engine() as engine,
+        ThreadPoolExecutor(12) as pool,
+        served(cast(EngineClient, slow := Slow(engine))) as url,
+    ):
+        asked = {"model": "nobody", "prompt": "a"}
+        waiting = [
+            pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=PATIENCE_S)
+            for _ in range(12)
+        ]
+        while not slow.num_lists:
+            time.sleep(0.01)
+        answer = httpx.post(f"{url}/v1/completions", json={**asked, "model": "demo"}, timeout=5.0)
+        assert answer.status_code == 200 and not any(each.done() for each in waiting)
+        slow.may_answer.set()
+        assert {each.result().status_code for each in waiting} == {404}
+
+
+def test_an_adapter_is_not_looked_for_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_engine() as engine:
+        slow = Slow(engine)
+        slow.may_answer.set()
+        model = ServingModel(cast(EngineClient, slow), OpenAiOptions(served_model_names=("demo",)))
+        assert [model.adapter_of("sql") for _ in range(50)] == ["sql"] * 50 and slow.num_lists == 1
+        assert model.adapter_of("demo") == "" and slow.num_lists == 1
+        slow.names.append("new")  # one that was loaded just now is found at once
+        assert model.adapter_of("new") == "new" and slow.num_lists == 2
+        slow.names.clear()
+        monkeypatch.setattr(serving_model, "_ADAPTERS_FRESH_S", 0.0)
+        with pytest.raises(ApiError, match="does not exist"):
+            model.adapter_of("sql")
+
+
+def test_an_engine_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_model, "_SLOW_S", 0.8)
+    with fake_engine() as engine, ThreadPoolExecutor(8) as pool:
+        slow = Slow(engine)
+        slow.is_away, slow.takes_s = True, 0.9
+        model = ServingModel(cast(EngineClient, slow), OpenAiOptions())
+
+        def ask(_: int) -> str:
+            with pytest.raises(Unavailable) as away:
+                model.describe()
+            return str(away.value)
+
+        assert set(pool.map(ask, range(8))) == {"no packet comes back"} and slow.num_descriptions == 1
+        time.sleep(0.8)  # then it is asked again
+        slow.is_away, slow.takes_s = False, 0.0
+        assert model.describe() is engine.describe() and slow.num_descriptions == 2
+        slow.is_away = True  # one that is refused at once costs nobody anything
+        for _ in range(3):
+            ask(0)
+        slow.is_away = False
+        assert model.describe() is engine.describe() and slow.num_descriptions == 6

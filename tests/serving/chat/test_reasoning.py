@@ -1,0 +1,120 @@
+"""Reasoning told apart from answers, in any pieces, alone and with tool calls behind it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.errors import InvalidArgument
+from inflight.serving.chat.reasoning import opens_reasoning, reasoning_stream, starts_inside
+from inflight.serving.chat.template import ChatTemplate
+from inflight.serving.chat.template_files import TemplateFiles
+from tests.serving.chat.answers import Answer, read, write_calls
+from tests.serving.chat.template_folders import source
+
+
+def split(parts: list[str], starts_inside: bool = False, parser: str = "think") -> tuple[str, str]:
+    stream = reasoning_stream(parser, starts_inside)
+    pairs = [*(stream.add(part) for part in parts), stream.finish()]
+    return "".join(pair[0] for pair in pairs), "".join(pair[1] for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_inside", "reasoning", "content"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
+        ("\n<think>Hm.</think>Yes", False, "Hm.", "Yes"),
+        ("Hm.\n</think>\n\nYes", True, "Hm.", "Yes"),
+        ("<think></think>Yes", False, "", "Yes"),
+        ("<think>a <think> b </think> c </think>", False, "a <think> b", "c </think>"),
+        ("<think>never ends </thin", False, "never ends </thin", ""),
+        ("never ends", True, "never ends", ""),
+        (" Yes, <think>no</think>", False, "", " Yes, <think>no</think>"),
+        ("<thin", False, "", "<thin"),
+        (" \n", False, "", " \n"),
+        ("", True, "", ""),
+    ],
+)
+def test_examples(text: str, starts_inside: bool, reasoning: str, content: str) -> None:
+    assert split([text], starts_inside) == (reasoning, content)
+    assert split(list(text), starts_inside) == (reasoning, content)
+
+
+FRAGMENTS = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "a", "b c"]
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), st.booleans(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_pieces_do_not_matter(text: str, starts_inside: bool, data: st.DataObject) -> None:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
+    assert split(parts, starts_inside) == split([text], starts_inside) == split(list(text), starts_inside)
+    reasoning, content = split(parts, starts_inside)
+    # By str.partition instead: nothing but white space and the two marks is lost.
+    inside = text if starts_inside else text.lstrip().removeprefix("<think>")
+    if starts_inside or inside != text.lstrip():
+        thought, _, rest = inside.partition("</think>")
+        assert (reasoning, content) == (thought.strip(), rest.lstrip())
+    else:
+        assert (reasoning, content) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_inside", "reasoning", "content"),
+    [
+        ("hmm</think>answer", True, "hmm", "answer"),
+        (" \n<think>\nhmm</think>\nanswer", True, "hmm", "answer"),
+        ("<thin", True, "<thin", ""),
+        ("answer", False, "", "answer"),
+    ],
+)
+def test_reasoning_that_nobody_opens(text: str, starts_inside: bool, reasoning: str, content: str) -> None:
+    for parts in ([text], list(text)):
+        assert split(parts, starts_inside, "deepseek_r1") == (reasoning, content)
+
+
+def test_where_reasoning_begins_without_its_mark() -> None:
+    def begins(parser: str, prompt: str, final_content: str | None = None) -> bool:
+        final = None if final_content is None else {"role": "assistant", "content": final_content}
+        return starts_inside(parser, prompt, final)
+
+    assert (
+        begins("deepseek_r1", "Hi") and begins("deepseek_r1", "Hi<think>\n") and begins("think", "Hi<think>")
+    )
+    assert not begins("deepseek_r1", "Hi<think></think>\n") and not begins("think", "Hi")
+    assert not begins("deepseek_r1", "Hi. Well", "Well") and not begins("", "Hi<think>")
+
+
+def test_without_a_parser_all_is_content() -> None:
+    assert split(["<think>a</think> b"], parser="") == ("", "<think>a</think> b")
+    assert split(["a</think> b"], True, parser="") == ("", "a</think> b")
+
+
+def test_an_unknown_parser_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"'thoughts', expected one of think, deepseek_r1"):
+        reasoning_stream("thoughts", False)
+
+
+def test_templates_that_open_the_reasoning() -> None:
+    question = {"role": "user", "content": "Why <think>"}
+    answer = {"role": "assistant", "content": "<think>\nBecause"}
+    for name, opens in (("qwen3_thinking", True), ("deepseek_r1", True), ("qwen3", False), ("chatml", False)):
+        chat = ChatTemplate(TemplateFiles({"default": source(name)}, {"bos_token": "<s>"}, name))
+        assert opens_reasoning(chat.render([question])) is opens
+        if name == "chatml":
+            prompt = chat.render([question, answer], add_generation_prompt=False, continue_final_message=True)
+            assert prompt.endswith("<think>\nBecause")
+            assert opens_reasoning(prompt, answer)
+            assert not opens_reasoning(prompt, {**answer, "content": "<think>a</think>b"})
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "llama3_json"])
+def test_tool_calls_behind_reasoning(parser: str) -> None:
+    calls = (("weather", {"city": "Zürich"}), ("now", {}))
+    thought = 'Call <tool_call>{"name": "no", "arguments": {}}</tool_call>?'
+    text = f"<think>\n{thought}\n</think>\n\n" + write_calls(parser, calls)
+    for parts in ([text], list(text)):
+        reasoning, content = split(parts)
+        assert reasoning == thought
+        assert read(parser, [content]) == Answer("", calls)

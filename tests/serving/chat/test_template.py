@@ -1,0 +1,346 @@
+"""Chat templates in the styles of many models: rendered as transformers renders them, or refused as it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from inflight.errors import ConfigError, InvalidArgument
+from inflight.serving.chat.template import ChatTemplate, load_chat_template
+from inflight.serving.chat.template_environment import compile_template, names_in, render_bounded
+from inflight.serving.chat.template_files import TemplateFiles
+from tests.serving.chat.conversations import CONVERSATIONS, SYSTEM, TOOLS, USER, Messages, as_sent, in_parts
+from tests.serving.chat.template_folders import NAMES, make_folder, reference, source
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+WITHOUT_TOOLS = {
+    "chatml", "deepseek_r1", "deepseek_v2", "gemma2", "gemma3", "llama2", "llama3", "mistral_v1", "olmo",
+    "parts_only", "phi3", "qwen3_thinking", "vicuna", "zephyr",
+}  # fmt: skip
+
+
+@cache
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(TemplateFiles({"default": source(name)}, SPECIAL, name))
+
+
+@pytest.fixture(scope="module")
+def transformers_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return reference(make_folder(tmp_path_factory.mktemp("checkpoint")))
+
+
+def expected(tokenizer: Any, name: str, messages: Messages, **options: Any) -> str | None:
+    """What transformers renders; None where the template refuses."""
+    chat = as_sent(messages) if name == "deepseek_r1" else messages  # which wants arguments as text
+    if name == "parts_only":
+        chat = in_parts(chat)
+    try:
+        return tokenizer.apply_chat_template(chat, chat_template=source(name), tokenize=False, **options)
+    except Exception:
+        return None
+
+
+def rendered(name: str, messages: Messages, **options: Any) -> str | None:
+    try:
+        return template(name).render(as_sent(messages), **options)
+    except InvalidArgument:
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_renders_as_transformers(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    num_rendered = 0
+    for label, messages in CONVERSATIONS.items():
+        for tools in (None, TOOLS) if name not in WITHOUT_TOOLS else (None,):
+            for options in (
+                {"add_generation_prompt": True},
+                {"add_generation_prompt": False},
+                {"add_generation_prompt": False, "continue_final_message": True},
+            ):
+                wanted = expected(transformers_tokenizer, name, messages, tools=tools, **options)
+                if label == "another role" and (wanted is None or "Be kind." not in wanted):
+                    # What a template does not know of the developer is said as the system.
+                    messages = [{**message, "role": "system"} for message in messages[:1]] + messages[1:]
+                    wanted = expected(transformers_tokenizer, name, messages, tools=tools, **options)
+                    messages = CONVERSATIONS[label]
+                assert rendered(name, messages, tools=tools, **options) == wanted, (label, tools, options)
+                num_rendered += wanted is not None
+    assert num_rendered >= 18
+
+
+def test_there_are_enough_styles() -> None:
+    assert len(NAMES) >= 20
+    styles = {template(name).style for name in NAMES}
+    assert styles == {"", "hermes", "llama3_json", "mistral"}
+    assert template("qwen3").style == template("qwen2").style == template("smollm").style == "hermes"
+    assert template("mistral_v3").style == template("mistral_nemo").style == "mistral"
+    assert template("llama31").style == "llama3_json"
+    thinking = {name for name in NAMES if template(name).reasoning_style == "think"}
+    assert thinking == {"deepseek_r1", "qwen3", "qwen3_thinking", "smollm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("qwen3", {"enable_thinking": False}),
+        ("smollm", {"enable_thinking": False}),
+        ("llama31", {"date_string": "1 Jan 2030"}),
+        ("granite", {"controls": {"length": "short"}}),
+        ("granite", {"documents": [{"title": "A", "text": "one"}, {"title": "B", "text": "two"}]}),
+        ("gpt_oss", {"reasoning_effort": "high"}),
+    ],
+)
+def test_further_variables(
+    transformers_tokenizer: PreTrainedTokenizerBase, name: str, variables: Mapping[str, Any]
+) -> None:
+    messages = [SYSTEM, USER]
+    wanted = expected(transformers_tokenizer, name, messages, add_generation_prompt=True, **variables)
+    assert wanted is not None
+    assert rendered(name, messages, template_kwargs=variables) == wanted
+    assert rendered(name, messages) != wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "message"),
+    [
+        ("chatml", {"enable_thinking": True}, r"chat_template_kwargs.enable_thinking.*no variable"),
+        ("chatml", {"message": {}}, r"chat_template_kwargs.message: .* it has no others"),
+        ("qwen3", {"content": "x"}, r"chat_template_kwargs.content: .* it has enable_thinking"),
+        ("chatml", {"documents": []}, r"chat_template_kwargs.documents"),
+        ("chatml", {"messages": []}, r"chat_template_kwargs.messages is not allowed"),
+        ("qwen3", {"enable_thinking": object()}, r"object in it"),
+    ],
+)
+def test_variables_without_a_place_are_refused(name: str, variables: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        template(name).render([USER], template_kwargs=variables)
+
+
+def test_tools_without_a_place_are_refused() -> None:
+    for name in NAMES:
+        if name in WITHOUT_TOOLS:
+            with pytest.raises(InvalidArgument, match="no place for tools"):
+                template(name).render([USER], tools=TOOLS)
+            assert template(name).render([USER], tools=[]) == template(name).render([USER])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_are_taken_or_joined(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    parts = [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts."}]
+    text = template(name).render([{"role": "user", "content": parts}])
+    joined = template(name).render([{"role": "user", "content": "Two\nparts."}])
+    if name in ("gemma3", "parts_only"):
+        wanted = expected(transformers_tokenizer, "gemma3", [{"role": "user", "content": parts}])
+        assert "Twoparts." in text
+        assert name != "gemma3" or text == f"{wanted}<start_of_turn>model\n"
+    else:
+        assert text == joined
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], r"messages is empty"),
+        (["hello"], r"messages\[0\] is 'hello'"),
+        ([{"content": "x"}], r"messages\[0\].role is None"),
+        ([USER, {"role": "user"}], r"messages\[1\].content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content is '5'"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"content\[0\].*image_url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text"),
+        ([{"role": "user", "content": ["x", 5]}], r"content\[1\] is '5'"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], r"tool_calls\[0\]"),
+        ([{"role": "assistant", "tool_calls": {}}], r"tool_calls is '\{\}'"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"tool_calls\[0\].function.arguments is not JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            r"arguments is '\[1\]', expected a JSON object",
+        ),
+        ([{"role": "user", "content": "x", "extra": print}], r"messages\[0\] has a builtin_function"),
+        ([{"role": "assistant", "content": "x", "reasoning_content": 5}], r"reasoning_content is '5'"),
+    ],
+)  # fmt: skip
+def test_messages_of_another_form_are_refused(messages: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        template("qwen3").render(messages)
+
+
+def test_what_a_template_refuses_is_told() -> None:
+    with pytest.raises(InvalidArgument, match="rendered by the chat template: A system role is not known"):
+        template("gemma2").render([SYSTEM, USER])
+
+
+def test_continuing_is_not_beginning() -> None:
+    with pytest.raises(InvalidArgument, match=r"continue_final_message and add_generation_prompt"):
+        template("chatml").render([USER], continue_final_message=True)
+    with pytest.raises(InvalidArgument, match="the last message has no content"):
+        template("qwen3").render(
+            as_sent(CONVERSATIONS["tool result"][:2]),
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+    with pytest.raises(InvalidArgument, match="does not render the last message as it is"):
+        template("qwen3").render(
+            [USER, {"role": "tool", "content": "x"}, {"role": "unknown", "content": "y"}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+
+
+TEXT = "{{ bos_token }}TEXT{% for m in messages %}{{ m.content }}{% endfor %}"
+TOOL = "TOOL{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+TWO = [{"name": "default", "template": TEXT}, {"name": "tool_use", "template": TOOL}]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"settings": {"chat_template": TEXT}},
+        {"settings": {"chat_template": TWO}},
+        {"settings": {"chat_template": TEXT}, "chat_template_DOT_jinja": TOOL},
+        {"chat_template_DOT_jinja": TEXT, "additional_chat_templates__tool_use_DOT_jinja": TOOL},
+        {"chat_template_DOT_jinja": TEXT, "additional_chat_templates__rag_DOT_jinja": TOOL},
+        {
+            "settings": {"chat_template": TEXT, "bos_token": {"content": "<s>", "__type": "AddedToken"}},
+        },
+        {
+            "settings": {"chat_template": TEXT, "bos_token": None},
+            "special_tokens_map_DOT_json": json.dumps({"bos_token": {"content": "<s>", "lstrip": False}}),
+        },
+        {"settings": {"chat_template": [TWO[1]]}},
+        {"additional_chat_templates__tool_use_DOT_jinja": TOOL},
+    ],
+)
+def test_where_templates_are_found(tmp_path: Path, files: dict[str, Any]) -> None:
+    folder = make_folder(tmp_path, **files)
+    theirs: Any = reference(folder)
+    chat = load_chat_template(str(folder))
+    assert chat is not None
+    for tools in (None, TOOLS):
+        try:
+            wanted = theirs.apply_chat_template([USER], tools=tools, tokenize=False)
+        except ValueError:  # there is no default
+            with pytest.raises(InvalidArgument, match="named default"):
+                chat.render([USER], tools=tools, add_generation_prompt=False)
+            continue
+        if tools and "TEXT" in wanted:
+            continue  # these tools would have been ignored
+        assert chat.render([USER], tools=tools, add_generation_prompt=False) == wanted
+
+
+def test_a_file_comes_before_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "checkpoint", settings={"chat_template": TEXT})
+    (tmp_path / "own.jinja").write_text("OWN{{ messages[0].content }}")
+    chat = load_chat_template(str(folder), tmp_path / "own.jinja")
+    assert chat is not None
+    assert chat.render([{"role": "user", "content": "x"}]) == "OWNx"
+
+
+def test_no_template_is_none(tmp_path: Path) -> None:
+    assert load_chat_template(str(make_folder(tmp_path))) is None
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path, settings={"chat_template": "a\n{% if %}"}))
+    with pytest.raises(ConfigError, match=r"template default of .* is no template, line 2"):
+        load_chat_template(folder)
+    with pytest.raises(ConfigError, match=r"missing.jinja cannot be read"):
+        load_chat_template(folder, tmp_path / "missing.jinja")
+    folder = str(make_folder(tmp_path / "other", settings={"chat_template": [5]}))
+    with pytest.raises(ConfigError, match=r"chat_template of .* must be a text, or a list"):
+        load_chat_template(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__ }}{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ dict.__class__ }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{% for x in range(10000000) %}{% endfor %}",
+        "{{ messages | attr('__class__') }}{{ ('%s' | attr('format'))('x').__class__ }}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(text: str) -> None:
+    try:
+        shown = render_bounded(compile_template(text), {"messages": [USER]})
+    except Exception as error:
+        assert type(error).__name__ in ("SecurityError", "OverflowError", "UndefinedError"), error
+    else:
+        assert "class" not in shown
+
+
+def test_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = (
+        "{% for i in range(1000) %}{% for j in messages %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    )
+    chat = ChatTemplate(TemplateFiles({"default": loop}, SPECIAL, "loop"))
+    with pytest.raises(InvalidArgument, match="more than 33554432 characters"):
+        chat.render([{"role": "user", "content": "x" * 1_000_000}])
+    monkeypatch.setattr("inflight.serving.chat.template_environment.MAX_SECONDS", 0.02)
+    with pytest.raises(InvalidArgument, match=r"more than 0.02 s"):
+        chat.render([{"role": "user", "content": "x"}] * 1000)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(
+        ["role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "thinking"]
+    ),
+    JSON,
+)
+ODD_MESSAGES = st.lists(
+    JSON | FIELDS | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool", "x"])},
+                                          optional={"content": JSON | st.text(), "tool_calls": JSON}),
+    max_size=4,
+)  # fmt: skip
+
+
+@given(st.sampled_from(NAMES), ODD_MESSAGES, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_odd_messages_are_rendered_or_refused(name: str, messages: Any, continued: bool) -> None:
+    try:
+        text = template(name).render(
+            messages, add_generation_prompt=not continued, continue_final_message=continued
+        )
+    except InvalidArgument:
+        return
+    assert isinstance(text, str)
+
+
+@given(st.text(alphabet=st.sampled_from("{}%#-_ab'\"\\<|>[]/ \n"), max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_nothing_in_a_message_is_compiled(content: str) -> None:
+    text = template("chatml").render([{"role": "user", "content": content}])
+    assert text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{% set x = x | default(true) %}{{ x }}", {"x"}),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}", {"x"}),
+        ("{% macro f(a) %}{{ a }}{{ tools }}{% endmacro %}{{ f(namespace()) }}", {"tools"}),
+        ("{% for m in messages %}{% set y = m %}{{ y }}{{ loop.index }}{% endfor %}", {"messages"}),
+    ],
+)
+def test_variables_of_a_template(text: str, names: set[str]) -> None:
+    assert names_in(text) == names

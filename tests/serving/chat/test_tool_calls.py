@@ -1,0 +1,213 @@
+"""Tool calls out of texts, whole and in pieces: against calls that json.dumps has written, cut in any way."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.errors import InvalidArgument
+from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_guides import forced_prefix
+from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS, needs_special_tokens
+from inflight.text.tokenizer import Tokenizer
+from tests.serving.chat.answers import Answer, joined, read, write_calls
+from tests.text import tiny_tokenizers
+
+WEATHER = {"city": "Zürich", "days": 3, "nested": {"a": [1, {"b": "}"}]}}
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_calls_are_found(parser: str) -> None:
+    calls = [("weather", WEATHER), ("time", {}), ("weather", {"city": 'a "b" \\ {'})]
+    answer = read(parser, [write_calls(parser, calls)])
+    assert answer == Answer("", tuple(calls))
+
+
+def test_a_text_without_calls_is_content_as_it_is() -> None:
+    for text in (
+        "",
+        " \n",
+        "Hello.\n",
+        " <tool_cal",
+        "[TOOL_CALLS",
+        "{",
+        '{"name": "f"',
+        "a {} b",
+        "\n\n{} ",
+    ):
+        for parser in ("", *TOOL_CALL_PARSERS):
+            assert read(parser, [text]) == Answer(text, ()), (parser, text)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "content", "calls"),
+    [
+        # Content around calls, and the white space between.
+        ("hermes", 'See.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n', "See.", ["f"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n Done. ', "Done. ", ["f"]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", ["f"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", ["f"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "}"}</tool_call>', "", ["f"]),
+        # A missing end, and one that is cut.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", ["f"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} and on', "and on", ["f"]),
+        # What is no call.
+        ("hermes", "<tool_call>\nsearch()\n</tool_call>", "<tool_call>\nsearch()\n</tool_call>", []),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call>", ["f"]),
+        ("hermes", '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {}}', []),
+        # Llama 3.
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", ["f"]),
+        ("llama3_json", 'Sure: <|python_tag|>{"name": "f", "parameters": {}}', "Sure:", ["f"]),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', "", ["f"]),
+        ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": ";"}}', "", [*"fg"]),
+        ("llama3_json", '{"name": "f", "parameters": {}}\n {"name": "g", "parameters": {}}\n', "", [*"fg"]),
+        ("llama3_json", '{"name": "f", "parameters": {}};\n{"name": "g", "parameters": {}} ;', ";", [*"fg"]),
+        ("llama3_json", '{"name": "f", "parameters": {}}\n{"a": 1}', '{"a": 1}', ["f"]),
+        ("llama3_json", '{"name": "f", "parameters": {}}; and now', "; and now", ["f"]),
+        ("llama3_json", '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
+        ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("llama3_json", 'So {"name": "f", "parameters": {}}', 'So {"name": "f", "parameters": {}}', []),
+        # Mistral, old and new.
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "a1"}]', "", ["f"]),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', "", ["f", "g"]),
+        ("mistral", 'Wait. [TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": 1}', "Wait.", ["f"]),
+        ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+        ("mistral", "[TOOL_CALLS] f and g", "[TOOL_CALLS] f and g", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 1]', ", 1]", ["f"]),
+        ("json", '[{"name": "f", "arguments": {}}]', "", ["f"]),
+        ("json", "[1]", "[1]", []),
+    ],
+)  # fmt: skip
+def test_examples(parser: str, text: str, content: str, calls: list[str]) -> None:
+    answer = read(parser, [text])
+    assert (answer.content, [name for name, _ in answer.calls]) == (content, calls)
+    assert read(parser, list(text)) == answer
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_what_is_left_of_a_forced_call_that_is_cut_is_no_content(parser: str) -> None:
+    calls = [("f", {"a": 1}), ("g", {"b": "}"})]
+    text = write_calls(parser, calls).removeprefix(forced_prefix(parser))
+    first = len(write_calls(parser, calls[:1]).removeprefix(forced_prefix(parser)).rstrip("]"))
+    for end in range(first, len(text) + 1):
+        content, found = joined(parser, [text[:end]], forced=True)
+        assert content == "" and found[0]["arguments"] == '{"a": 1}', text[:end]
+        assert without_ids(joined(parser, list(text[:end]), forced=True)) == without_ids(("", found))
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    stream = tool_call_stream("hermes")
+    deltas = [
+        stream.add(part) for part in ("<tool_call>", '{"name": "f", ', '"arguments": {"a"', ": 1", "}}")
+    ]
+    assert [[(c.name, c.arguments) for c in delta.tool_calls] for delta in deltas] == [
+        [], [], [("f", ""), ("", '{"a"')], [("", ": 1")], [("", "}")],
+    ]  # fmt: skip
+
+
+def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b'
+    content, calls = joined("hermes", [text])
+    assert (content, [(c["name"], c["arguments"]) for c in calls]) == ("", [("f", '{"a": "b')])
+
+
+def test_ids_are_as_templates_want_them() -> None:
+    for parser in TOOL_CALL_PARSERS:
+        _, calls = joined(parser, [write_calls(parser, [("f", {}), ("g", {})])])
+        ids = [call["id"] for call in calls]
+        assert len(set(ids)) == 2
+        pattern = "[A-Za-z0-9]{9}" if parser == "mistral" else "call_[0-9a-f]{24}"
+        assert all(re.fullmatch(pattern, each) for each in ids)
+
+
+def test_an_unknown_parser_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"'llama4'.*llama3_json, hermes, mistral, json"):
+        tool_call_stream("llama4")
+
+
+def test_markers_that_are_special_tokens() -> None:
+    """Mistral's marker is one, and would be missing from a text without special tokens."""
+    plain = tiny_tokenizers.tokenizer("byte_level")
+    file = json.loads(tiny_tokenizers.backend("byte_level").to_str())
+    for token in ("[TOOL_CALLS]", "</think>"):
+        file["added_tokens"].append(
+            {**file["added_tokens"][0], "id": 1000, "content": token, "special": True}
+        )
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(file)))
+        assert needs_special_tokens(tokenizer, "mistral", "")
+        assert not needs_special_tokens(tokenizer, "hermes", "")
+        assert needs_special_tokens(tokenizer, "hermes", "think") is (token == "</think>")
+        assert not needs_special_tokens(plain, "mistral", "think")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+CALLS = st.lists(
+    st.tuples(st.from_regex("[a-z_.-]{1,8}", fullmatch=True), ARGUMENTS),
+    min_size=1,
+    max_size=3,
+)  # fmt: skip
+
+
+@given(st.sampled_from(TOOL_CALL_PARSERS), CALLS, st.sampled_from([None, 1]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_written_calls_come_back_in_any_pieces(
+    parser: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None, data: st.DataObject
+) -> None:
+    text = write_calls(parser, calls, indent)
+    assert read(parser, cut(text, data)) == Answer("", tuple(calls))
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}",
+    ",", ";", " ", "\n", '"', "\\", ":", "a", "name", '{"name": "f", ', '"arguments": {', '"parameters": ',
+    '"x": 1}', "<", '{"name": "f", "arguments": {"a": "}"}}', '{"name": "g", "parameters": {}}', '"id": "7", ',
+    "null", "é", "f{}",
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from(TOOL_CALL_PARSERS),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=250, deadline=None)
+def test_pieces_do_not_matter(parser: str, text: str, forced: bool, data: st.DataObject) -> None:
+    whole = joined(parser, [text], forced)
+    assert without_ids(joined(parser, cut(text, data), forced)) == without_ids(whole)
+    assert without_ids(joined(parser, list(text), forced)) == without_ids(whole)
+    content, calls = whole
+    if not calls:
+        assert content == text
+    # Every character of the content, and of a call's arguments, is one of the text, in its order.
+    assert is_subsequence(content, text)
+    for call in calls:
+        assert call["arguments"] in text or json.loads(call["arguments"]) is not None
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
+
+
+def without_ids(answer: tuple[str, Sequence[dict[str, str]]]) -> Any:
+    return answer[0], [(call["name"], call["arguments"]) for call in answer[1]]
+
+
+def is_subsequence(part: str, text: str) -> bool:
+    rest = iter(text)
+    return all(character in rest for character in part)
