@@ -10,6 +10,7 @@ import numpy as np
 
 from inflight.config import Parameters, Role, read_parameters
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
+from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopReason
@@ -88,6 +89,7 @@ def make_limits(**changes: int) -> ModelLimits:
             num_blocks=64,
             tokens_per_block=8,
             max_beam_width=4,
+            max_adapter_rank=64,
             max_draft_length=8,
             logits_post_processors=("upper",),
         ),
@@ -209,6 +211,7 @@ class FakeEngineClient:
         submitted: Requests by the id they got.
         stopped: (id, reason) in order.
         read_state: What `state` does.
+        carry_out: What `adapters` does.
         answers_stops: Whether a stop is followed at once by the final response, as `close` always is.
     """
 
@@ -217,6 +220,7 @@ class FakeEngineClient:
     submitted: dict[int, Request] = field(default_factory=dict)
     stopped: list[tuple[int, StopReason]] = field(default_factory=list)
     read_state: Callable[[float], str] = lambda timeout_s: "{}"
+    carry_out: Callable[[AdapterCommand], tuple[AdapterState, ...]] = lambda command: ()
     answers_stops: bool = True
     closed: bool = False
     outboxes: list[WaitUntilSent] = field(default_factory=list)
@@ -245,6 +249,9 @@ class FakeEngineClient:
 
     def state(self, timeout_s: float) -> str:
         return self.read_state(timeout_s)
+
+    def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
+        return self.carry_out(command)
 
     def close(self) -> None:
         self.closed = True

@@ -17,7 +17,7 @@ from inflight.errors import ConfigError
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.response_size import ResponseBudget
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.host import ModelArgs, complete_outputs, read_model_args
+from inflight.triton.host import ModelArgs, complete_config, read_model_args
 from inflight.triton.models.engine import TritonPythonModel
 from inflight.triton.models.remote import Ensemble, Infer
 from inflight.triton.tensor_spec import Vocabulary
@@ -209,6 +209,18 @@ def test_triton_completes_a_config_that_nobody_filled_in(model: type) -> None:
     assert [each["dims"] for each in config.outputs] == [[-1, -1], [-1, -1, -1], [-1, -1, -1]]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("TYPE_FP32", "TYPE_FP32"), ("", "TYPE_FP16"), ("X", "TYPE_FP16")]
+)
+def test_triton_completes_the_type_of_an_input(text: str, expected: str) -> None:
+    config = ModelConfig(lora_weights_data_type=text)
+    config.as_dict()["input"] = [
+        {"name": name, "data_type": "TYPE_FP16"} for name in ("lora_weights", "draft_logits")
+    ]
+    completed = complete_config(config).as_dict()["input"]
+    assert [each["data_type"] for each in completed] == [expected, "TYPE_FP16"]
+
+
 @pytest.mark.parametrize("text", ["", "${additional_model_outputs}", "no such output"])
 def test_a_config_without_them_stays_as_it_is(text: str) -> None:
-    assert complete_outputs(ModelConfig(additional_model_outputs=text)).outputs == []
+    assert complete_config(ModelConfig(additional_model_outputs=text)).outputs == []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
@@ -268,6 +269,31 @@ def test_a_bad_parameter_is_refused_by_name(build: Build) -> None:
     request = InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters='{"client_id": "me"}')
     code, message = error_of(build().take(request).wait_final()[0])
     assert code == TritonError.INVALID_ARG and "request parameter client_id" in message
+
+
+CODED = '{"error_codes": true}'
+
+
+def test_errors_begin_with_their_codes_for_who_asks(build: Build) -> None:
+    """Whether they are noticed at once or come from the engine; others get them as they are."""
+    stage = build()
+    bad = token_inputs(temperature=-1.0)
+    plain = error_of(stage.take(InferenceRequest(bad, sorted(ALL_OUTPUTS))).wait_final()[0])
+    request = InferenceRequest(bad, sorted(ALL_OUTPUTS), parameters=CODED)
+    assert error_of(stage.take(request).wait_final()[0]) == (plain[0], f"INVALID_ARG: {plain[1]}")
+    request = InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters=CODED)
+    sender = stage.take(request)
+    error = Unavailable("the server is shutting down")
+    stage.client.respond(Response(stage.client.last_id, error=error, is_final=True))
+    expected = TritonError.UNAVAILABLE, "UNAVAILABLE: the server is shutting down"
+    assert error_of(sender.wait_final()[0]) == expected
+
+
+def test_an_answer_is_the_same_with_error_codes(build: Build) -> None:
+    stage = build()
+    sender = stage.take(InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters=CODED))
+    stage.finish([5, 6])
+    assert value_of(sender.wait_final()[0], "output_ids")[-2:] == [5, 6]
 
 
 def test_what_clients_are_known_to_send_beside_tensors_is_let_through(build: Build) -> None:

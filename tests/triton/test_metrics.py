@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
-from inflight.core.report.stats import IterationStats, MemoryUsage, StaticBatchStats
+from inflight.core.report.stats import AdapterStats, IterationStats, MemoryUsage, StaticBatchStats
 from inflight.core.request.stop import FinishReason
 from inflight.serving.memory import _torch_memory, measure_memory
 from inflight.serving.metric_table import (
@@ -161,6 +162,25 @@ def test_counters_are_there_from_the_start_and_grow():
     assert page.value("inflight_kv_cache_missed_tokens_total") == 32
 
 
+def test_levels_rise_and_fall_and_those_of_names_come_with_them():
+    metrics = ServiceMetrics(adapters=AdapterStats(3, 2, 8, 4, 5, 1))
+    metrics.running_by_adapter = Counter({"tidy": 2})
+    with stage() as on:
+        on.publish()
+        assert not on.page.has("inflight_adapter_running_requests")
+        on.publish(metrics=metrics.snapshot())
+        page = on.page
+        metrics.running_by_adapter = Counter({"terse": 1})
+        on.publish(metrics=metrics.snapshot())
+        later = on.page
+    assert page.kinds["inflight_adapters"] == "gauge"
+    assert page.series("inflight_adapters", "place") == {"stored": 3, "on_device": 2}
+    assert page.series("inflight_adapter_pages", "use") == {"all": 8, "used": 4}
+    assert page.value("inflight_adapter_loads_total") == 5
+    assert page.series("inflight_adapter_running_requests", "lora_name") == {"tidy": 2}
+    assert later.series("inflight_adapter_running_requests", "lora_name") == {"tidy": 0, "terse": 1}
+
+
 def test_every_histogram_has_its_own_observations():
     metrics = ServiceMetrics()
     by_name = {
@@ -171,6 +191,7 @@ def test_every_histogram_has_its_own_observations():
         "inflight_prompt_tokens": metrics.prompt_tokens,
         "inflight_output_tokens": metrics.output_tokens,
         "inflight_cancel_to_free_seconds": metrics.cancel_to_free,
+        "inflight_guide_wait_seconds": metrics.guide_wait,
     }
     assert set(by_name) == {family.name for family in HISTOGRAMS}
     for number, histogram in enumerate(by_name.values(), start=1):

@@ -79,6 +79,21 @@ def test_a_type_that_an_output_cannot_be_sent_in_is_refused(name, dtype, expecte
 
 def test_what_has_no_effect_is_logged(caplog):
     caplog.set_level("INFO", "inflight")
-    parameters = {"lora_cache_max_adapter_size": {"string_value": "64"}}
+    parameters = {"decoding_mode": {"string_value": "auto"}}
     read(parameters=parameters)
-    assert "parameter lora_cache_max_adapter_size is '64' and has no effect: there are no" in caplog.text
+    assert "parameter decoding_mode is 'auto' and has no effect: every request says so" in caplog.text
+
+
+def declared_inputs(data_type: str) -> dict[str, object]:
+    return {
+        "input": [{"name": "lora_weights", "data_type": data_type}, {"name": "end_id", "data_type": "INT32"}],
+        "parameters": {"lora_weights_data_type": {"string_value": "TYPE_BF16"}},
+    }
+
+
+def test_an_input_is_declared_in_the_type_that_its_parameter_says():
+    assert read(**declared_inputs("TYPE_BF16")).parameters.lora_weights_data_type == "TYPE_BF16"
+    with pytest.raises(
+        ConfigError, match=r"lora_weights_data_type is TYPE_BF16, but .* lora_weights as TYPE_FP16"
+    ):
+        read(**declared_inputs("TYPE_FP16"))

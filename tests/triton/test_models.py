@@ -229,6 +229,27 @@ def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Pa
     assert arrays["EMBEDDING_BIAS"].shape == (1, 32)
 
 
+def test_preprocessing_puts_the_rows_of_a_table_first(pb_utils: FakePbUtils, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 32}))
+    arrays = answer(
+        make_text_model(Preprocessing, folder),
+        QUERY=np.array([[b"abc"], [b"b"]], dtype=np.object_),
+        PAD_ID=np.array([[7], [7]], np.int32),
+        PROMPT_VOCAB_SIZE=np.array([[2], [1]], np.int32),
+        PROMPT_TABLE_EXTRA_ID=np.array([[5], [2**64 - 1]], np.uint64),
+    ).arrays()
+    assert arrays["INPUT_ID"].tolist() == [[32, 33, 0, 1, 2], [32, 1, 7, 7, 7]]
+    assert arrays["REQUEST_INPUT_LEN"].tolist() == [[5], [2]]
+    assert arrays["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[5, 5, 0, 0, 0], [2**64 - 1, 0, 0, 0, 0]]
+
+
+def test_preprocessing_needs_to_know_where_the_vocabulary_ends(pb_utils: FakePbUtils, folder: Path) -> None:
+    for rows, words_of_error in ((2, "config.json"), (-1, "must be >= 0, got -1")):
+        asked = {"QUERY": words(b"abc"), "PROMPT_VOCAB_SIZE": np.array([[rows]], np.int32)}
+        error = answer(make_text_model(Preprocessing, folder), **asked).error()
+        assert "PROMPT_VOCAB_SIZE" in str(error) and words_of_error in str(error)
+
+
 def test_preprocessing_ends_and_pads_with_the_tokenizers_tokens(pb_utils: FakePbUtils, folder: Path) -> None:
     """What tensorrtllm_backend does, so that a client that hands the ids on gets answers that end."""
     for settings, end_and_pad in (({}, [-1, -1]), ({"eos_token": "z"}, [25, 25])):

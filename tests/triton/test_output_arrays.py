@@ -62,8 +62,8 @@ def values(name: str, *outputs: Output) -> list:
     return array.tolist()
 
 
-# All but the answer to a request that has no engine's result, and what never comes.
-SPECS = [spec for spec in OUTPUTS.specs if spec.name != "state" and spec.built]
+# All but the answers to requests that have no engine's result, and what never comes.
+SPECS = [spec for spec in OUTPUTS.specs if spec.name not in ("state", "adapters") and spec.built]
 
 # What FULL says, name for name.
 SAID = {
@@ -118,6 +118,7 @@ SILENT = {
     "context_logits",
     "generation_logits",
     "state",
+    "adapters",
 } | {spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"}
 
 

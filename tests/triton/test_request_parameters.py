@@ -14,6 +14,7 @@ from inflight.triton.request_parameters import (
     NO_PARAMETERS,
     RequestParameters,
     read_request_parameters,
+    wants_error_codes,
 )
 from inflight.triton.requests import Naming, convert
 from inflight.triton.tensor_spec import Vocabulary
@@ -138,6 +139,31 @@ def test_a_bad_value_is_named(name: str, value: object) -> None:
         read(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("value", "end_ids"), [("2", (2,)), ("128001,128008, 128009", (128001, 128008, 128009)), ("", ())]
+)
+def test_several_end_ids(value: str, end_ids: tuple[int, ...]) -> None:
+    assert read(end_ids=value).end_ids == end_ids
+
+
+@pytest.mark.parametrize("value", [[1, 2], 7, "1;2", "1,,2", "two", True])
+def test_end_ids_that_are_none_are_named(value: object) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"^request parameter end_ids must be a string of token ids .*got "
+    ):
+        read(end_ids=value)
+
+
+def test_whether_errors_begin_with_their_codes() -> None:
+    assert wants_error_codes('{"error_codes": true}')
+    for text in ("", "{}", '{"error_codes": false}', '{"client_id": "error_codes"}'):
+        assert not wants_error_codes(text)
+    with pytest.raises(
+        InvalidArgument, match=r"request parameter error_codes must be true or false, got 'yes'"
+    ):
+        read(error_codes="yes")
+
+
 def test_an_integer_that_came_as_a_float_may_be_another() -> None:
     """Triton's JSON has no integers beyond 2**63; the nearest float would be somebody else's id."""
     with pytest.raises(InvalidArgument, match=r"client_id .*got 9\.2\d+e\+18; a string can hold"):
@@ -168,6 +194,16 @@ def test_parameters_stand_in_for_tensors() -> None:
 def test_a_tensor_says_more_than_a_parameter() -> None:
     (request,) = converted(SAID, priority=0.0, client_id=0, allotted_time_ms=0)
     assert (request.priority, request.client_id, request.allotted_time_ms) == (0.0, 0, 0)
+
+
+def test_several_end_ids_stand_in_for_one_and_for_the_default() -> None:
+    several = RequestParameters(end_ids=(3, 4))
+    assert converted(several)[0].end_ids == (3, 4)
+    assert converted(several, end_id=5)[0].end_ids == (5,)
+    assert converted(several, end_id=-1)[0].end_ids == ()
+    assert converted(RequestParameters(end_ids=()))[0].end_ids == ()
+    with pytest.raises(InvalidArgument, match="end_id must be in"):
+        converted(RequestParameters(end_ids=(3, 10**6)))
 
 
 def test_parameters_are_for_every_row_of_a_batch() -> None:

@@ -124,11 +124,12 @@ def test_both_names_must_agree() -> None:
 def test_a_refusal_says_what_came_and_what_would_do() -> None:
     with pytest.raises(Unsupported, match=r"lookahead_window_size .*got 4, expected it left out or 0$"):
         make_reader({"lookahead_window_size": np.array([[4]], np.int32)}).refuse_unbuilt()
-    rows = np.array([[[5, 7, 3], [9, 2, 1]]], np.int32)
+    rows = np.array([[[5, 7, 3], [9, 2, 1]]], np.float16)
     with pytest.raises(
-        Unsupported, match=r"lora_config .*\[1, 2, 3\] \[5, 7, 3, 9, …\], .* an empty tensor$"
+        Unsupported,
+        match=r"encoder_input_features .*\[1, 2, 3\] \[5.0, 7.0, 3.0, 9.0, …\], .* an empty tensor$",
     ):
-        make_reader({"lora_config": rows}).refuse_unbuilt()
+        make_reader({"encoder_input_features": rows}).refuse_unbuilt()
     with pytest.raises(Unsupported, match=r"image_url_input .*got 'end'"):
         make_reader({"image_url_input": np.array([[b"end"]], np.object_)}, Vocabulary.TEXT).refuse_unbuilt()
 

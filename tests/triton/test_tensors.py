@@ -26,7 +26,6 @@ from tests.triton.factories import (
 )
 
 UNBUILT = [spec for spec in INPUTS.specs if not spec.built]
-REFUSABLE = [spec for spec in UNBUILT if spec.neutral and spec.neutral.rule is not NeutralRule.ANY]
 BUILT = {spec.name for spec in INPUTS.specs if spec.built}
 VOCABULARY_SIZE = 1000
 
@@ -164,7 +163,7 @@ def test_a_tensor_that_another_config_pbtxt_declares_is_refused() -> None:
         converted(xyzzy=np.zeros([1, 1], np.int32))
 
 
-@pytest.mark.parametrize("spec", REFUSABLE, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.name)
 def test_what_is_not_built_is_refused_at_any_other_value(spec: TensorSpec) -> None:
     for vocabulary in Vocabulary:
         for name in spec.names(vocabulary):
@@ -180,14 +179,12 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
         return [empty, *(wire(spec, value) for value in spec.neutral.values)]
     if spec.neutral.rule is NeutralRule.NO_TEXT:
         return [empty, wire(spec, b"")]
-    if spec.neutral.rule is NeutralRule.PAD_ID:
-        return [empty]
-    return [empty, wire(spec, 7)] if spec.neutral.rule is NeutralRule.ANY else [empty]
+    return [empty]
 
 
 def test_neutral_values_are_said_as_a_client_has_to_send_them() -> None:
     assert str(INPUTS["lookahead_window_size"].neutral) == "0"
-    assert str(INPUTS["lora_config"].neutral) == "an empty tensor"
+    assert str(INPUTS["encoder_input_features"].neutral) == "an empty tensor"
     assert str(INPUTS["image_url_input"].neutral) == '""'
 
 
@@ -260,6 +257,9 @@ LANDINGS = [
     ("client_id", 2**64 - 1, "client_id", 2**64 - 1),
     ("allotted_time_ms", 9, "allotted_time_ms", 9),
 ]
+PROMPT_TABLES = {
+    "prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_ids", "prompt_table_extra_id",
+}  # fmt: skip
 ALIASES = {"seed", "min_tokens", "return_kv_cache_reuse_stats"}
 
 PARTS = ("starts", "ends", "priorities", "durations_ms")
@@ -353,7 +353,10 @@ def test_what_is_built_lands_in_company(
 
 def test_every_built_input_is_covered_above() -> None:
     covered = {name for name, *_ in LANDINGS} - ALIASES | {name for name, *_ in COMPANIONS} | ASKING
-    elsewhere = {"additional_outputs"}  # test_additional_outputs.py
+    # test_additional_outputs.py, test_prompt_tables.py, test_lora_tensors.py
+    elsewhere = {"additional_outputs"} | PROMPT_TABLES
+    elsewhere |= {name for name in BUILT if name.startswith("lora_")}
+    elsewhere |= {"num_draft_tokens", "use_draft_logits"}  # test_bls.py
     assert covered | elsewhere | {"text_input", "stop", "state"} == BUILT
 
 
@@ -440,6 +443,7 @@ def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
         "draft_input_ids",
         "draft_logits",
         "draft_acceptance_threshold",
+        "prompt_table_extra_ids",
     }
 
 
@@ -460,10 +464,14 @@ def vocabulary_of(spec: TensorSpec) -> Vocabulary:
     return Vocabulary.TEXT if spec.text_only else Vocabulary.TOKENS
 
 
+def asking_value(spec: TensorSpec) -> object:
+    return {"num_top_log_probs": 3, "lora_command": b"{}"}.get(spec.asked_by, True)
+
+
 @pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
 def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
     vocabulary = vocabulary_of(spec)
-    value = 3 if spec.asked_by == "num_top_log_probs" else True
+    value = asking_value(spec)
     asked = {other.name for other in ASKED_FOR if other.asked_by == spec.asked_by}
     unasked = UNASKED & {name for name, _ in OUTPUTS.declared(vocabulary)}
     assert converted(vocabulary, **{spec.asked_by: value})[1].outputs == unasked | asked
@@ -475,7 +483,7 @@ def test_a_named_output_is_asked_for_by_its_name(spec: TensorSpec) -> None:
     request, options = converted(vocabulary, outputs=frozenset({spec.name}))
     assert options.outputs == {spec.name}
     if spec.asked_by:
-        value = 1 if spec.asked_by == "num_top_log_probs" else True
+        value = 1 if spec.asked_by == "num_top_log_probs" else asking_value(spec)
         by_flag, _ = converted(vocabulary, **{spec.asked_by: value})
         asked, flagged = (
             replace(each.output, exclude_input_from_output=False) for each in (request, by_flag)
@@ -485,7 +493,7 @@ def test_a_named_output_is_asked_for_by_its_name(spec: TensorSpec) -> None:
 
 @pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
 def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec) -> None:
-    value = 3 if spec.asked_by == "num_top_log_probs" else True
+    value = asking_value(spec)
     vocabulary, nobody = vocabulary_of(spec), frozenset({"finish_reason"})
     request, options = converted(vocabulary, outputs=nobody, **{spec.asked_by: value})
     assert options.outputs == nobody

@@ -15,11 +15,23 @@ QUICK_START = [
         "encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32",
     ),
     ("postprocessing", "tokenizer_dir:/models/x,triton_max_batch_size:4,postprocessing_instance_count:1"),
+    (
+        "tensorrt_llm_bls",
+        "triton_max_batch_size:4,decoupled_mode:false,bls_instance_count:1,accumulate_tokens:false,"
+        "logits_datatype:TYPE_FP32",
+    ),
 ]
-"""Of its README, without the one for tensorrt_llm_bls."""
+"""Of its README."""
 
 DOCUMENTED = [
     *QUICK_START,
+    # its documentation of speculative decoding
+    (
+        "tensorrt_llm_bls",
+        "triton_max_batch_size:4,decoupled_mode:False,bls_instance_count:1,accumulate_tokens:False,"
+        "logits_datatype:TYPE_FP32,tensorrt_llm_model_name:tensorrt_llm,"
+        "tensorrt_llm_draft_model_name:tensorrt_llm_draft",
+    ),
     # docs/llama.md
     (
         "tensorrt_llm",
@@ -129,6 +141,18 @@ TENSORS = {
         sampling_param_return_perf_metrics BOOL 1; return_finish_reason BOOL 1; return_stop_reason BOOL 1;
         return_cumulative_logprob BOOL 1; stop BOOL 1; lora_id UINT64 1; lora_name BYTES 1; lora_path BYTES 1;
         lora_ckpt_source BYTES 1""",
+    ("tensorrt_llm_bls", "input"): """
+        text_input BYTES 1; decoder_text_input BYTES 1; image_input FP16 -1,3,-1,-1; max_tokens INT32 1;
+        bad_words BYTES -1; stop_words BYTES -1; end_id INT32 1; pad_id INT32 1; top_k INT32 1; top_p FP32 1;
+        temperature FP32 1; length_penalty FP32 1; repetition_penalty FP32 1; min_tokens INT32 1;
+        min_length INT32 1; presence_penalty FP32 1; frequency_penalty FP32 1; seed UINT64 1;
+        random_seed UINT64 1; return_log_probs BOOL 1; return_context_logits BOOL 1;
+        return_generation_logits BOOL 1; beam_width INT32 1; stream BOOL 1;
+        prompt_embedding_table FP16 -1,-1; prompt_vocab_size INT32 1; embedding_bias_words BYTES -1;
+        embedding_bias_weights FP32 -1; num_draft_tokens INT32 1; use_draft_logits BOOL 1""",
+    ("tensorrt_llm_bls", "output"): """
+        text_output BYTES -1; cum_log_probs FP32 -1; output_log_probs FP32 -1,-1; context_logits * -1,-1;
+        generation_logits * -1,-1,-1; batch_index INT32 1""",
     ("preprocessing", "input"): """
         QUERY BYTES 1; DECODER_QUERY BYTES 1; IMAGE_BYTES UINT8 -1,-1,-1,-1; IMAGE_URL BYTES 1; IMAGES BYTES -1;
         VIDEO_BYTES UINT8 -1,-1,-1,-1; REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT BYTES -1;
@@ -161,6 +185,8 @@ PARAMETERS = {
     "preprocessing": """
         tokenizer_dir add_special_tokens multimodal_model_path gpt_model_path max_num_images hf_model_path""",
     "postprocessing": "tokenizer_dir skip_special_tokens",
+    "tensorrt_llm_bls": """
+        accumulate_tokens tensorrt_llm_model_name tensorrt_llm_draft_model_name multimodal_encoders_name""",
 }
 FILLED = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "no",

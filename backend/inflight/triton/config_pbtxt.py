@@ -1,6 +1,6 @@
 """Writes every model's config.pbtxt from the tables of tensors and parameters.
 
-Each is written twice: for `model_repository`, where it loads as it is, and for four models as a template in
+Each is written twice: for `model_repository`, where it loads as it is, and for five models as a template in
 `all_models/inflight_batcher_llm`, which tensorrtllm_backend's `fill_template.py` has to fill in first. Owns the
 layout of the files and which model declares what. Knows neither numpy nor a running Triton. Run by
 `scripts/write_configs`; a test holds the files equal to what this writes.
@@ -58,6 +58,8 @@ _QUEUE = (
     "  default_queue_policy { max_queue_size: ${max_queue_size} }",
     "}",
 )
+_UPSTREAMS_VARIABLES = {"tensorrt_llm_model_name": Role.BLS}
+"""Parameters that are variables in templates of models of a role, and filled in elsewhere."""
 _LOGITS_TENSORS = frozenset({"draft_logits", "context_logits", "generation_logits"})
 
 
@@ -108,6 +110,14 @@ MODELS: tuple[ModelSpec, ...] = (
         template=Fields(_BATCH_SIZE, logits=_LOGITS),
     ),
     ModelSpec(
+        "tensorrt_llm_bls",
+        "As ensemble, and another model may draft tokens; the text of a stream may accumulate.",
+        Role.BLS,
+        vocabulary=Vocabulary.TEXT,
+        decoupled=True,
+        template=Fields(_BATCH_SIZE, "${decoupled_mode}", instances="${bls_instance_count}", logits=_LOGITS),
+    ),
+    ModelSpec(
         "preprocessing",
         "Text to token ids.",
         Role.PREPROCESSING,
@@ -140,7 +150,11 @@ def render(model: ModelSpec, fields: Fields = _FILLED) -> str:
     ]
     inputs = [_tensor(*row, model, fields) for row in model.inputs.declared(model.vocabulary)]
     outputs = [_tensor(*row, model, fields, True) for row in model.outputs.declared(model.vocabulary)]
-    parameters = [_parameter(spec) for spec in PARAMETERS if model.role in spec.roles]
+    parameters = [
+        _parameter(spec, fields is not _FILLED and _UPSTREAMS_VARIABLES.get(spec.key) is model.role)
+        for spec in PARAMETERS
+        if model.role in spec.roles
+    ]
     return "\n".join(
         [*head, "", *_section("input", inputs), "", *_section("output", outputs), "", *parameters, ""],
     )
@@ -175,9 +189,10 @@ def _tensor(
     return row, meaning if spec.built else f"{meaning} (not available yet)"
 
 
-def _parameter(spec: ParameterSpec) -> str:
+def _parameter(spec: ParameterSpec, is_variable: bool) -> str:
     comment = "# " + "; ".join(filter(None, (spec.meaning, spec.expectation)))
-    value = spec.template_value or f"${{{spec.template or spec.key}}}"
+    variable = f"${{{spec.template or spec.key}}}"
+    value = variable if is_variable else spec.template_value or variable
     return f'{comment}\nparameters {{ key: "{spec.key}" value {{ string_value: "{value}" }} }}'
 
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,15 @@ from inflight.serving.reply import NewText, Prompt, Repetition, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.serving.text_encoder import TextEncoder
+from inflight.triton.adapter_requests import AdapterRequests
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.host import ModelArgs
-from inflight.triton.request_parameters import RequestParameters, read_request_parameters
+from inflight.triton.lora_tensors import read_adapter_command, wants_adapters
+from inflight.triton.request_parameters import (
+    RequestParameters,
+    read_request_parameters,
+    wants_error_codes,
+)
 from inflight.triton.requests import (
     Naming,
     ServingContext,
@@ -90,9 +97,12 @@ class FrontEnd:
         client.add_outbox(self._sender.wait_until_sent)
         self._lanes = ClientLanes(_TOKENIZING_THREADS)
         self._repetition = Repetition(
-            model.parameters.repeat_log_probs, model.parameters.max_repeated_logits_bytes
+            model.parameters.repeat_log_probs,
+            model.parameters.max_repeated_logits_bytes,
+            model.parameters.accumulate_tokens,
         )
         self._states = _StateRequests(client, self._responses)
+        self._adapters = AdapterRequests(client, self._responses)
         self._watcher = CancellationWatcher(
             self._in_flight, model.parameters.cancellation_check_period_ms / 1000
         )
@@ -101,13 +111,15 @@ class FrontEnd:
         """Admit or refuse Triton's requests; every one gets a final response, now or later."""
         for request in requests:
             stream = TritonStream(
-                request.get_response_sender(), self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+                request.get_response_sender(),
+                self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+                self._responses.with_code if wants_error_codes(request.parameters()) else None,
             )
             try:
                 self._admit(request, stream)
             except InflightError as error:
                 self._refuse(stream, error)
-            except Exception as error:  # a bug, which the other requests have no part in
+            except Exception as error:  # a bug that one request meets must not end the others
                 self._pb_utils.Logger.log_error(f"execute: {error!r}")
                 self._refuse(stream, StepFailed(f"the front end failed: {error!r}"))
 
@@ -118,6 +130,7 @@ class FrontEnd:
         self._watcher.close()
         self._close_client()
         self._states.close()
+        self._adapters.close()
         self._sender.close()
         # What is still being tokenized, and what the client broke its promise of a final response for.
         for entry in self._in_flight.stop_admitting():
@@ -147,6 +160,9 @@ class FrontEnd:
         if wants_state(reader):
             self._ask_state(description, stream)
             return
+        if wants_adapters(reader):
+            self._command_adapters(description, reader, stream)
+            return
         context = self._context(description, triton_request, parameters)
         check_texts(reader, context.encoder, description.limits)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
@@ -172,7 +188,7 @@ class FrontEnd:
             error = error_of_ending(entry.ending)
         except InflightError as raised:
             error = raised
-        except Exception as raised:  # a bug, and a job of the lanes must not raise
+        except Exception as raised:  # a bug must not end the thread that runs other requests' jobs
             self._pb_utils.Logger.log_error(f"a request could not be started: {raised!r}")
             error = StepFailed(f"the front end failed: {raised!r}")
         self._in_flight.withdraw(entry)
@@ -182,9 +198,11 @@ class FrontEnd:
         """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
         prompts = convert(reader, context)
         in_one = not self._model.decoupled
-        with_texts = [(prompt, self._new_text(prompt, context)) for prompt in prompts]
-        entry.reply = Reply(with_texts, in_one, self._repetition)
         requests = [prompt.request for prompt in prompts]
+        # Adapters' weights are the engine's from here on: a reply lives as long as its request.
+        kept = [replace(prompt, request=prompt.request.without_weights()) for prompt in prompts]
+        with_texts = [(prompt, self._new_text(prompt, context)) for prompt in kept]
+        entry.reply = Reply(with_texts, in_one, self._repetition)
         # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
         limits = context.description.limits
@@ -205,6 +223,16 @@ class FrontEnd:
             )
         self._states.ask(stream)
 
+    def _command_adapters(
+        self, description: EngineDescription, reader: TensorReader, stream: TritonStream
+    ) -> None:
+        if not description.adapter_commands_enabled:
+            raise Unsupported(
+                "lora_command is not available: parameter enable_adapter_commands of the model that holds the "
+                "engine is false"
+            )
+        self._adapters.ask(stream, read_adapter_command(reader))
+
     def _context(
         self, description: EngineDescription, triton_request: Any, parameters: RequestParameters
     ) -> ServingContext:
@@ -215,8 +243,12 @@ class FrontEnd:
             decoupled=model.decoupled,
             exclude_input_in_output=description.exclude_input_from_output if exclude is None else exclude,
             naming=Naming.from_triton(requested, self._vocabulary, model.outputs),
-            encoder=TextEncoder(partial(self._tokenizers.require, description.tokenizer_dir)),
+            encoder=TextEncoder(
+                partial(self._tokenizers.require, description.tokenizer_dir),
+                model.parameters.add_special_tokens,
+            ),
             parameters=parameters,
+            has_draft_model=model.parameters.tensorrt_llm_draft_model_name is not None,
         )
 
     def _new_text(self, prompt: Prompt, context: ServingContext) -> NewText | None:
@@ -265,7 +297,9 @@ class _StateRequests:
             try:
                 # One response for each: Triton owns it once it is sent.
                 is_error = isinstance(answer, InflightError)
-                stream.finish(self._responses.error(answer) if is_error else self._responses.state(answer))
+                stream.finish(
+                    self._responses.error(answer) if is_error else self._responses.text("state", answer)
+                )
             except Exception as error:  # whatever Triton raises: the others are still answered
                 _log.debug("the state could not be sent: %r", error)
 
@@ -274,6 +308,6 @@ class _StateRequests:
             return self._client.state(_STATE_TIMEOUT_S)
         except InflightError as error:
             return error
-        except Exception as error:  # a bug, and those who asked wait for an answer
+        except Exception as error:  # whatever a bug raises, those who asked wait for an answer
             _log.exception("the state could not be read")
             return StepFailed(f"the state could not be read: {error!r}")

@@ -20,6 +20,7 @@ from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.config import Parameters, Role, is_filled, read_parameters, without_effect
 from inflight.errors import ConfigError
 from inflight.file_names import readable
+from inflight.parameter_spec import DATA_TYPE_OF, input_types
 from inflight.processes import ProcessId
 from inflight.triton.tensors import OUTPUTS, is_additional
 
@@ -62,6 +63,7 @@ def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
         _check_instances(config)
     parameters = read_parameters(config, role)
     outputs = _outputs(config, role)
+    _check_input_types(config)
     _check_additional(parameters, outputs)
     for line in without_effect(config, role):
         _log.info("%s", line)
@@ -87,19 +89,38 @@ def _check_additional(parameters: Parameters, declared: Mapping[str, str]) -> No
         )
 
 
-def complete_outputs(model_config: Any) -> Any:
-    """Triton's `auto_complete_config`: declares the outputs of additional_model_outputs.
+def complete_config(model_config: Any) -> Any:
+    """Triton's `auto_complete_config`: declares what parameters say of inputs and outputs.
 
-    A config.pbtxt that `scripts/serve` has filled in declares them already. What is wrong with the parameter,
-    `initialize` says.
+    These are the data types of inputs, and the outputs of additional_model_outputs. A config.pbtxt that
+    `scripts/serve` has filled in declares them already. What is wrong with a parameter, `initialize` says.
     """
     config = model_config.as_dict()
-    entry = config.get("parameters", {}).get("additional_model_outputs", {})
-    text = str(entry.get("string_value", ""))
+    given = _texts(config)
+    types = input_types(given)
+    for tensor in config.get("input", ()):
+        tensor["data_type"] = types.get(tensor["name"], tensor["data_type"])
+    text = given.get("additional_model_outputs", "")
     with contextlib.suppress(ValueError):
         for name, num_dims in tensor_names(parse_outputs(text) if is_filled(text) else ()):
             model_config.add_output({"name": name, "data_type": "TYPE_FP32", "dims": [-1] * num_dims})
     return model_config
+
+
+def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters of a configuration."""
+    return {key: str(entry.get("string_value", "")) for key, entry in config.get("parameters", {}).items()}
+
+
+def _check_input_types(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless inputs are declared in the types that parameters say."""
+    declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", ())}
+    for name, data_type in input_types(_texts(config)).items():
+        if declared.get(name, data_type) != data_type:
+            raise ConfigError(
+                f"{name}{DATA_TYPE_OF} is {data_type}, but config.pbtxt declares the input {name} as "
+                f"{declared[name]}: change the declaration"
+            )
 
 
 def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
@@ -108,7 +129,8 @@ def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
         output["name"]: output["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
         for output in config.get("output", ())
     }
-    known = {spec.name: spec.dtype for spec in OUTPUTS.specs} if role in (Role.ENGINE, Role.FRONT_END) else {}
+    serves_requests = role in (Role.ENGINE, Role.FRONT_END, Role.BLS)
+    known = {spec.name: spec.dtype for spec in OUTPUTS.specs} if serves_requests else {}
     known |= {name: "FP32" for name in declared if known and is_additional(name)}
     for name, dtype in declared.items():
         expected = _FLOATS if known.get(name) == "FP32" else (known.get(name, dtype),)

@@ -16,6 +16,7 @@ from inflight.core.request.request import EngineDescription, ModelLimits, Reques
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.serving.reply import Prompt
 from inflight.serving.text_encoder import NO_TEXT
+from inflight.triton.lora_tensors import wants_adapters
 from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
 from inflight.triton.tensor_reader import TensorReader
 from inflight.triton.tensor_spec import Vocabulary
@@ -56,6 +57,8 @@ class InferenceRequest:
             raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
         if wants_state(reader):
             raise InvalidArgument("state is true: GptManager.state tells it")
+        if wants_adapters(reader):
+            raise InvalidArgument("lora_command: a GptManager has nobody who would carry it out")
         prompt, *others = convert(reader, _context(limits))
         if others:
             raise InvalidArgument(

@@ -30,6 +30,7 @@ from inflight.serving.metric_table import (
     GaugeFamily,
     HistogramFamily,
     LengthFamily,
+    LevelFamily,
 )
 
 _SECONDS_PER_CALL = 0.001
@@ -127,7 +128,7 @@ class MetricsPublisher:
                 page, engine, num_before = self._new_page(), publication.engine, 0
             try:
                 self._publish(publication, page)
-            except Exception:  # the thread goes on with the next ones
+            except Exception:  # whatever it is, the thread goes on with the next statistics
                 _log.exception("statistics of iteration %d were not published", publication.stats.iteration)
             num_calls = page.num_calls - num_before
             self._closing.wait(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
@@ -179,7 +180,7 @@ class _Page:
         for name, update in list(self._published.items()):
             try:
                 update(values)
-            except Exception as error:  # as above
+            except Exception as error:  # the server may object to anything, as above
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
 
@@ -223,6 +224,8 @@ class FamilyMaker:
         """Put a family on the page; returns what brings it up to date. Raises what the server objects to."""
         if isinstance(spec, GaugeFamily):
             return _gauges(spec, self)
+        if isinstance(spec, LevelFamily):
+            return _levels(spec, self)
         if isinstance(spec, CounterFamily):
             return _counters(spec, self)
         return _lengths(spec, self) if isinstance(spec, LengthFamily) else _histogram_counters(spec, self)
@@ -295,6 +298,25 @@ def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
             if value not in counters:
                 counters[value] = counter(value)
             counters[value](count)
+
+    return update
+
+
+def _levels(spec: LevelFamily, maker: FamilyMaker) -> Update:
+    """A family of gauges by one label; a value that is not declared gets its series when it is first not 0."""
+    family = maker.family(spec.name, spec.help, "GAUGE")
+    metrics: dict[str, Any] = {}
+    last: dict[str, float] = {}
+
+    def update(values: MetricValues) -> None:
+        now = spec.read(values.metrics)
+        for value in dict.fromkeys((*spec.values, *now, *metrics)):
+            if value not in metrics:
+                metrics[value] = maker.metric(family, {spec.label: value})
+            if (level := float(now.get(value, 0))) != last.get(value):
+                metrics[value].set(level)
+                maker.count_call()
+                last[value] = level
 
     return update
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from inflight.core.report.metrics import ServiceMetrics
-from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS
+from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, LEVELS, CounterFamily
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import ADDITIONAL_OUTPUTS, INPUTS, OUTPUTS
 
@@ -64,9 +64,19 @@ def _row(spec: TensorSpec) -> str:
 
 def metric_tables() -> str:
     """The tables of gauges, histograms and counters in Markdown."""
-    parts = ["## Gauges", "", *_gauges(), "", "## Histograms", "", *_histograms(), ""]
+    parts = [
+        "## Gauges",
+        "",
+        *_gauges(),
+        "",
+        "And these, which are not in the log line:",
+        "",
+        *_counters(LEVELS),
+        "",
+    ]
+    parts += ["## Histograms", "", *_histograms(), ""]
     parts += ["Upper bounds of the buckets, beside +Inf:", "", *_bounds(), ""]
-    parts += ["## Counters", "", *_counters()]
+    parts += ["## Counters", "", *_counters(COUNTERS)]
     return "\n".join(parts)
 
 
@@ -103,12 +113,12 @@ def _bounds() -> Iterator[str]:
         yield f"- {', '.join(f'`{name}`' for name in names)}: {numbers}"
 
 
-def _counters() -> Iterator[str]:
+def _counters(families: Iterable[CounterFamily]) -> Iterator[str]:
     yield "| metric | unit | meaning | label |"
     yield "|---|---|---|---|"
-    for family in COUNTERS:
-        values = ", ".join(family.values)
-        label = f"`{family.label}`: {values}" if family.label else "–"
+    for family in families:
+        values = f": {', '.join(family.values)}" if family.values else ""
+        label = f"`{family.label}`{values}" if family.label else "–"
         yield f"| `{family.name}` | {family.unit} | {family.help} | {label} |"
 
 

@@ -24,7 +24,8 @@ from inflight.triton.tensor_spec import TensorTable, Vocabulary
 from inflight.triton.tensors import INPUTS
 
 PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT = "request_priority", "client_id", "allotted_time_ms", "timeout"
-_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT})
+END_IDS, ERROR_CODES = "end_ids", "error_codes"
+_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, ERROR_CODES})
 
 HARMLESS: Mapping[str, str] = {
     "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and its backend ignores it too",
@@ -58,11 +59,13 @@ class RequestParameters:
         priority: Parameter `request_priority`, in [0, 1].
         client_id: Parameter `client_id`.
         allotted_time_ms: Parameter `allotted_time_ms`, else `timeout`, rounded up.
+        end_ids: Parameter `end_ids`: several tokens that end the sequence, where the tensor `end_id` has one.
     """
 
     priority: float | None = None
     client_id: int | None = None
     allotted_time_ms: int | None = None
+    end_ids: tuple[int, ...] | None = None
 
 
 NO_PARAMETERS = RequestParameters()
@@ -94,7 +97,19 @@ def read_request_parameters(
         priority=_fraction(given, PRIORITY),
         client_id=_integer(given, CLIENT_ID, _LARGEST_CLIENT_ID),
         allotted_time_ms=_allotted_time(given, timeout_us),
+        end_ids=_end_ids(given),
     )
+
+
+def wants_error_codes(parameters: str) -> bool:
+    """Whether the message of an error is to begin with its code: Triton keeps codes from those who stream.
+
+    The parameter `error_codes`, a boolean. Anything else asks for nothing here, and is refused where it is read.
+    """
+    if ERROR_CODES not in parameters:  # nearly every request
+        return False
+    given = json.loads(parameters)
+    return isinstance(given, dict) and given.get(ERROR_CODES) is True
 
 
 def refuse_unread(
@@ -141,6 +156,22 @@ def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: 
             names = spec.names(vocabulary)
             called = f"here it is called {names[0]}" if names else "this model does not take it"
             raise InvalidArgument(f"{key} is not an input of this model: {called}")
+
+
+def _end_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
+    codes, value = given.get(ERROR_CODES), given.get(END_IDS)
+    if codes is not None and not isinstance(codes, bool):
+        raise InvalidArgument(f"request parameter {ERROR_CODES} must be true or false, got {codes!r}")
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, str):
+            raise ValueError
+        return tuple(int(part) for part in value.split(",")) if value else ()
+    except ValueError:
+        raise InvalidArgument(
+            f"request parameter {END_IDS} must be a string of token ids with commas between them, got {value!r}"
+        ) from None
 
 
 def _allotted_time(given: Mapping[str, Any], timeout_us: int) -> int | None:

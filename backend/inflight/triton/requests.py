@@ -10,22 +10,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from inflight.additional_outputs import outputs_of_tensors
+from inflight.arrays import to_prompt_table
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request.adapter import PromptTable
+from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
 from inflight.errors import InvalidArgument
 from inflight.serving import text_encoder
 from inflight.serving.reply import Prompt, ReplyOptions
 from inflight.serving.text_encoder import TextEncoder
+from inflight.triton.lora_tensors import read_lora
 from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
-from inflight.triton.sampling_tensors import read_bias, read_draft, read_guide, read_sampling_config
+from inflight.triton.sampling_tensors import (
+    read_bias,
+    read_draft,
+    read_drafting,
+    read_guide,
+    read_sampling_config,
+)
 from inflight.triton.tensor_reader import TensorReader, each_row
 from inflight.triton.tensor_spec import TensorSpec, Vocabulary
 from inflight.triton.tensors import OUTPUTS, is_additional
@@ -100,6 +110,7 @@ class ServingContext:
         naming: Which outputs its client names.
         encoder: Turns its texts into ids.
         parameters: What the request says beside its tensors.
+        has_draft_model: Whether another model can draft tokens.
     """
 
     description: EngineDescription
@@ -108,6 +119,7 @@ class ServingContext:
     naming: Naming
     encoder: TextEncoder
     parameters: RequestParameters = NO_PARAMETERS
+    has_draft_model: bool = False
 
 
 def wants_stop(reader: TensorReader) -> bool:
@@ -196,13 +208,17 @@ class _Row:
         )
         exclude_input = self._exclude_input()
         streaming = self._streaming()
+        table = read_prompt_table(reader)
+        token_ids, identity = self._prompt_ids(encoded, table)
         stop_strings = tuple(word for word in reader.texts("stop_words") if word)
-        request = Request(
+        drafted = read_drafting(reader, context.has_draft_model)
+        make = partial(DraftedRequest, **drafted) if drafted else Request
+        request = make(
             request_id=0,
-            input_token_ids=self._prompt_ids() if encoded is None else tuple(encoded),
+            input_token_ids=token_ids,
             max_new_tokens=self._max_new_tokens(),
-            # Where text ends a sequence, somebody has to look at it while it is being made.
-            streaming=streaming or (bool(stop_strings) and not sampling.uses_beams),
+            # Where text ends a sequence, somebody has to look at it while it is being made; drafts come in rounds.
+            streaming=streaming or (bool(stop_strings) and not sampling.uses_beams) or bool(drafted),
             end_ids=self._end_ids(prompt_text is not None),
             pad_id=self._pad_id(),
             sampling=sampling,
@@ -214,11 +230,13 @@ class _Row:
             guide=read_guide(reader),
             prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
             logits_post_processor_name=reader.text("logits_post_processor_name") or "",
-            identity=read_identity(reader),
+            identity=identity,
             retention=read_retention(reader),
             priority=_first(reader.real("priority"), said.priority, _DEFAULT_PRIORITY),
             client_id=_first(reader.integer("client_id"), said.client_id, 0),
             allotted_time_ms=_first(reader.integer("allotted_time_ms"), said.allotted_time_ms, 0),
+            lora=read_lora(reader),
+            prompt_table=table,
         )
         self._validate(request, streaming, prompt_text is not None)
         options = ReplyOptions(
@@ -232,7 +250,23 @@ class _Row:
         )
         return Prompt(request, options)
 
-    def _prompt_ids(self) -> tuple[int, ...]:
+    def _prompt_ids(
+        self, encoded: Sequence[int] | None, table: PromptTable | None
+    ) -> tuple[tuple[int, ...], PrefixIdentity]:
+        """The prompt's ids, and what its KV blocks depend on besides these.
+
+        The rows of a text's table stand in front of it, as tensorrtllm_backend's preprocessing puts them.
+        """
+        if encoded is None:
+            token_ids, extra_ids = self._sent_ids()
+        else:
+            first, count = self._context.description.limits.vocab_size, table.num_rows if table else 0
+            token_ids = (*range(first, first + count), *encoded)
+            extra_ids = read_extra_ids(self._reader, count, len(token_ids))
+        return token_ids, replace(read_identity(self._reader), extra_ids=extra_ids)
+
+    def _sent_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of a prompt that came as such, and their extra ids."""
         reader = self._reader
         ids = reader.array("input_ids")
         length = reader.integer("input_lengths")
@@ -241,12 +275,15 @@ class _Row:
             either = "" if reader.has_text_vocabulary else ", or text_input"
             raise InvalidArgument(f"a value is required for {name}{either}: it is missing or empty")
         if length is None:
-            return tuple(ids.tolist())
+            length = ids.size
         if not 1 <= length <= ids.size:
             raise InvalidArgument(
                 f"input_lengths must be from 1 to {ids.size}, the length of input_ids, got {length}"
             )
-        return tuple(ids[:length].tolist())
+        extra_ids = _integers(reader, "prompt_table_extra_ids") or ()
+        # Behind a shorter prompt of a batch both are filled up.
+        used = extra_ids[:length] if len(extra_ids) == ids.size else extra_ids
+        return tuple(ids[:length].tolist()), tuple(used)
 
     def _max_new_tokens(self) -> int:
         value = self._reader.integer("request_output_len")
@@ -267,7 +304,9 @@ class _Row:
 
     def _end_ids(self, is_text: bool) -> tuple[int, ...]:
         """Without end_id the defaults, which differ for text and ids; an explicit -1 means none either way."""
-        end_id = self._reader.integer("end_id")
+        end_id, several = self._reader.integer("end_id"), self._context.parameters.end_ids
+        if end_id is None and several is not None:
+            return several
         if end_id is None:
             description = self._context.description
             return description.eos_token_ids if is_text else description.default_end_ids
@@ -385,14 +424,43 @@ def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: b
 def _is_asked_for(spec: TensorSpec, reader: TensorReader) -> bool:
     if spec.asked_by == "num_top_log_probs":
         return bool(reader.integer(spec.asked_by))
+    if spec.asked_by == "lora_command":
+        return bool(reader.text(spec.asked_by))
     return not spec.asked_by or bool(reader.boolean(spec.asked_by))
+
+
+# ---------------------------------------------------------------- prompt tables
+
+
+def read_prompt_table(reader: TensorReader) -> PromptTable | None:
+    """The rows that ids beyond the vocabulary stand for; None without any.
+
+    Raises InvalidArgument if prompt_vocab_size is not their number, or not all numbers are finite.
+    """
+    array, num_rows = reader.array("prompt_embedding_table"), reader.integer("prompt_vocab_size")
+    found = 0 if array is None else len(array)
+    if num_rows is not None and num_rows != found:
+        came = "is missing" if array is None else f"has {found} rows"
+        raise InvalidArgument(f"prompt_vocab_size is {num_rows}, but prompt_embedding_table {came}")
+    return None if array is None else to_prompt_table(array, reader.shown_name("prompt_embedding_table"))
+
+
+def read_extra_ids(reader: TensorReader, num_rows: int, length: int) -> tuple[int, ...]:
+    """The extra ids of a text of `length` ids that begins with so many rows: the rows have one, the text has 0.
+
+    A model of the other names takes one for each id.
+    """
+    if not reader.has_text_vocabulary:
+        return tuple(_integers(reader, "prompt_table_extra_ids") or ())
+    of_rows = reader.integer("prompt_table_extra_id") or 0
+    return (of_rows,) * num_rows + (0,) * (length - num_rows) if of_rows and num_rows else ()
 
 
 # ---------------------------------------------------------------- the KV cache
 
 
 def read_identity(reader: TensorReader) -> PrefixIdentity:
-    """What the prompt's KV blocks depend on besides its tokens."""
+    """What the prompt's KV blocks depend on besides its tokens and its table."""
     return PrefixIdentity(cache_salt_id=reader.integer("cache_salt_id") or 0)
 
 

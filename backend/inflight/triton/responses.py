@@ -20,7 +20,7 @@ import numpy as np
 from inflight.additional_outputs import CONTEXT, GENERATION
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import PerfMetrics, TopLogProbs
-from inflight.errors import InflightError
+from inflight.errors import ERROR_CODES, InflightError
 from inflight.serving.reply import Output
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensors import OUTPUTS, is_additional
@@ -70,14 +70,23 @@ class ResponseBuilder:
         """A response without outputs: the answer to a stop request."""
         return self._pb_utils.InferenceResponse(output_tensors=[])
 
-    def state(self, text: str) -> Any:
-        """The answer to a state request."""
+    def text(self, name: str, text: str) -> Any:
+        """A response of one output, `name`: the answer to a state request, or to one about adapters."""
         array = np.array([[text.encode("utf-8")]], np.object_)
-        return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor("state", array)])
+        return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
     def error(self, error: InflightError) -> Any:
         """A response that carries an error and its Triton code."""
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
+
+    def with_code(self, response: Any) -> Any:
+        """The same response; if it carries an error, the message begins with the code: "INVALID_ARG: …"."""
+        if not response.has_error():
+            return response
+        error, codes = response.error(), self._pb_utils.TritonError
+        name = next((name for name in ERROR_CODES if getattr(codes, name) == error.code()), "INTERNAL")
+        coded = codes(f"{name}: {error.message()}", error.code())
+        return self._pb_utils.InferenceResponse(output_tensors=[], error=coded)
 
 
 def triton_error(pb_utils: Any, error: InflightError) -> Any:
@@ -94,11 +103,13 @@ class TritonStream:
     Args:
         sender: `InferenceRequest.get_response_sender()`.
         final_flag: `TRITONSERVER_RESPONSE_COMPLETE_FINAL` of the module.
+        with_code: Puts an error's code in front of its message, for a client that wants it there; None: leave it.
     """
 
-    def __init__(self, sender: Any, final_flag: int) -> None:
+    def __init__(self, sender: Any, final_flag: int, with_code: Callable[[Any], Any] | None = None) -> None:
         self._sender = sender
         self._final_flag = final_flag
+        self._with_code = with_code
         self._lock = threading.Lock()
         self._finished = False
 
@@ -113,10 +124,11 @@ class TritonStream:
                 return
             self._finished = True
             try:
+                if response is not None and self._with_code is not None:
+                    response = self._with_code(response)
                 self._send_final(response)
-            except Exception:  # whatever Triton raises
-                # A response that Triton does not take must not keep the client waiting for the end.
-                with contextlib.suppress(Exception):
+            except Exception:  # Triton may raise anything, and the client must not wait for ever all the same
+                with contextlib.suppress(Exception):  # the first error is the one to be told
                     self._send_final(None)
                 raise
 
@@ -245,11 +257,6 @@ def _additional(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
     return stack[:, 0] if is_context else stack
 
 
-def _acceptance_rate(metrics: PerfMetrics) -> float:
-    drafted = metrics.num_draft_tokens
-    return metrics.num_accepted_draft_tokens / drafted if drafted else 0.0
-
-
 _MAKERS: dict[str, _Maker] = {
     "output_ids": _output_ids,
     "sequence_length": _sequence_length,
@@ -275,10 +282,11 @@ _MAKERS: dict[str, _Maker] = {
     "first_scheduled_time_ns": _metrics(lambda metrics: metrics.first_scheduled_time_ns),
     "first_token_time_ns": _metrics(lambda metrics: metrics.first_token_time_ns),
     "last_token_time_ns": _metrics(lambda metrics: metrics.last_token_time_ns),
-    "acceptance_rate": _metrics(_acceptance_rate),
+    "acceptance_rate": _metrics(lambda metrics: metrics.acceptance_rate),
     "total_accepted_draft_tokens": _metrics(lambda metrics: metrics.num_accepted_draft_tokens),
     "total_draft_tokens": _metrics(lambda metrics: metrics.num_draft_tokens),
     "state": lambda outputs: None,  # only the answer to a state request has one
+    "adapters": lambda outputs: None,  # likewise
     "context_phase_params": lambda outputs: None,
 }
 

@@ -14,7 +14,7 @@ import numpy as np
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Unsupported
 from inflight.serving.text_encoder import TextEncoder
 from inflight.triton.tensor_reader import TensorReader
 
@@ -61,6 +61,24 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
         )
     threshold = reader.real("draft_acceptance_threshold")
     return ExternalDraft(tuple(ids.tolist()), None if logits is None else as_float_tensor(logits), threshold)
+
+
+def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]:
+    """What a `DraftedRequest` has more than others; empty where no other model is to draft tokens.
+
+    Raises Unsupported if there is no such model, InvalidArgument for what goes with no number of drafts.
+    """
+    count, with_logits = reader.integer("num_draft_tokens") or 0, bool(reader.boolean("use_draft_logits"))
+    if not count:
+        if with_logits:
+            raise InvalidArgument("use_draft_logits is true, but num_draft_tokens is missing or 0")
+        return {}
+    if not has_draft_model:
+        raise Unsupported(
+            f"num_draft_tokens is {count}, but this model has no draft model: send it to tensorrt_llm_bls, served "
+            "with the parameter tensorrt_llm_draft_model_name"
+        )
+    return {"num_draft_tokens": count, "use_draft_logits": with_logits}
 
 
 def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> FloatTensor | None:

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from inflight.errors import InvalidArgument, RequestError, Unsupported
+from inflight.triton.bfloat16 import bfloat16_bits
 from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
 
 _Read = TypeVar("_Read")
 
 NUMPY_TYPES: dict[str, type] = {
+    "BF16": np.uint16,  # the bits of each number
     "BOOL": np.bool_,
     "BYTES": np.object_,
     "FP16": np.float16,
@@ -67,7 +69,7 @@ class TensorReader:
     @classmethod
     def of_request(cls, request: Any, table: TensorTable, vocabulary: Vocabulary) -> TensorReader:
         """The reader of a request of Triton's."""
-        return cls({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, table, vocabulary)
+        return cls({tensor.name(): _as_array(tensor) for tensor in request.inputs()}, table, vocabulary)
 
     def rows(self) -> list[TensorReader]:
         """A reader for each prompt of the batch: row i of every tensor.
@@ -218,6 +220,17 @@ class TensorReader:
         return found[0] if found else None
 
 
+def _as_array(tensor: Any) -> np.ndarray:
+    """A tensor of Triton's; one of BF16, which Triton refuses to make an array of, as its bits."""
+    try:
+        return tensor.as_numpy()
+    except Exception:  # of a class that only Triton's stub has
+        bits = bfloat16_bits(tensor.to_dlpack())
+        if bits is None:
+            raise
+        return bits
+
+
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
     """Call the reader of each row of a batch; an error says which of several rows it is about."""
     results = []
@@ -241,9 +254,7 @@ def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
     if neutral.rule is NeutralRule.VALUES:
         raw = array.view(np.uint8) if array.dtype == np.bool_ else array
         return bool(np.isin(raw, np.asarray(neutral.values).astype(raw.dtype)).all())
-    if neutral.rule is NeutralRule.NO_TEXT:
-        return not any(array.ravel())
-    return neutral.rule is NeutralRule.ANY
+    return neutral.rule is NeutralRule.NO_TEXT and not any(array.ravel())
 
 
 def decode_utf8(raw: bytes | str, name: str) -> str:

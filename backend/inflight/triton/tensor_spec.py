@@ -24,7 +24,6 @@ class NeutralRule(Enum):
     VALUES = "every element is one of `values`"
     NO_TEXT = "every string is empty"
     PAD_ID = "it is the request's pad_id alone"
-    ANY = "it has no effect beside the other tensors' neutral values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,6 @@ class Neutral:
             NeutralRule.EMPTY: "an empty tensor",
             NeutralRule.NO_TEXT: '""',
             NeutralRule.PAD_ID: "the pad_id alone",
-            NeutralRule.ANY: "any value",
         }[self.rule]
 
 
@@ -65,7 +63,8 @@ class TensorSpec:
 
     Attributes:
         name: The specification's name, letter for letter.
-        dtype: Triton's data type, as in config.pbtxt: BOOL, BYTES, FP16, FP32, INT32, INT64, UINT8 or UINT64.
+        dtype: Triton's data type, as in config.pbtxt: BF16, BOOL, BYTES, FP16, FP32, INT32, INT64, UINT8 or
+            UINT64.
         dims: Shape of one request's tensor without the batch dimension, -1 for any length. () is a scalar: [1, 1]
             on the wire, [1] in the model.
         meaning: One line for the reader of config.pbtxt.

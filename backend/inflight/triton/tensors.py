@@ -32,8 +32,6 @@ _FALSE = _values(False)
 # What tensorrtllm_backend's preprocessing sends with every prompt, for models that have no use for it too.
 _PAD_ID = Neutral(NeutralRule.PAD_ID)
 _NO_TEXT = Neutral(NeutralRule.NO_TEXT)
-# Of no effect beside a tensor that has to be neutral itself.
-_ANY = Neutral(NeutralRule.ANY)
 
 
 def _both(
@@ -198,18 +196,38 @@ _WANTED = (
 
 _ADAPTERS = (
     _both(
-        "prompt_embedding_table", "FP16", "[rows, hidden]", (-1, -1), neutral=_EMPTY, other_dtypes=("FP32",)
+        "prompt_embedding_table",
+        "FP16",
+        "[rows, hidden_size], which ids from vocab_size on stand for; of a text they come first",
+        (-1, -1),
+        other_dtypes=("FP32", "BF16"),
     ),
-    _both("prompt_vocab_size", "INT32", "rows of that table", neutral=_ANY),
-    TensorSpec("prompt_table_extra_ids", "UINT64", (-1,), "one per prompt token; 0: text", neutral=_ZERO),
-    _text_only("prompt_table_extra_id", "UINT64", "of all rows of that table", _ZERO),
-    _both("lora_task_id", "UINT64", "names the adapter", neutral=_EMPTY),
-    _both("lora_weights", "FP16", "[modules, D*Hi + Ho*D]", (-1, -1), neutral=_EMPTY),
-    _both("lora_config", "INT32", "rows module, layer, rank", (-1, 3), neutral=_EMPTY),
-    _text_only("lora_id", "UINT64", "names the adapter", _EMPTY),
-    _text_only("lora_name", "BYTES", "names the adapter", _NO_TEXT),
-    _text_only("lora_path", "BYTES", "folder of the adapter", _NO_TEXT),
-    _text_only("lora_ckpt_source", "BYTES", "format of that folder", _NO_TEXT),
+    _both("prompt_vocab_size", "INT32", "rows of that table"),
+    TensorSpec(
+        "prompt_table_extra_ids",
+        "UINT64",
+        (-1,),
+        "one per prompt token, 0 for text: share KV blocks by these too",
+    ),
+    _text_only("prompt_table_extra_id", "UINT64", "that of all rows of that table"),
+    _both(
+        "lora_task_id",
+        "UINT64",
+        "of the adapter that changes the model; with its weights the first time",
+        text_names=("lora_task_id", "lora_id"),
+    ),
+    _both(
+        "lora_weights",
+        "FP16",
+        "[rows, width] A, B with its scale and the magnitudes of DoRA, filled up with 0",
+        (-1, -1),
+        other_dtypes=("FP32", "BF16"),
+    ),
+    _both("lora_config", "INT32", "[rows, 3 or 4] module, layer, rank, whether it is DoRA", (-1, -1)),
+    _both("lora_name", "BYTES", "of the adapter, instead of lora_task_id: one that the operator has named"),
+    _text_only("lora_path", "BYTES", "folder of the adapter below lora_dir; then name and id say nothing"),
+    _text_only("lora_ckpt_source", "BYTES", "format of that folder: hf, PEFT's"),
+    _both("lora_command", "BYTES", "JSON: list, load or unload adapters, and nothing else"),
 )
 
 _DRAFTS = (
@@ -226,8 +244,10 @@ _DRAFTS = (
     TensorSpec("lookahead_ngram_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_verification_set_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
     _both("prompt_lookup_num_tokens", "INT32", "most tokens to guess from what came before; 0: off"),
-    _text_only("num_draft_tokens", "INT32", "tokens to draft with another model", _ZERO),
-    _text_only("use_draft_logits", "BOOL", "accept these by chance", _FALSE),
+    _text_only(
+        "num_draft_tokens", "INT32", "tokens that another model drafts in a round; tensorrt_llm_bls alone"
+    ),
+    _text_only("use_draft_logits", "BOOL", "accept these by chance, by the logits of that model"),
     _text_only("sampling_param_best_of", "INT32", "sequences to choose the best of", _values(0, 1)),
 )
 
@@ -398,6 +418,7 @@ OUTPUTS = TensorTable(
             "context_phase_params", "UINT8", (-1,), "never: this server does both phases itself"
         ),
         _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", asked_by="state"),
+        _output("adapters", "BYTES", (1,), None, "JSON; the answer to lora_command", asked_by="lora_command"),
     )
 )
 
@@ -434,7 +455,8 @@ PREPROCESSING_INPUTS = TensorTable(
         TensorSpec("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,), "added for each token of its text"),
         TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
         TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
-        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of table rows, of which text has none"),
+        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of all rows of a prompt table"),
+        TensorSpec("PROMPT_VOCAB_SIZE", "INT32", (1,), "rows of a prompt table, whose ids come first"),
         _of_other_models("DECODER_QUERY", "BYTES", (1,), "text for the decoder beside an encoder"),
         _of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "images"),
         _of_other_models("IMAGE_URL", "BYTES", (1,), "where an image is"),
@@ -456,7 +478,7 @@ PREPROCESSING_OUTPUTS = TensorTable(
         TensorSpec("OUT_END_ID", "INT32", (1,), "handed through"),
         TensorSpec("OUT_PAD_ID", "INT32", (1,), "handed through"),
         TensorSpec(
-            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "with PROMPT_TABLE_EXTRA_ID: a 0 per token"
+            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "PROMPT_TABLE_EXTRA_ID for each row, 0 for text"
         ),
         _of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "of image models"),
         _of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "of image models"),

@@ -28,7 +28,7 @@ from inflight.serving.metric_table import Batching
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import (
     ModelArgs,
-    complete_outputs,
+    complete_config,
     has_explicit_control,
     import_pb_utils,
     log_to_triton,
@@ -38,7 +38,8 @@ from inflight.triton.leader import Leader, refuse_ranks, take_seat
 from inflight.triton.metrics import MetricsPublisher
 
 if TYPE_CHECKING:
-    from inflight.build import LoadedModel, RunningEngine
+    from inflight.build import RunningEngine
+    from inflight.load_model import LoadedModel
     from inflight.ranks.rank_context import RankContext
 
 _EXIT_TIMEOUT_S = 10
@@ -48,7 +49,7 @@ _FLUSH_S = 2.0
 class TritonPythonModel:
     """Serves token ids and text, with several responses to a request."""
 
-    auto_complete_config = staticmethod(complete_outputs)
+    auto_complete_config = staticmethod(complete_config)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
@@ -124,8 +125,8 @@ class TritonPythonModel:
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """Load the model of an engine in this process, as `inflight.build.load_model`; subclasses may differ."""
-        from inflight.build import load_model
+        """Load the model of an engine in this process, as `inflight.load_model`; subclasses may differ."""
+        from inflight.load_model import load_model
 
         return load_model(parameters, version_dir, rank_context)
 

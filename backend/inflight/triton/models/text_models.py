@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from inflight.config import Role
-from inflight.errors import InflightError, InvalidArgument, StepFailed
+from inflight.errors import InflightError, InvalidArgument, StepFailed, Unsupported
 from inflight.server.guard import guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.serving.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
 from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.request_parameters import TIMEOUT, refuse_unread
@@ -78,7 +79,7 @@ class TextModel(ABC):
             outputs = self.convert(reader.rows())
         except InflightError as error:
             return self._error(error)
-        except Exception as error:  # a bug, which the other requests have no part in
+        except Exception as error:  # a bug that one request meets must not end the others
             return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
         wanted = set(request.requested_output_names())
         tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
@@ -104,7 +105,9 @@ class Preprocessing(TextModel):
         """See TextModel.convert."""
         queries = each_row([partial(_query, row) for row in rows])
         tokenizer = self.tokenizers.require()
-        prompts = tokenizer.encode_batch(queries, add_special_tokens=self.parameters.add_special_tokens)
+        texts = TextEncoder(lambda: tokenizer, self.parameters.add_special_tokens).prompts(queries)
+        virtual = each_row([partial(self._virtual_ids, row) for row in rows])
+        prompts = [[*rows_of_table, *text] for rows_of_table, text in zip(virtual, texts, strict=True)]
         ends = [_first(row.integer("END_ID"), tokenizer.eos_token_id) for row in rows]
         pads = [_first(row.integer("PAD_ID"), tokenizer.pad_token_id, tokenizer.eos_token_id) for row in rows]
         outputs = {
@@ -119,9 +122,13 @@ class Preprocessing(TextModel):
         lengths = [row.integer("REQUEST_OUTPUT_LEN") for row in rows]
         if None not in lengths:
             outputs["REQUEST_OUTPUT_LEN"] = [np.array([length]) for length in lengths]
-        if rows[0].integer("PROMPT_TABLE_EXTRA_ID") is not None:
-            # Ids beyond the vocabulary stand for rows of a table; a text has none.
-            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = [np.zeros(len(ids)) for ids in outputs["INPUT_ID"]]
+        extra_ids = [row.integer("PROMPT_TABLE_EXTRA_ID") for row in rows]
+        if None not in extra_ids:
+            length = len(outputs["INPUT_ID"][0])
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = [
+                np.array([extra_id] * len(ids) + [0] * (length - len(ids)), np.uint64)
+                for extra_id, ids in zip(extra_ids, virtual)
+            ]
         outputs["EMBEDDING_BIAS"] = self._biases(rows)
         for source, target in (("BAD_WORDS_DICT", "BAD_WORDS_IDS"), ("STOP_WORDS_DICT", "STOP_WORDS_IDS")):
             outputs[target] = _word_lists(
@@ -129,6 +136,21 @@ class Preprocessing(TextModel):
                 lambda word: tokenizer.encode(word, add_special_tokens=False),
             )
         return outputs
+
+    def _virtual_ids(self, row: TensorReader) -> range:
+        """The ids of a prompt table's rows, which begin where the model's vocabulary ends."""
+        num_rows = row.integer("PROMPT_VOCAB_SIZE") or 0
+        if not num_rows:
+            return range(0)
+        if num_rows < 0:
+            raise InvalidArgument(f"PROMPT_VOCAB_SIZE must be >= 0, got {num_rows}")
+        first = _model_vocab_size((self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir))
+        if first is None:
+            raise Unsupported(
+                "PROMPT_VOCAB_SIZE: where the model's vocabulary ends, its config.json says, which is neither in "
+                "the folder gpt_model_path nor in tokenizer_dir"
+            )
+        return range(first, first + num_rows)
 
     def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
         """A bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""

@@ -1,0 +1,56 @@
+"""Inputs of Triton's type BF16, for which numpy has no type: their bits, as uint16.
+
+Triton's Python backend hands such a tensor out by DLPack alone. This module reads the capsule itself, because most
+models of the repository have no torch in their process. Runs on the thread that calls execute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+from typing import Any
+
+import numpy as np
+
+_BFLOAT_CODE = 4  # kDLBfloat
+_CPU = 1  # kDLCPU
+_NAME = b"dltensor"
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of a capsule's content: DLTensor of dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("num_dims", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def bfloat16_bits(capsule: Any) -> np.ndarray | None:
+    """A copy of a tensor's numbers, in its shape, as the uint16 that have their bits.
+
+    None for a tensor of another type, or in the memory of another device.
+
+    Args:
+        capsule: Of a contiguous tensor, as Triton's `to_dlpack` makes it.
+    """
+    tensor = _DLTensor.from_address(_get_pointer(capsule, _NAME))
+    if (tensor.device_type, tensor.code, tensor.bits, tensor.lanes) != (_CPU, _BFLOAT_CODE, 16, 1):
+        return None
+    shape = tensor.shape[: tensor.num_dims]
+    size = 2 * prod(shape)
+    content = ctypes.string_at(tensor.data + tensor.byte_offset, size) if size else b""
+    return np.frombuffer(content, np.uint16).reshape(shape)

@@ -1,0 +1,122 @@
+"""The tensors of one prompt that say which adapter it wants, to a LoraRequest; and what is asked of the adapters.
+
+Owns which of them go together. Whether there is such an adapter, and whether its weights fit the model, the
+adapter cache finds out. Runs on the thread that calls execute, or for long texts on one of those beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from inflight.adapters.lora_tensors import lora_weights
+from inflight.core.request.adapter import LoraRequest, LoraWeights
+from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.triton.tensor_reader import TensorReader
+
+_PEFT = "hf"
+_LARGEST_TASK_ID = (1 << 64) - 1
+_COMMANDS = {
+    AdapterAction.LIST: frozenset[str](),
+    AdapterAction.LOAD: frozenset({"name", "path"}),
+    AdapterAction.UNLOAD: frozenset({"name", "task_id"}),
+}
+"""What a command of each kind may say."""
+
+
+def read_lora(reader: TensorReader) -> LoraRequest | None:
+    """The adapter that a prompt wants; None for the bare model.
+
+    Raises:
+        InvalidArgument: The tensors do not go together; the message names them.
+        Unsupported: A folder of another format than PEFT's.
+    """
+    source = reader.text("lora_ckpt_source")
+    if source and source != _PEFT:
+        raise Unsupported(
+            f"lora_ckpt_source is {source!r}, expected {_PEFT!r}: adapters are PEFT folders here"
+        )
+    task_id, weights = reader.integer("lora_task_id"), _read_weights(reader)
+    name, path = reader.text("lora_name") or "", reader.text("lora_path") or ""
+    if weights is not None and path:
+        raise InvalidArgument(f"lora_path is {path!r} and lora_weights came too: send one of them")
+    if weights is not None and task_id is None:
+        raise InvalidArgument(
+            "lora_task_id must be set for LoRA inference: lora_weights and lora_config are stored under it"
+        )
+    if path:  # then name and id are what its client calls it, as in TensorRT-LLM's LoRARequest
+        return LoraRequest(path=path)
+    if name and task_id is not None:
+        raise InvalidArgument(
+            f"lora_name is {name!r} and {reader.shown_name('lora_task_id')} is {task_id}: they name different "
+            "adapters, send one of them"
+        )
+    if name or task_id is not None:
+        return LoraRequest(task_id, name, weights=weights)
+    return None
+
+
+def _read_weights(reader: TensorReader) -> LoraWeights | None:
+    weights, config = reader.array("lora_weights"), reader.array("lora_config")
+    if weights is None and config is None:
+        return None
+    if weights is None or config is None:
+        present, absent = ("lora_config", "lora_weights")[:: 1 if weights is None else -1]
+        raise InvalidArgument(
+            "Request for LoRA inference must have both lora_weights and lora_keys: "
+            f"{present} came without {absent}"
+        )
+    return lora_weights(weights, config)
+
+
+def wants_adapters(reader: TensorReader) -> bool:
+    """Whether this asks something of the adapters; then none of its other tensors mean anything."""
+    return any(reader.text_sizes("lora_command"))
+
+
+def read_adapter_command(reader: TensorReader) -> AdapterCommand:
+    """What a request with `lora_command` asks for; InvalidArgument says what is wrong with it."""
+    first, *others = reader.rows()
+    if others:
+        raise InvalidArgument(f"lora_command takes one command, got a batch of {1 + len(others)}")
+    text = first.text("lora_command") or ""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(text, f"is no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise _bad(text, "is no JSON object")
+    try:
+        action = AdapterAction(given.pop("command", None))
+    except ValueError:
+        raise _bad(text, "has no command that there is") from None
+    if unknown := given.keys() - _COMMANDS[action]:
+        raise _bad(text, f"has {min(unknown)!r:.80}, which {action.value} does not take")
+    return _checked(AdapterCommand(action, **_fields(given, text)), text)
+
+
+def _fields(given: dict[str, Any], text: str) -> dict[str, Any]:
+    for key, value in given.items():
+        if key == "task_id":
+            if type(value) is not int or not 0 <= value <= _LARGEST_TASK_ID:
+                raise _bad(text, f"has {key} {value!r:.80}, expected an integer in [0, {_LARGEST_TASK_ID}]")
+        elif not isinstance(value, str) or not value:
+            raise _bad(text, f"has {key} {value!r:.80}, expected a text")
+    return given
+
+
+def _checked(command: AdapterCommand, text: str) -> AdapterCommand:
+    if command.action is AdapterAction.LOAD and not command.name:
+        raise _bad(text, "has no name to load")
+    if command.action is AdapterAction.UNLOAD and bool(command.name) == (command.task_id is not None):
+        raise _bad(text, "must have a name or a task_id, one of them")
+    return command
+
+
+def _bad(text: str, problem: str) -> InvalidArgument:
+    shown = text if len(text) <= 200 else f"{text[:200]}…"
+    return InvalidArgument(
+        f'lora_command {problem}, expected {{"command": "list"}}, {{"command": "load", "name": …, "path": …}} or '
+        f'{{"command": "unload", "name" or "task_id": …}}, got {shown}'
+    )

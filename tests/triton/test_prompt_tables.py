@@ -1,0 +1,198 @@
+"""Tensors of prompt tables: what they become, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight.arrays import BFLOAT16, are_finite, to_prompt_table
+from inflight.config import Role
+from inflight.core.request.adapter import Matrix, RawBuffer
+from inflight.core.request.request import Request
+from inflight.errors import ConfigError, InvalidArgument, Unsupported
+from inflight.serving.reply import Prompt, new_text
+from inflight.text.tokenizer import Tokenizer
+from inflight.triton.host import read_model_args
+from inflight.triton.requests import ServingContext, convert
+from inflight.triton.tensor_spec import Vocabulary
+from tests.triton.factories import (
+    make_context,
+    make_description,
+    make_limits,
+    make_reader,
+    text_inputs,
+    token_inputs,
+)
+
+HIDDEN, VOCABULARY_SIZE = 6, 1000
+TABLE = np.arange(3 * HIDDEN, dtype=np.float16).reshape(1, 3, HIDDEN)
+EXTRA = 2**64 - 1
+DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
+
+
+class Letters:
+    """A TextEncoder: an id for each letter."""
+
+    def prompts(self, texts: list[str]) -> list[list[int]]:
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def context() -> ServingContext:
+    limits = replace(make_limits(), hidden_size=HIDDEN)
+    return make_context(description=make_description(limits=limits), encoder=Letters())
+
+
+def prompts_of(vocabulary: Vocabulary = Vocabulary.TOKENS, **tensors: Any) -> tuple[Prompt, ...]:
+    inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
+    return convert(make_reader(inputs, vocabulary), context())
+
+
+def request_of(vocabulary: Vocabulary = Vocabulary.TOKENS, **tensors: Any) -> Request:
+    (prompt,) = prompts_of(vocabulary, **tensors)
+    return prompt.request
+
+
+def test_ids_and_a_table() -> None:
+    request = request_of(
+        input_ids=[[1002, 5, 1000]],
+        prompt_embedding_table=TABLE,
+        prompt_vocab_size=3,
+        prompt_table_extra_ids=[[EXTRA, 0, EXTRA]],
+    )
+    assert request.input_token_ids == (1002, 5, 1000)
+    table = request.prompt_table
+    assert table is not None and table.rows == Matrix((3, HIDDEN), "float16", RawBuffer(TABLE.tobytes()))
+    assert table.digest != b""
+    assert request.identity.extra_ids == (EXTRA, 0, EXTRA)
+
+
+def test_extra_ids_of_a_prompt_that_was_filled_up_are_cut_with_it() -> None:
+    request = request_of(
+        input_ids=[[1000, 5, 0, 0]],
+        input_lengths=2,
+        prompt_embedding_table=TABLE,
+        prompt_table_extra_ids=[[7, 0, 0, 0]],
+    )
+    assert (request.input_token_ids, request.identity.extra_ids) == ((1000, 5), (7, 0))
+
+
+@pytest.mark.parametrize("extra_id", [None, 0, EXTRA])
+def test_the_rows_of_a_texts_table_come_first(extra_id: int | None) -> None:
+    request = request_of(
+        Vocabulary.TEXT, text_input=b"ab", prompt_embedding_table=TABLE, prompt_table_extra_id=extra_id
+    )
+    assert request.input_token_ids == (1000, 1001, 1002, 97, 98)
+    assert request.identity.extra_ids == ((EXTRA,) * 3 + (0, 0) if extra_id else ())
+    plain = request_of(Vocabulary.TEXT, text_input=b"ab", prompt_table_extra_id=extra_id)
+    assert plain.input_token_ids == (97, 98) and plain.identity.extra_ids == ()
+
+
+def test_a_text_under_the_names_of_ids() -> None:
+    sent = {"input_ids": None, "text_input": b"ab", "prompt_embedding_table": TABLE}
+    request = request_of(**sent, prompt_table_extra_ids=[[7, 7, 7, 0, 0]])
+    assert request.input_token_ids == (1000, 1001, 1002, 97, 98)
+    assert request.identity.extra_ids == (7, 7, 7, 0, 0)
+    with pytest.raises(InvalidArgument, match=r"one id for each of the 5 prompt tokens, got 2"):
+        request_of(**sent, prompt_table_extra_ids=[[7, 7]])
+
+
+def test_each_prompt_of_a_batch_has_its_table() -> None:
+    first, second = prompts_of(
+        input_ids=[[1000], [1001]],
+        request_output_len=np.array([2, 2], np.int32),
+        prompt_embedding_table=np.concatenate([TABLE, TABLE + np.float16(1)]),
+    )
+    assert first.request.prompt_table.rows.buffer.data == TABLE.tobytes()
+    assert second.request.prompt_table.rows.buffer.data == (TABLE + np.float16(1)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, BFLOAT16], ids=["FP16", "FP32", "BF16"])
+def test_every_data_type(dtype: Any) -> None:
+    table = np.zeros((1, 2, HIDDEN), dtype)
+    name = "bfloat16" if dtype is BFLOAT16 else np.dtype(dtype).name
+    found = request_of(prompt_embedding_table=table).prompt_table
+    assert found.rows == Matrix((2, HIDDEN), name, RawBuffer(table.tobytes()))
+
+
+def with_number(dtype: Any, value: Any) -> np.ndarray:
+    table = np.zeros((1, 2, HIDDEN), np.uint16 if dtype is BFLOAT16 else dtype)
+    table[0, 1, 2] = value
+    return table.view(dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"prompt_embedding_table": TABLE, "prompt_vocab_size": 4}, "prompt_vocab_size is 4, .* has 3 rows"),
+        ({"prompt_vocab_size": 4}, "prompt_vocab_size is 4, but prompt_embedding_table is missing"),
+        ({"prompt_embedding_table": TABLE[..., :5]}, r"must have shape \[1, rows, 6\].*got \[1, 3, 5\]"),
+        ({"prompt_embedding_table": TABLE[0, 0]}, r"must have shape \[1, n, n\], got \[6\]"),
+        ({"prompt_embedding_table": TABLE.astype(np.int32)}, "must be FP16 or FP32 or BF16, got int32"),
+        ({"prompt_embedding_table": with_number(np.float16, np.nan)}, "must hold finite numbers"),
+        ({"prompt_embedding_table": with_number(np.float32, np.inf)}, "must hold finite numbers"),
+        ({"prompt_embedding_table": with_number(BFLOAT16, 0xFF80)}, "must hold finite numbers"),
+        ({"prompt_embedding_table": TABLE, "input_ids": [[5, 1003]]}, r"\[0, 1002\], got 1003 at position 1"),
+        ({"input_ids": [[5, 1000]]}, "got 1000 at position 1.*prompt_embedding_table, which is missing"),
+        ({"prompt_table_extra_ids": [[1]]}, "prompt_table_extra_ids must have one id for each of the 3"),
+        (
+            {"prompt_embedding_table": TABLE, "input_ids": [[1000]], "return_prompt_log_probs": True},
+            "return_prompt_log_probs is true",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        request_of(**tensors)
+
+
+def test_an_engine_without_tables() -> None:
+    reader = make_reader(token_inputs(prompt_embedding_table=TABLE))
+    with pytest.raises(Unsupported, match="prompt_embedding_table is not available"):
+        convert(reader, make_context())
+
+
+def test_a_table_of_finite_numbers() -> None:
+    assert are_finite(np.array([[0x7F7F, 0xFF7F]], np.uint16).view(BFLOAT16)), "the largest of bfloat16"
+    digests = {to_prompt_table(np.zeros((2, 3), dtype), "x").digest for dtype in (np.float16, np.float32)}
+    assert len(digests) == 2
+
+
+def test_text_has_nothing_of_the_rows() -> None:
+    """Not even where the tokenizer has more tokens than the model, and one that has the id of a row."""
+    tokenizer = Tokenizer.from_dir(DEMO_MODEL)
+    assert tokenizer.decode([VOCABULARY_SIZE + 1])
+    (prompt,) = prompts_of(
+        input_ids=[[500, 1001, 501]], prompt_embedding_table=TABLE, exclude_input_in_output=False
+    )
+    assert new_text(prompt, tokenizer, True)()._prompt_ids == (500, 501)
+
+
+# ---------------------------------------------------------------------- BF16 from Triton's stub
+
+
+# ---------------------------------------------------------------------- the parameter
+
+
+def model_args(data_type: str | None, declared: str) -> dict[str, str]:
+    said = {} if data_type is None else {"prompt_embedding_table_data_type": {"string_value": data_type}}
+    config = {
+        "name": "ensemble",
+        "max_batch_size": 4,
+        "parameters": said,
+        "input": [{"name": "prompt_embedding_table", "data_type": declared, "dims": [-1, -1]}],
+    }
+    place = {"model_name": "ensemble", "model_repository": "x", "model_version": "1"}
+    return {"model_config": json.dumps(config), **place}
+
+
+def test_the_declared_type_has_to_be_the_parameters() -> None:
+    for said, declared in ((None, "TYPE_FP32"), ("TYPE_BF16", "TYPE_BF16"), ("${x}", "TYPE_FP16")):
+        read_model_args(model_args(said, declared), Role.FRONT_END)
+    problem = r"is TYPE_BF16, but config\.pbtxt declares the input prompt_embedding_table as TYPE_FP16"
+    with pytest.raises(ConfigError, match=problem):
+        read_model_args(model_args("TYPE_BF16", "TYPE_FP16"), Role.FRONT_END)
