@@ -16,6 +16,7 @@ from inflight.config import (
     ParameterSpec,
     Role,
     SchedulerConfig,
+    SpecialTokens,
     read_parameters,
     without_effect,
 )
@@ -52,7 +53,7 @@ def test_nothing_given() -> None:
 
 def value_of(parameters: Parameters, key: str) -> object:
     """What was read for `key`, in whichever part."""
-    name = {"batch_scheduler_policy": "policy"}.get(key, key)
+    name = {"batch_scheduler_policy": "policy", "engine": "implementation"}.get(key, key)
     parts = (parameters, parameters.scheduler, parameters.engine)
     return next(getattr(part, name) for part in parts if hasattr(part, name))
 
@@ -70,6 +71,7 @@ GOOD = [
     ("dtype", "bfloat16", "bfloat16"),
     ("dtype", "int8", "int8"),
     ("kernels", "torch", "torch"),
+    ("engine", "transformers", "transformers"),
     ("cuda_graph_mode", "false", False),
     ("gpt_model_type", "V1", "V1"),
     ("gpt_model_type", "v1", "V1"),
@@ -113,17 +115,33 @@ GOOD = [
     ("engine_endpoint", "a.sock", "a.sock"),
     ("engine_threads", "2", 2),
     ("tensor_parallel_size", "2", 2),
+    ("moe_expert_parallel_size", "2", 2),
     ("pipeline_parallel_size", "4", 4),
     ("launch_mode", "leader", "leader"),
     ("mpirun_arguments", "--hostfile hosts", "--hostfile hosts"),
     ("rank_timeout_ms", "1000", 1000),
     ("gpu_device_ids", "1, 0", (1, 0)),
+    ("prompt_embedding_table_data_type", "TYPE_BF16", "TYPE_BF16"),
     ("tensorrt_llm_model_name", "other", "other"),
-    ("add_special_tokens", "false", False),
+    ("tensorrt_llm_draft_model_name", "small", "small"),
+    ("draft_engine_endpoint", "/run/small.sock", "/run/small.sock"),
+    ("accumulate_tokens", "True", True),
+    ("add_special_tokens", "false", SpecialTokens.LEFT_OUT),
+    ("add_special_tokens", "1", SpecialTokens.ADDED),
+    ("add_special_tokens", "Auto", SpecialTokens.AUTO),
     ("skip_special_tokens", "1", True),
     ("guided_decoding_backend", "XGRAMMAR", "xgrammar"),
     ("guided_decoding_compile_timeout_ms", "100", 100),
     ("guided_decoding_max_guide_bytes", "1000", 1000),
+    ("lora_cache_optimal_adapter_size", "16", 16),
+    ("lora_cache_max_adapter_size", "128", 128),
+    ("lora_cache_gpu_memory_fraction", "0.1", 0.1),
+    ("lora_cache_host_memory_bytes", "4096", 4096),
+    ("lora_prefetch_dir", "/adapters", "/adapters"),
+    ("lora_dir", "/adapters", "/adapters"),
+    ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
+    ("enable_adapter_commands", "true", True),
+    ("lora_weights_data_type", "TYPE_BF16", "TYPE_BF16"),
 ]
 
 
@@ -157,10 +175,16 @@ BAD = [
     ("gpu_device_ids", "0,-1", "numbers >= 0"),
     ("dtype", "int4", "float32 or bfloat16 or float16 or int8"),
     ("kernels", "eager", "native or torch"),
+    ("engine", "tensorrt", "torch or transformers"),
     ("default_end_ids", "2;7", "token ids >= 0"),
     ("default_end_ids", "-1", "token ids >= 0"),
     ("FORCE_CPU_ONLY_INPUT_TENSORS", "maybe", "yes or no"),
     ("max_beam_width", "two", "an integer >= 1"),
+    ("lora_cache_host_memory_bytes", "0", "an integer >= 1"),
+    ("lora_adapters", "/adapters/a", "different names, each with = and a folder behind it"),
+    ("lora_adapters", "a=/x,=/y", "different names, each with = and a folder behind it"),
+    ("lora_adapters", "a=/x,a=/y", "different names, each with = and a folder behind it"),
+    ("lora_weights_data_type", "FP32", "TYPE_FP16 or TYPE_BF16 or TYPE_FP32"),
 ]
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 
 from inflight import build as factory
-from inflight.build import LoadModel, RunningEngine, build_engine, load_model
+from inflight.build import RunningEngine, build_engine
 from inflight.config import Parameters
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint import local
 from inflight.endpoint.client import SocketEngineClient
+from inflight.load_model import LoadModel, load_model
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_server import load_fake
 from tests.commands import eventually

@@ -1,64 +1,51 @@
-"""Composition root: parameters → engine, scheduler, GptManager, client and endpoint, wired together.
+"""Composition root: a loaded model → scheduler, GptManager, client and endpoint, wired together and running.
 
-The only code that knows every part. Imports the parts lazily, inside functions, so that a front end that never
-builds an engine never imports torch, and one rank alone no MPI. Called once, on the thread that loads the model.
+The only code that knows every part; the engine is `load_model`'s. Imports the parts lazily, inside functions, so
+that a front end that never builds an engine never imports torch, and one rank alone no MPI. Called once, on the
+thread that loads the model.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import logging
 import threading
-import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.config import INT8
 from inflight.errors import ConfigError
 from inflight.file_names import native
+from inflight.load_model import load_model
 
 if TYPE_CHECKING:
-    import torch
-
+    from inflight.adapters.commands import AdapterCommands
     from inflight.batch_manager import GptManager
     from inflight.batch_manager.instruments import Instruments
-    from inflight.config import EngineConfig, Parameters
+    from inflight.config import Parameters
     from inflight.core.ports import (
-        Engine,
         GetInferenceRequestsCallback,
         ReturnMetricsCallback,
         WaitUntilSent,
     )
     from inflight.core.request.request import EngineDescription, Request
     from inflight.core.schedule.batch import EngineLimits
-    from inflight.decoding import LogitsPostProcessors
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
     from inflight.engine.debug_tensors import DebugTensors, DebugTensorsPerIteration
-    from inflight.engine.torch.collectives import Collectives
     from inflight.errors import InflightError
     from inflight.guided.compiler import ChildCompiler
-    from inflight.guided.grammars import Grammars
-    from inflight.guided.vocabulary import GuideVocabulary
-    from inflight.ranks.mpi import MpiStage
-    from inflight.ranks.rank_context import Agreement, RankContext
+    from inflight.load_model import LoadedModel, LoadModel
+    from inflight.ranks.rank_context import RankContext
 
 __all__ = [
     "UNLOAD_TIMEOUT_S",
-    "LoadModel",
     "FollowingRank",
-    "LoadedModel",
     "RunningEngine",
     "build_engine",
     "check_parameters",
-    "guide_vocabulary",
     "follow",
-    "load_model",
+    "make_adapters",
     "start_engine",
     "start_following",
 ]
@@ -66,39 +53,6 @@ __all__ = [
 UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
-_DEMO_MODEL = "demo_model"
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """An engine, and what its checkpoint says to front ends.
-
-    Attributes:
-        engine: Closed by whoever runs it.
-        model_path: The checkpoint; "" for none.
-        dtype: Of the weights.
-        eos_token_ids: Ids that end a sequence, by the checkpoint.
-        release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
-        debug_tensors: The engine's, if it writes any down; of several ranks this one's.
-        grammars: What follows guides, at rank 0 and at the rank that chooses tokens; None without a tokenizer.
-    """
-
-    engine: Engine
-    model_path: str
-    dtype: str
-    eos_token_ids: tuple[int, ...]
-    release: Callable[[], None] = lambda: None
-    debug_tensors: DebugTensors | None = None
-    grammars: Grammars | None = None
-
-
-MakeGrammars = Callable[[int], "Grammars | None"]
-"""Takes the size of a vocabulary; makes what follows guides in it."""
-
-LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
-"""Loads all of a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
-rank's context, as `load_model` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +67,7 @@ class RunningEngine:
     _manager: GptManager
     _release: Callable[[], None]
     _guides: ChildCompiler | None = None
+    _adapters: AdapterCommands | None = None
     _debug_tensors: DebugTensors | None = None
     _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
@@ -150,6 +105,8 @@ class RunningEngine:
                     self._endpoint.close()  # it sends on what has been answered
                 if self._guides is not None:
                     self._guides.close()
+                if self._adapters is not None:
+                    self._adapters.cache.close()
 
     def fail(self, error: InflightError) -> None:
         """Answer everything with `error`, in other processes too, although the loop may hang; any thread but its.
@@ -167,224 +124,6 @@ def check_parameters(parameters: Parameters) -> None:
     For whoever has to give something up before an engine can be built.
     """
     parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
-
-
-# ---------------------------------------------------------------------- models
-
-
-def load_model(
-    parameters: Parameters,
-    version_dir: str,
-    rank_context: RankContext | None,
-    processors: LogitsPostProcessors | None = None,
-    vocabulary: GuideVocabulary | None = None,
-) -> LoadedModel:
-    """Load the checkpoint, or the part of it that is this rank's.
-
-    Args:
-        parameters: What config.pbtxt says.
-        version_dir: The Triton model's version folder; the demo model lies in it.
-        rank_context: Of this rank among several; None for all of the model.
-        processors: Logits post-processors that requests may name; None for those of the parameter
-            `logits_post_processor_module`.
-        vocabulary: What guides are followed in; None: that of the tokenizer.
-
-    Raises:
-        ConfigError: It cannot be loaded; of several ranks, all raise.
-    """
-    path = parameters.engine.gpt_model_path or str(Path(version_dir) / _DEMO_MODEL)
-    config = replace(parameters.engine, gpt_model_path=path)
-    _begin_compiling(config, path)
-
-    def find_processors() -> LogitsPostProcessors:
-        return _find_processors(processors, parameters.logits_post_processor_module)
-
-    make_grammars = functools.cache(functools.partial(_make_grammars, parameters, path, vocabulary))
-    if rank_context is None:
-        return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
-    return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
-
-
-def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
-    from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
-
-    if module is None:
-        return given or NO_POST_PROCESSORS
-    if given is not None:
-        raise ConfigError(
-            f"logits_post_processor_module is {module!r}, but logits post-processors came as values too: expected "
-            "one of the two"
-        )
-    found = load_post_processors(module)
-    _log.info("logits post-processors of %s: %s", module, ", ".join(found.names))
-    return found
-
-
-def _make_grammars(
-    parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
-) -> Grammars | None:
-    """What follows guides in a vocabulary of that size; None without a tokenizer."""
-    from inflight.guided.backend import make_backend
-    from inflight.guided.grammars import Grammars
-    from inflight.guided.vocabulary import GuideVocabulary
-
-    if vocabulary is None:
-        from inflight.text.tokenizer import Tokenizer
-
-        try:
-            tokenizer = Tokenizer.from_dir(parameters.tokenizer_dir or path)
-        except ConfigError as error:  # ids alone can be served without one
-            _log.info("no guided decoding: %s", error)
-            return None
-        vocabulary = GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids)
-    vocabulary = GuideVocabulary.of_size(vocab_size, vocabulary.tokens, vocabulary.special_ids)
-    return Grammars(make_backend(parameters.guided_decoding_backend, vocabulary), vocabulary)
-
-
-def _begin_compiling(config: EngineConfig, path: str) -> None:
-    """Compile while torch is imported, which takes seconds too. What is wrong, the load itself will say."""
-    if config.kernels == "torch" or Path("/dev/nvidiactl").exists():
-        return
-    from inflight.engine.torch.native.library import begin_loading
-
-    dtype = config.dtype
-    if dtype is None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
-            dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
-    if isinstance(dtype, str):
-        begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
-
-
-def guide_vocabulary(
-    encoded_vocab: Sequence[str], tokenizer_str: str | None = None, stop_token_ids: Collection[int] = ()
-) -> GuideVocabulary:
-    """The vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
-
-    Args:
-        encoded_vocab: Tokens by id, as the tokenizer writes them.
-        tokenizer_str: The content of a tokenizer.json, which says what bytes tokens stand for; without it they
-            stand for their own UTF-8.
-        stop_token_ids: Tokens that are no text.
-
-    Raises:
-        ConfigError: `tokenizer_str` is no tokenizer.
-    """
-    from inflight.guided.vocabulary import GuideVocabulary
-
-    if tokenizer_str is None:
-        return GuideVocabulary(tuple(token.encode() for token in encoded_vocab), frozenset(stop_token_ids))
-    import tokenizers
-
-    from inflight.text.tokenizer import Tokenizer
-
-    try:
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer_str))
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"tokenizer_str is not a tokenizer: {error}") from error
-    return GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids.union(stop_token_ids))
-
-
-def _load_whole(
-    config: EngineConfig,
-    path: str,
-    gpu_device_ids: tuple[int, ...],
-    processors: LogitsPostProcessors,
-    make_grammars: MakeGrammars,
-) -> LoadedModel:
-    from inflight.engine.torch import TorchEngine
-
-    if gpu_device_ids:
-        import torch
-
-        from inflight.ranks.topology import Placement, this_host
-
-        device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
-        config = replace(config, device=device)
-    engine = TorchEngine.load(config, processors, make_grammars)
-    return LoadedModel(
-        engine,
-        path,
-        config.dtype or engine.dtype,
-        engine.eos_token_ids,
-        debug_tensors=engine.runner.debug_tensors,
-        grammars=make_grammars(engine.limits.vocab_size),
-    )
-
-
-def _load_part(
-    config: EngineConfig,
-    path: str,
-    gpu_device_ids: tuple[int, ...],
-    rank_context: RankContext,
-    find_processors: Callable[[], LogitsPostProcessors],
-    make_grammars: MakeGrammars,
-) -> LoadedModel:
-    import torch
-
-    from inflight.engine.torch import TorchEngine, load_stage
-    from inflight.engine.torch.collectives import make_stage_link
-    from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
-    from inflight.ranks.rank_engine import RankEngine
-    from inflight.ranks.topology import Placement
-
-    mapping, agreement = rank_context.mapping, rank_context.agreement
-    with agreement.step():
-        placement = Placement.of(mapping.rank, rank_context.hosts, config.engine_threads)
-        device = placement.device(torch.cuda.device_count(), gpu_device_ids)
-    with agreement.step():
-        processors = find_processors()
-        _check_same_names(processors.names, agreement)
-    with agreement.step():
-        stage_ranks = MpiStage(mapping)
-        collectives, release = _connect(rank_context, stage_ranks, torch.device(device))
-    with agreement.step():
-        config = replace(
-            config,
-            device=device,
-            engine_threads=placement.num_threads or config.engine_threads,
-            ranks_on_host=placement.ranks_on_host,
-        )
-        stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
-        grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
-    dtype: torch.dtype = getattr(torch, stage.dtype)
-    hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
-    link = make_stage_link(mapping, MpiStageLink(mapping), hidden)
-    engine = RankEngine(
-        stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
-    )
-    runner = stage.runner if isinstance(stage, TorchEngine) else stage
-    return LoadedModel(
-        engine,
-        path,
-        config.dtype or stage.dtype,
-        stage.eos_token_ids,
-        release,
-        runner.debug_tensors,
-        grammars,
-    )
-
-
-def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
-    """Raise ConfigError where another rank has other logits post-processors: it would refuse other requests."""
-    digest = zlib.crc32("\0".join(names).encode())
-    if agreement.least(digest) != digest:
-        raise ConfigError(
-            f"logits_post_processor_module: this rank has {list(names)}, and another rank has other names"
-        )
-
-
-def _connect(
-    rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
-) -> tuple[Collectives, Callable[[], None]]:
-    """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
-    from inflight.engine.torch.collectives import MpiCollectives, TorchCollectives
-
-    if device.type == "cpu":
-        return MpiCollectives(stage_ranks), lambda: None
-    addresses = rank_context.leader_addresses
-    collectives = TorchCollectives(rank_context.world, rank_context.mapping, addresses, device)
-    return collectives, collectives.leave
 
 
 def _load_checked(
@@ -433,7 +172,7 @@ def build_engine(
     retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
     try:
         endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
-    except Exception:
+    except Exception:  # whatever it is, it is raised again, and the engine must not run on
         engine.close(0.0)
         raise
     running = replace(engine, _endpoint=endpoint)
@@ -469,11 +208,13 @@ def start_engine(
     limits = model.engine.limits
     scheduler = Scheduler(parameters.scheduler, limits)
     instruments = _make_instruments(parameters, limits, return_metrics)
+    adapters = make_adapters(parameters, model, lambda: manager.notify())
     client = LocalEngineClient(
         _describe(parameters, model),
         lambda: manager.notify(),
-        (lambda timeout_s: manager.state(timeout_s)) if parameters.enable_state_requests else None,
+        lambda timeout_s: manager.state(timeout_s),  # front ends decide whom they tell
         instruments.reports,
+        adapters,
     )
     guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
@@ -488,8 +229,10 @@ def start_engine(
         ranks=None if rank_context is None else rank_context.ranks,
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
         guides=guides,
+        adapters=None if adapters is None else adapters.cache,
     )
-    return RunningEngine(client, manager, _release_once(model, rank_context), guides, model.debug_tensors)
+    release = _release_once(model, rank_context)
+    return RunningEngine(client, manager, release, guides, adapters, model.debug_tensors)
 
 
 def _make_guide_compiler(
@@ -504,6 +247,53 @@ def _make_guide_compiler(
         parameters.guided_decoding_max_guide_bytes, parameters.guided_decoding_compile_timeout_ms / 1000
     )
     return ChildCompiler(model.grammars, parameters.guided_decoding_backend, bounds, notify)
+
+
+def make_adapters(
+    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
+) -> AdapterCommands | None:
+    """Rank 0's adapters, those of the prefetch folder among them; None for an engine that takes none.
+
+    Args:
+        parameters: What config.pbtxt says.
+        model: The engine that they are for.
+        notify: Wakes its loop; called on any thread.
+
+    Raises:
+        ConfigError: There is no room for them, or a folder is not there.
+    """
+    limits = model.engine.limits
+    if not (limits.num_adapter_pages and model.model_path):
+        named = (parameters.lora_adapters, parameters.lora_dir, parameters.lora_prefetch_dir)
+        if any(named):
+            raise ConfigError(
+                "lora_adapters, lora_dir and lora_prefetch_dir name adapters, but this engine takes none: "
+                "lora_cache_gpu_memory_fraction is 0, or leaves no room for one of lora_cache_max_adapter_size, "
+                "the model has latent attention, or transformers' own code runs it"
+            )
+        return None
+    from inflight.adapters.commands import AdapterCommands
+    from inflight.adapters.host import make_adapter_cache
+    from inflight.adapters.sources import AdapterFolders
+    from inflight.models import read_model_description
+
+    def folder(path: str | None) -> Path | None:
+        return None if path is None else Path(native(path))
+
+    folders = AdapterFolders(
+        {name: Path(native(path)) for name, path in parameters.lora_adapters},
+        folder(parameters.lora_dir),
+        folder(parameters.lora_prefetch_dir),
+    )
+    cache = make_adapter_cache(
+        read_model_description(model.model_path),
+        limits.max_adapter_rank,
+        parameters.lora_cache_host_memory_bytes,
+        "float32" if parameters.lora_weights_data_type == "TYPE_FP32" else "float16",
+        notify,
+        folders,
+    )
+    return AdapterCommands(cache, folders)
 
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
@@ -523,6 +313,7 @@ def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
         exclude_input_from_output=bool(parameters.exclude_input_in_output),
         dtype=model.dtype,
         state_enabled=parameters.enable_state_requests,
+        adapter_commands_enabled=parameters.enable_adapter_commands,
     )
 
 

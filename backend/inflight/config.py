@@ -24,17 +24,22 @@ from typing import Any
 from inflight.additional_outputs import NAMES as OUTPUT_NAMES
 from inflight.additional_outputs import AdditionalModelOutput, are_distinct, parse_outputs
 from inflight.errors import ConfigError
+from inflight.idle_parameters import NO_EFFECT, UNBUILT
 from inflight.parameter_spec import (
     BOOLEAN,
+    DATA_TYPES,
     DEVICES,
     ENGINE_ONLY,
+    NAMED_FOLDERS,
     NAMES,
+    SPECIAL_TOKENS,
     TEXT,
     TOKEN_IDS,
     WINDOWS,
     Kind,
     ParameterSpec,
     Role,
+    SpecialTokens,
     choice,
     declared_rows,
     integer,
@@ -53,6 +58,7 @@ __all__ = [
     "Parameters",
     "Role",
     "SchedulerConfig",
+    "SpecialTokens",
     "is_filled",
     "read_parameters",
     "without_effect",
@@ -65,7 +71,8 @@ DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
 """The tensors of an iteration that can be written down."""
 
-_FRONT_END = frozenset({Role.FRONT_END})
+_BLS = frozenset({Role.BLS})
+_FRONT_END = _BLS | {Role.FRONT_END}
 _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
@@ -74,6 +81,7 @@ _OUTPUTS = Kind(
     parse_outputs,
     lambda value: all(isinstance(each, AdditionalModelOutput) for each in value) and are_distinct(value),
 )
+_DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 _DEBUG_TENSORS = Kind(
     f"some of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)} with commas between",
     NAMES.convert,
@@ -182,6 +190,7 @@ class EngineConfig:
     Attributes:
         dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8: weights of linear layers
             are quantized, and by native kernels activations as they are multiplied; the rest is bfloat16.
+        implementation: Whose layers run the model: those of `inflight.engine.torch`, or transformers' own code.
         max_attention_window_size: A token sees itself and those before it; layer i has entry i % n. Where the
             checkpoint has a sliding window too, the smaller one holds. What no token sees any more stays in the
             cache: memory is not saved.
@@ -207,6 +216,13 @@ class EngineConfig:
         choice("float32", "bfloat16", "float16", "int8"),
         "of weights and KV cache, or int8, of weights beside bfloat16 for the rest; the checkpoint's without one",
         behind="tokenizer_dir",
+    )
+    implementation: str | None = parameter(
+        None,
+        choice("torch", "transformers"),
+        "torch: this server's own layers; transformers: its modelling code, for families that these do not have, "
+        "slower; by the checkpoint's family without one",
+        key="engine",
     )
     kernels: str | None = parameter(
         None,
@@ -237,6 +253,19 @@ class EngineConfig:
     )
     kv_cache_free_cpu_mem_fraction: float = parameter(
         0.5, share(above=True), "the same share of memory, on a CPU"
+    )
+    lora_cache_optimal_adapter_size: int = parameter(
+        8,
+        integer(1),
+        "ranks that a page of the device's memory for LoRA adapters has room for",
+        behind="guided_decoding_max_guide_bytes",
+    )
+    lora_cache_max_adapter_size: int = parameter(64, integer(1), "largest rank of a LoRA adapter")
+    lora_cache_gpu_memory_fraction: float | None = parameter(
+        None,
+        share(),
+        "share of free device memory, beside the weights, for LoRA adapters, 0: none are taken; without one 0.05, "
+        "or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
         False,
@@ -369,6 +398,12 @@ class Parameters:
     )
     tensor_parallel_size: int = parameter(1, integer(1), "ranks that share every layer")
     pipeline_parallel_size: int = parameter(1, integer(1), "stages that share out the layers")
+    moe_expert_parallel_size: int = parameter(
+        1,
+        integer(1),
+        "groups of the ranks that share a layer, each of which has some of the experts whole; divides "
+        "tensor_parallel_size",
+    )
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
@@ -380,124 +415,74 @@ class Parameters:
     gpu_device_ids: tuple[int, ...] = parameter(
         (), DEVICES, "GPUs to use, one for each rank of a host; the first without"
     )
+    prompt_embedding_table_data_type: str = parameter(
+        "TYPE_FP16",
+        DATA_TYPES,
+        "of the input prompt_embedding_table, which may be of one type only",
+        _MODELS,
+    )
     tensorrt_llm_model_name: str = parameter(
         "tensorrt_llm", TEXT, "the model that holds the engine", _FRONT_END, template_value="tensorrt_llm"
     )
-    add_special_tokens: bool = parameter(True, BOOLEAN, "as the tokenizer does", _PREPROCESSING)
+    tensorrt_llm_draft_model_name: str | None = parameter(
+        None, TEXT, "the model that drafts tokens for requests with num_draft_tokens; none without one", _BLS
+    )
+    draft_engine_endpoint: str | None = parameter(
+        None, TEXT, "path of that model's socket, if it has one of its own in engine_endpoint", _BLS
+    )
+    accumulate_tokens: bool = parameter(
+        False, BOOLEAN, "every response of a stream has the whole text so far; else the new text", _BLS
+    )
+    add_special_tokens: SpecialTokens = parameter(
+        SpecialTokens.ADDED,
+        SPECIAL_TOKENS,
+        "those that the tokenizer puts around a prompt; auto: unless the text begins with them",
+        _MODELS | _PREPROCESSING,
+    )
     skip_special_tokens: bool = parameter(
         True, BOOLEAN, "leave special tokens out of text", _MODELS | {Role.POSTPROCESSING}
     )
     guided_decoding_backend: str = parameter(
         "llguidance",
         choice("llguidance", "xgrammar", any_case=True),
-        "library that follows guides; xgrammar has to be installed: pip install 'inflight[guided-xgrammar]'",
+        "library that follows guides; xgrammar has to be installed: pip install -e '.[guided-xgrammar]'",
     )
     guided_decoding_compile_timeout_ms: int = parameter(
         5000, integer(1), "a guide that takes longer to compile is refused"
     )
     guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "longest guide, in bytes")
+    lora_cache_host_memory_bytes: int | None = parameter(
+        None,
+        integer(1),
+        "host memory for LoRA adapters, and as much again for weights that wait to be stored; without one 1 GiB, "
+        "or room for one of the largest rank if that is more",
+    )
+    lora_prefetch_dir: str | None = parameter(
+        None,
+        TEXT,
+        "folder of adapters that are read at the start, and those that are not kept again when they are needed: "
+        "each in a folder that is called by its task id, as two .npy files",
+    )
+    lora_dir: str | None = parameter(
+        None,
+        TEXT,
+        "folder of PEFT folders that requests may name, read when they first do; they may be added at any time",
+    )
+    lora_adapters: tuple[tuple[str, str], ...] = parameter(
+        (), NAMED_FOLDERS, "PEFT folders that requests may name otherwise"
+    )
+    enable_adapter_commands: bool = parameter(False, BOOLEAN, "let clients list, load and unload adapters")
+    lora_weights_data_type: str = parameter(
+        "TYPE_FP16",
+        DATA_TYPES,
+        "of the input lora_weights, which may be of one type only",
+        _MODELS,
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-# ---------------------------------------------------------------------- rows without a field
-
-
-_DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
-
-
-def _unbuilt(
-    key: str,
-    kind: Kind,
-    meaning: str,
-    *neutral: Any,
-    template: str = "",
-    roles: frozenset[Role] = ENGINE_ONLY,
-) -> ParameterSpec:
-    return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral)
-
-
-def _no_effect(
-    key: str, kind: Kind, meaning: str, reason: str, roles: frozenset[Role] = ENGINE_ONLY
-) -> ParameterSpec:
-    return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
-
-
-_NO_ADAPTERS = "there are no adapters in this version"
-
-_NO_EFFECT: tuple[ParameterSpec, ...] = (
-    _no_effect(
-        "decoding_mode",
-        choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search"),
-        "how tokens are chosen",
-        "every request says so for itself",
-    ),
-    _no_effect(
-        "triton_backend",
-        choice("tensorrtllm", "python"),
-        "of tensorrtllm_backend, which implementation",
-        "there is one",
-    ),
-    _no_effect("executor_worker_path", TEXT, "program of a worker rank", "ranks run this package"),
-    _no_effect(
-        "max_queue_delay_microseconds",
-        integer(0),
-        "how long Triton may hold requests back to batch them",
-        "a request joins the batch in flight at once",
-    ),
-    _no_effect(
-        "encoder_input_features_data_type",
-        _DATA_TYPES,
-        "of the input encoder_input_features",
-        "no model here has an encoder",
-    ),
-    _no_effect(
-        "prompt_embedding_table_data_type",
-        _DATA_TYPES,
-        "of the input prompt_embedding_table",
-        "there are no prompt tables in this version",
-    ),
-    _no_effect("lora_cache_optimal_adapter_size", integer(0), "page size of the adapter cache", _NO_ADAPTERS),
-    _no_effect("lora_cache_max_adapter_size", integer(0), "largest rank", _NO_ADAPTERS),
-    _no_effect("lora_cache_gpu_memory_fraction", share(), "adapter cache", _NO_ADAPTERS),
-    _no_effect("lora_cache_host_memory_bytes", integer(0), "adapter cache", _NO_ADAPTERS),
-    _no_effect(
-        "max_num_images", integer(0), "most images of a prompt", "no model here takes any", _PREPROCESSING
-    ),
-    _no_effect("hf_model_path", TEXT, "checkpoint of an image model", "no model here is one", _PREPROCESSING),
-    _no_effect(
-        "tokenizer_type",
-        TEXT,
-        "of older versions of tensorrtllm_backend",
-        "tokenizer.json says it",
-        frozenset({Role.PREPROCESSING, Role.POSTPROCESSING}),
-    ),
-)
-
-_UNBUILT: tuple[ParameterSpec, ...] = (
-    _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
-    _unbuilt("visual_model_path", TEXT, "its name in older versions", roles=_PREPROCESSING),
-    _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
-    _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
-    _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
-    _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
-    _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
-    _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
-    _unbuilt("participant_ids", TEXT, "MPI ranks"),
-    _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
-    _unbuilt("lora_prefetch_dir", TEXT, "adapters to load at start"),
-    _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
-    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0),
-    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0),
-    _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0),
-    _unbuilt("medusa_choices", TEXT, "draft tree"),
-    _unbuilt("eagle_choices", TEXT, "draft tree"),
-    _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
-    _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
-    _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
-    _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
-    _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
-)
+# ---------------------------------------------------------------------- all rows
 
 
 def _built() -> list[ParameterSpec]:
@@ -523,7 +508,7 @@ _TRITONS_OWN = ParameterSpec(
     read_by_triton=True,
 )
 
-PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *_NO_EFFECT, *_UNBUILT)
+PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
 
 # ---------------------------------------------------------------------- the reader

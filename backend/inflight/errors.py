@@ -67,6 +67,10 @@ class Unavailable(RequestError):
     code = "UNAVAILABLE"
 
 
+class Unreachable(Unavailable):
+    """The engine is away. The message says where it was looked for, which is for the operator to read."""
+
+
 class Cancelled(RequestError):
     """The client cancelled the request or went away."""
 
@@ -99,13 +103,15 @@ def error_to_plain(value: object) -> tuple[str, str]:
     """An error as its code and message: what encoders call for values that they do not know (`enc_hook`)."""
     if isinstance(value, InflightError):
         return value.code, str(value)
-    raise NotImplementedError(f"{type(value).__name__} is nothing that is written down")
+    # msgspec expects this error of a hook that does not know a type: that is a defect of the program, not of data.
+    raise NotImplementedError(f"a value of type {type(value).__name__} cannot be encoded")
 
 
 def error_from_plain(kind: type, value: Any) -> RequestError:
     """The error that `error_to_plain` made plain: what decoders call for such fields (`dec_hook`)."""
     if not issubclass(kind, InflightError):
-        raise NotImplementedError(f"{kind.__name__} is nothing that is written down")
+        # As above. A ValueError would become msgspec's ValidationError, which is about data.
+        raise NotImplementedError(f"a value of type {kind.__name__} cannot be decoded")
     match value:
         case [str(code), str(message)]:
             return error_from_code(code, message)

@@ -83,12 +83,65 @@ def _integers(expected: str, minimum: int) -> Kind:
     return Kind(expected, lambda text: tuple(int(part) for part in text.split(",")), accepts)
 
 
+def _named_folders(text: str) -> tuple[tuple[str, str], ...]:
+    parts = [part.partition("=") for part in text.split(",")]
+    pairs = tuple((name.strip(), folder.strip()) for name, _, folder in parts)
+    if not all(name and folder for name, folder in pairs):
+        raise ValueError(text)
+    return pairs
+
+
+_FLOAT_TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
+DATA_TYPES = choice(*_FLOAT_TYPES)
+DATA_TYPE_OF = "_data_type"
+"""What ends the key of a parameter that says which type config.pbtxt declares an input in: that of `x` for
+x_data_type. Triton takes an input in the declared type alone."""
+
+
+def input_types(parameters: Mapping[str, str]) -> dict[str, str]:
+    """The data type of each input for which a parameter says a valid one: TYPE_FP32, …; by the input's name."""
+    return {
+        key.removesuffix(DATA_TYPE_OF): value
+        for key, value in parameters.items()
+        if key.endswith(DATA_TYPE_OF) and value in _FLOAT_TYPES
+    }
+
+
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 BOOLEAN = dataclasses.replace(_named(_TRUTH, any_case=True), expected="true or false")
+
+
+class SpecialTokens(Enum):
+    """Whether a prompt's text gets the special tokens that tokenizer.json puts around one, such as BOS.
+
+    AUTO adds them unless the text itself begins with those that would stand in front of it, as what a chat
+    template has made may.
+    """
+
+    ADDED = "true"
+    LEFT_OUT = "false"
+    AUTO = "auto"
+
+
+SPECIAL_TOKENS = dataclasses.replace(
+    _named(
+        {
+            **{text: SpecialTokens(str(value).lower()) for text, value in _TRUTH.items()},
+            "auto": SpecialTokens.AUTO,
+        },
+        any_case=True,
+    ),
+    expected="true, false or auto",
+)
 TEXT = Kind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
 DEVICES = _integers("numbers >= 0 with commas between", 0)
+NAMED_FOLDERS = Kind(
+    "different names, each with = and a folder behind it, with commas between: a=/folder/of/a,b=/folder/of/b",
+    _named_folders,
+    lambda value: len({name for name, _ in value}) == len(value),
+)
 NAMES = Kind("names with commas between", lambda text: tuple(part.strip() for part in text.split(",")), all)
 
 
@@ -100,6 +153,7 @@ class Role(Enum):
 
     ENGINE = "engine"
     FRONT_END = "front end"
+    BLS = "front end that may have a draft model"
     PREPROCESSING = "preprocessing"
     POSTPROCESSING = "postprocessing"
 

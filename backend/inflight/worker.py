@@ -19,9 +19,10 @@ import signal
 import sys
 from collections.abc import Callable
 
-from inflight.build import LoadModel, RunningEngine, build_engine, follow, load_model
+from inflight.build import RunningEngine, build_engine, follow
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
+from inflight.load_model import LoadModel, load_model
 from inflight.ranks.job import Orders, Report, decode_orders, encode_line
 from inflight.ranks.launch import SHARED_MEMORY
 from inflight.ranks.mpi import MpiWorld

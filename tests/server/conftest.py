@@ -72,6 +72,7 @@ class TritonPythonModel:
 RANKS = """
 parameters { key: "tensor_parallel_size" value { string_value: "${tensor_parallel_size}" } }
 parameters { key: "pipeline_parallel_size" value { string_value: "" } }
+parameters { key: "moe_expert_parallel_size" value { string_value: "" } }
 parameters { key: "launch_mode" value { string_value: "" } }
 parameters { key: "mpirun_arguments" value { string_value: "" } }
 """

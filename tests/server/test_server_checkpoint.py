@@ -1,9 +1,7 @@
-"""--model with a name from the Hugging Face hub; nothing is fetched."""
+"""--model: a folder whose name config.pbtxt can hold. Names of the hub are in tests/test_hub.py."""
 
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,38 +21,6 @@ def test_a_folder_may_have_any_letters_but_not_any_bytes(tmp_path: Path) -> None
                 find_checkpoint(str(folder))
 
 
-def test_a_name_is_fetched_without_other_formats_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
-    assert find_checkpoint("some-owner/some_model-1.5") == tmp_path
-    assert asked[0][0] == "some-owner/some_model-1.5"
-    assert "*.safetensors" in asked[0][1]
-    assert not any("bin" in pattern for pattern in asked[0][1])
-
-
-def test_a_failed_fetch_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        raise RuntimeError("404 not found\nand much more")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
-    with pytest.raises(OptionError, match=r"owner/model.*: 404 not found$"):
-        find_checkpoint("owner/model")
-
-
-def test_without_the_hubs_client_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(OptionError, match="pip install huggingface_hub"):
-        find_checkpoint("owner/model")
-
-
-@pytest.mark.parametrize("name", ["./missing", "/missing", "a/b/c", ""])
-def test_what_looks_like_a_path_is_not_asked_for(name: str) -> None:
-    with pytest.raises(OptionError, match=r"not a folder|no config\.json"):
-        find_checkpoint(name)
+def test_what_is_not_there_names_the_option() -> None:
+    with pytest.raises(OptionError, match=r"--model \./missing: not a folder"):
+        find_checkpoint("./missing")

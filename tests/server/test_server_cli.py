@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.openai.options import OpenAiOptions
 from inflight.server import cli
 from inflight.server.errors import OptionError
 from inflight.server.ports import Ports
@@ -11,7 +12,8 @@ from inflight.server.ports import Ports
 
 def test_defaults() -> None:
     options = cli.parse([])
-    assert options.ports == Ports(8000, 8001, 8002)
+    assert options.ports == Ports(8000, 8001, 8002, 9000)
+    assert options.openai == OpenAiOptions()
     assert options.host == "127.0.0.1"
     assert options.wanted.model is None
     assert options.wanted.settings == {}
@@ -23,9 +25,21 @@ def test_settings_keep_everything_behind_the_first_equals_sign() -> None:
     assert options.wanted.settings == {"a": "last", "empty": ""}
 
 
+def test_adapters_have_a_name_and_a_folder() -> None:
+    options = cli.parse(["--lora", "sql=a/b=c", "--lora", "chat=/d"])
+    assert options.wanted.adapters == (("sql", Path("a/b=c")), ("chat", Path("/d")))
+    assert cli.parse([]).wanted.adapters == ()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_dtypes(dtype: str) -> None:
     assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype
+
+
+@pytest.mark.parametrize("engine", ["torch", "transformers"])
+def test_engines(engine: str) -> None:
+    assert cli.parse(["--engine", engine]).wanted.engine == engine
+    assert cli.parse([]).wanted.engine is None
 
 
 def test_a_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +67,13 @@ def test_what_is_not_available_says_so(arguments: list[str], capsys: pytest.Capt
     "arguments",
     [
         ["--set", "novalue"],
+        ["--lora", "/adapters/sql"],
+        ["--lora", "sql="],
+        ["--lora", "=sql"],
         ["--http-port", "99999"],
+        ["--openai-port", "-1"],
+        ["--chat-template", "/nowhere/chat.jinja"],
+        ["--max-body-size", "much"],
         ["--exit-timeout", "-1"],
         ["--tp", "0"],
         ["--pp", "two"],
@@ -89,3 +109,30 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_models_can_be_unloaded_by_request_where_that_is_asked_for() -> None:
     assert cli.parse([]).model_control == "none"
     assert cli.parse(["--model-control", "explicit"]).model_control == "explicit"
+
+
+def test_the_openai_endpoint_may_be_left_out() -> None:
+    assert cli.parse(["--no-openai"]).ports == Ports(8000, 8001, 8002)
+    assert cli.parse(["--openai-port", "0"]).ports.openai == 0
+
+
+def test_flags_of_the_openai_endpoint(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    options = cli.parse(
+        ["--chat-template", str(template), "--served-model-name", "code", "--host", "0.0.0.0"]
+        + ["--api-key", "k", "--allowed-origins", "*", "--openai-port", "9001"]
+    ).openai
+    assert options == OpenAiOptions(
+        "0.0.0.0", 9001, ("code",), template, api_keys=("k",), cors_origins=("*",)
+    )
+
+
+def test_flags_of_the_openai_endpoint_that_do_not_go_together() -> None:
+    with pytest.raises(OptionError, match="without --ssl-certfile"):
+        cli.parse(["--ssl-keyfile", __file__])
+
+
+def test_ranks_and_groups_of_experts() -> None:
+    options = cli.parse(["--tp", "4", "--ep", "2"])
+    assert (options.tp, options.pp, options.ep) == (4, None, 2)

@@ -10,6 +10,7 @@ from inflight.server.config_text import (
     quote,
     read_parameters,
     set_decoupled,
+    set_input_type,
     set_parameters,
     unquote,
 )
@@ -92,6 +93,15 @@ def test_decoupled_is_set_whatever_stands_there(before: str, decoupled: bool, af
     assert f"decoupled: {after}\n}}" in set_decoupled(lines, decoupled)
 
 
+def test_the_type_of_an_input_is_set_in_each_form() -> None:
+    theirs = 'input [\n {\n  name: "a"\n  data_type: TYPE_FP16\n  dims: [ -1 ]\n }\n]'
+    ours = '{ name: "ab" data_type: TYPE_FP16 }, { name: "a" data_type: TYPE_FP16 }'
+    assert set_input_type(theirs, "a", "TYPE_FP32") == theirs.replace("FP16", "FP32")
+    assert set_input_type(ours, "a", "TYPE_BF16").endswith("TYPE_BF16 }")
+    assert '"ab" data_type: TYPE_FP16' in set_input_type(ours, "a", "TYPE_BF16")
+    assert set_input_type(ours, "b", "TYPE_BF16") == ours
+
+
 def test_a_model_that_never_has_several_responses_says_nothing_of_decoupled() -> None:
     assert set_decoupled('name: "m"', False) == 'name: "m"'
 
@@ -105,6 +115,19 @@ def test_variables_outside_of_strings_get_defaults() -> None:
 def test_an_unfilled_template_becomes_what_the_repository_has(model: ModelSpec) -> None:
     assert model.template is not None
     filled = fill_fields(render(model, model.template)).splitlines()
+    # A variable in a string counts as left out: the default holds, which the repository spells out.
+    filled = [line.replace("${tensorrt_llm_model_name}", "tensorrt_llm") for line in filled]
     batcher = filled.index("dynamic_batching {") if model.template.batching else len(filled)
     del filled[batcher : batcher + len(model.template.batching)]
     assert filled == render(model).splitlines()
+
+
+@pytest.mark.parametrize("spaces", ["", " ", "\n  "])
+def test_an_inputs_type_is_changed_and_nothing_else(spaces: str) -> None:
+    def row(name: str, data_type: str) -> str:
+        return f'{{ name:{spaces}"{name}"{spaces or " "}data_type:{spaces}{data_type} dims: [ -1, -1 ] }}'
+
+    text = f"input [ {row('table', 'TYPE_FP16')}, {row('table_2', 'TYPE_FP16')} ]"
+    expected = f"input [ {row('table', 'TYPE_BF16')}, {row('table_2', 'TYPE_FP16')} ]"
+    assert set_input_type(text, "table", "TYPE_BF16") == expected
+    assert set_input_type(text, "other", "TYPE_BF16") == text

@@ -14,7 +14,8 @@ from benchmarks.measuring import perf_analyzer
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
-from tests.commands import command, eventually, group_members, shared_memory_of
+from inflight.server.runtime_directory import find_processes
+from tests.commands import command, eventually, group_members, is_alive, shared_memory_of
 
 pytestmark = pytest.mark.e2e
 
@@ -140,26 +141,28 @@ def test_a_second_signal_does_not_wait(counting_repository: Path) -> None:
 
 
 def test_the_server_ends_with_a_launcher_that_is_killed(counting_repository: Path) -> None:
-    with command(counting_repository) as serving:
-        serving.ready_line()
-        server = serving.server()
+    with command(counting_repository, "--openai-port", "0") as serving:
+        assert serving.ready_line()["openai"].startswith("http://127.0.0.1:")
+        server, all_of_it = serving.server(), find_processes(serving.folder())
         folder = Path(os.readlink(f"/proc/{server}/cwd"))
         serving.process.kill()
         serving.process.wait()
         assert eventually(lambda: not folder.exists())
+        assert len(all_of_it) >= 3 and not any(is_alive(process.pid) for process in all_of_it)
         assert group_members(server) == []
         assert shared_memory_of(folder.name) == []
 
 
-def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: Path) -> None:
+@pytest.mark.parametrize("flag", ["--grpc-port", "--openai-port"])
+def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        with command(counting_repository, "--grpc-port", port) as serving:
+        with command(counting_repository, flag, port) as serving:
             output, errors = serving.process.communicate(timeout=20)
     assert serving.process.returncode == 2
     assert output == ""
     assert f"port {port}" in errors
-    assert "--grpc-port" in errors
+    assert flag in errors
     assert "tritonserver" not in errors
 
 

@@ -20,6 +20,7 @@ from inflight.server import ranks, runtime_directory
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from tests.commands import (
+    children_running,
     end,
     eventually,
     folder_of,
@@ -57,7 +58,7 @@ def workers(server: TritonServer) -> dict[int, int]:
 
 def serve_command(repository: Path) -> list[str]:
     ports = [word for service in ("http", "grpc", "metrics") for word in (f"--{service}-port", "0")]
-    given = ["--model-repository", str(repository), "--tp", "3", "--mode", "leader", *ports]
+    given = ["--model-repository", str(repository), "--tp", "3", "--mode", "leader", *ports, "--no-openai"]
     return [sys.executable, "-c", COMMAND, *given]
 
 
@@ -214,7 +215,6 @@ def test_ranks_that_were_started_together_are_not_started_again(
         client = ask(ready.split("grpc=")[1].split()[0], 3, 0, numbers)
         assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
         client.close()
-        children = psutil.Process(process.pid).children()
-        launcher = next(child for child in children if any("cli.main" in word for word in child.cmdline()))
+        launcher = children_running("cli.main", process.pid)[0]
         launcher.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -89,11 +89,12 @@ def test_one_engine_can_have_a_leader() -> None:
 
 
 def test_options_become_parameters(ranked_repository: Path, tmp_path: Path) -> None:
-    wanted = ranks.settings(tp=2, pp=None, mode=None, mpirun_arguments="--hostfile hosts")
+    wanted = ranks.settings(tp=2, pp=None, mode=None, mpirun_arguments="--hostfile hosts", ep=1)
     runtime = assemble(ranked_repository, tmp_path / "out", Wanted(), wanted)
     written = read_parameters((runtime.path / MODEL / "config.pbtxt").read_text())
     assert written["tensor_parallel_size"] == "2"
     assert written["pipeline_parallel_size"] == ""
+    assert written["moe_expert_parallel_size"] == "1"
     assert written["launch_mode"] == "orchestrator"
     assert written["mpirun_arguments"] == "--hostfile hosts"
     assert runtime.launches == (ranks.Launch(MODEL, 2, "orchestrator", "--hostfile hosts", tp=2),)
@@ -173,6 +174,29 @@ def test_sizes_that_do_not_are_refused_with_those_that_would_do(
 ) -> None:
     with pytest.raises(OptionError, match=message):
         check_rank_sizes(checkpoint(tmp_path, **LLAMA), tp, pp)
+
+
+MIXTURE = {**LLAMA, "num_experts": 6}
+
+
+def test_experts_are_divided_among_groups_of_ranks(tmp_path: Path) -> None:
+    mixture = checkpoint(tmp_path, **MIXTURE)
+    check_rank_sizes(mixture, 4, 2, ep=2)
+    with pytest.raises(
+        OptionError, match=r"--ep 4: does not divide the 6 experts of .* --tp 4 it can be 1, 2$"
+    ):
+        check_rank_sizes(mixture, 4, 1, ep=4)
+    with pytest.raises(OptionError, match=r"--ep 2: .* has no experts, so --ep can be 1"):
+        check_rank_sizes(checkpoint(tmp_path, **LLAMA), 2, 1, ep=2)
+
+
+def test_groups_divide_the_ranks_of_a_layer() -> None:
+    for tp, ep in ((1, 2), (4, 3)):
+        parameters = {"tensor_parallel_size": str(tp), "moe_expert_parallel_size": str(ep)}
+        with pytest.raises(OptionError, match=f"a: --ep {ep} is not a divisor of --tp {tp}"):
+            ranks.launch_of("a", parameters, {})
+    launch = ranks.launch_of("a", {"tensor_parallel_size": "4", "moe_expert_parallel_size": "2"}, {})
+    assert (launch.num_ranks, launch.tp, launch.ep) == (4, 4, 2)
 
 
 def test_gpt2_calls_its_sizes_otherwise(tmp_path: Path) -> None:

@@ -126,6 +126,52 @@ def test_a_record_is_written_where_the_user_is(tmp_path: Path, monkeypatch: pyte
         assert values["record_path"] == expected
 
 
+def test_adapters_are_found_from_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sql").mkdir()
+    present = PRESENT | {"lora_adapters": "${lora_adapters}", "lora_dir": "", "lora_prefetch_dir": ""}
+    wanted = Wanted(
+        settings={"lora_dir": "sql", "lora_prefetch_dir": "/p"},
+        adapters=(("a", Path("sql")), ("b", tmp_path / "sql")),
+    )
+    values = filled(wanted, present)
+    assert values["lora_adapters"] == f"a={tmp_path}/sql,b={tmp_path}/sql"
+    assert (values["lora_dir"], values["lora_prefetch_dir"]) == (f"{tmp_path}/sql", "/p")
+
+
+def test_adapters_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "a,b").mkdir()
+    for adapters, settings, message in (
+        ((("a", tmp_path / "none"),), {}, "--lora a=.*/none: there is no such folder"),
+        ((("a", tmp_path / "a,b"),), {}, "a comma stands between adapters"),
+        ((("a", tmp_path), ("a", tmp_path)), {}, "there are several adapters of this name"),
+        ((("a", tmp_path),), {"lora_adapters": "a=/x"}, "two ways to say the same"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            filled(Wanted(settings=settings, adapters=adapters), PRESENT | {"lora_adapters": ""})
+
+
+@pytest.mark.parametrize("models", ["", "all_models/inflight_batcher_llm"])
+def test_an_input_is_declared_in_the_type_that_its_parameter_says(tmp_path: Path, models: str) -> None:
+    source = default_repository().parent / models if models else default_repository()
+    for name, value in (("set", "TYPE_BF16"), ("bad", "BF16")):
+        runtime = assemble(source, tmp_path / name, Wanted(settings={"lora_weights_data_type": value}))
+        for model in ("tensorrt_llm", "ensemble"):
+            text = (runtime.path / model / "config.pbtxt").read_text()
+            expected = "TYPE_BF16" if name == "set" else "TYPE_FP16"
+            assert f'"lora_weights" data_type: {expected} dims' in text
+            assert '"draft_logits" data_type: TYPE_FP32' in text or model == "ensemble"
+
+
+def test_a_template_that_was_filled_in_declares_an_input_as_it_says(tmp_path: Path) -> None:
+    shutil.copytree(default_repository().parent / "all_models" / "inflight_batcher_llm", tmp_path / "in")
+    path = tmp_path / "in" / "tensorrt_llm" / "config.pbtxt"
+    path.write_text(path.read_text().replace("${lora_weights_data_type}", "TYPE_FP32"))
+    runtime = assemble(tmp_path / "in", tmp_path / "out", Wanted())
+    text = (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert '"lora_weights" data_type: TYPE_FP32 dims' in text
+
+
 def test_the_queues_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> None:
     """Triton's dynamic batcher would come with the bound of its own queue, and half-second waits."""
     runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_queue_size": "5"}))
@@ -166,7 +212,11 @@ def test_decoupled_mode_is_a_field_of_the_models_that_have_it(
     runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"decoupled_mode": value}))
     texts = {model: (runtime.path / model / "config.pbtxt").read_text() for model in runtime.models}
     found = {model: f"decoupled: {written} }}" in text for model, text in texts.items()}
-    assert {model for model, has_it in found.items() if has_it} == {"tensorrt_llm", "ensemble"}
+    assert {model for model, has_it in found.items() if has_it} == {
+        "tensorrt_llm",
+        "ensemble",
+        "tensorrt_llm_bls",
+    }
 
 
 def test_the_ensemble_is_decoupled_if_its_engines_model_is(tmp_path: Path) -> None:
@@ -221,3 +271,40 @@ def test_outputs_that_are_declared_already_are_not_declared_twice() -> None:
     assert added.count("generation_a") == 1
     assert added.endswith('output { name: "context_a" data_type: TYPE_FP32 dims: [ -1, -1 ] }\n')
     assert add_outputs(text, {"generation_a": 3}) == text
+
+
+def declared_types(runtime: Path) -> dict[str, int]:
+    """How each model declares the prompt table."""
+    configs = {
+        path.parent.name: text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+        for path in runtime.glob("*/config.pbtxt")
+    }
+    return {
+        name: each.data_type
+        for name, config in configs.items()
+        for each in config.input
+        if each.name == "prompt_embedding_table"
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, "FP16"), ("TYPE_BF16", "BF16"), ("TYPE_FP32", "FP32")]
+)
+def test_the_prompt_table_is_declared_in_the_type_that_is_wanted(
+    tmp_path: Path, value: str | None, expected: str
+) -> None:
+    settings = {} if value is None else {"prompt_embedding_table_data_type": value}
+    runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings=settings))
+    models = ("tensorrt_llm", "tensorrt_llm_infer", "ensemble", "tensorrt_llm_bls")
+    data_type = getattr(model_config_pb2, f"TYPE_{expected}")
+    assert declared_types(runtime.path) == dict.fromkeys(models, data_type)
+
+
+def test_a_front_end_declares_what_its_engine_has_been_filled_in_with(tmp_path: Path) -> None:
+    """Nobody fills tensorrtllm_backend's ensemble in with it."""
+    source = tmp_path / "filled"
+    shutil.copytree(default_repository(), source, ignore=shutil.ignore_patterns("demo_model"))
+    config = source / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text().replace("${prompt_embedding_table_data_type}", "TYPE_BF16"))
+    runtime = assemble(source, tmp_path / "out", Wanted())
+    assert set(declared_types(runtime.path).values()) == {model_config_pb2.TYPE_BF16}

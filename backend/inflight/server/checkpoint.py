@@ -1,60 +1,68 @@
 """A checkpoint, before anything is started: where `--model` is, and in how many parts it can be cut.
 
-`--model` is a folder on this machine, or the name of a checkpoint to fetch from the Hugging Face hub. Knows only
-what config.json calls the sizes. Of a model that says none of them nothing is known, and the engine itself refuses
-what cannot be done.
+Where that is, `inflight.hub` finds out. Knows only what config.json calls the sizes. Of a model that says none of
+them nothing is known, and the engine itself refuses what cannot be done.
 """
 
-import importlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from inflight import hub
+from inflight.errors import ConfigError
 from inflight.ranks.topology import tensor_parallel_sizes
 from inflight.server.errors import OptionError
 
 _LAYERS = ("num_hidden_layers", "n_layer")
 _HEADS = ("num_attention_heads", "n_head")
 _WIDTH = ("hidden_size", "n_embd")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_WANTED_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def find_checkpoint(model: str) -> Path:
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
     """The folder that holds `model`; raises OptionError where there is none to be had."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise OptionError(
-                f"--model {model}: no config.json in that folder, so not a Hugging Face checkpoint"
-            )
-        return _check_spelling(model, folder.resolve())
-    if folder.exists() or not _HUB_ID.fullmatch(model):
-        raise OptionError(f"--model {model}: not a folder")
-    return _download(model)
+    try:
+        folder = hub.find_checkpoint(model, revision)
+    except ConfigError as error:
+        raise OptionError(f"--model {error}") from None
+    return _check_spelling(model, folder.resolve())
 
 
-def check_rank_sizes(checkpoint: Path, tp: int, pp: int) -> None:
+def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
     """Raise OptionError if the model cannot be cut so, with what would do."""
     if tp == pp == 1:
         return
-    config = _read_config(checkpoint)
+    config, name = _read_config(checkpoint), hub.checkpoint_name(checkpoint)
     if (num_layers := _first(config, _LAYERS)) is not None and pp > num_layers:
         raise OptionError(
-            f"--pp {pp}: every stage needs a layer, and {checkpoint.name} has {num_layers} layers, "
+            f"--pp {pp}: every stage needs a layer, and {name} has {num_layers} layers, "
             f"so --pp can be 1 to {num_layers}"
         )
     num_heads, width = _first(config, _HEADS), _first(config, _WIDTH)
     if num_heads is None or width is None:
         return
+    if ep > 1:
+        _check_experts(name, _first(config, _EXPERTS), tp, ep)
     num_kv_heads = _first(config, ("num_key_value_heads",)) or num_heads
     inner = _first(config, ("intermediate_size", "n_inner")) or 4 * width
-    sizes = tensor_parallel_sizes(num_heads, num_kv_heads, inner)
+    sizes = tensor_parallel_sizes(
+        num_heads, num_kv_heads, inner * ep
+    )  # an expert is for the ranks of a group
     if tp not in sizes:
         raise OptionError(
-            f"--tp {tp}: does not divide {checkpoint.name}, which has {num_heads} heads, {num_kv_heads} key heads "
+            f"--tp {tp}: does not divide {name}, which has {num_heads} heads, {num_kv_heads} key heads "
             f"and an MLP of {inner}, so --tp can be {', '.join(map(str, sizes))}"
+        )
+
+
+def _check_experts(name: str, count: int | None, tp: int, ep: int) -> None:
+    if count is None:
+        raise OptionError(f"--ep {ep}: {name} has no experts, so --ep can be 1")
+    if count % ep:
+        sizes = [size for size in range(1, tp + 1) if not (tp % size or count % size)]
+        raise OptionError(
+            f"--ep {ep}: does not divide the {count} experts of {name}, so with --tp {tp} it can be "
+            f"{', '.join(map(str, sizes))}"
         )
 
 
@@ -67,23 +75,6 @@ def _check_spelling(model: str, folder: Path) -> Path:
             f"--model {model}: the folder's name is not UTF-8, as config.pbtxt has to be"
         ) from None
     return folder
-
-
-def _download(model: str) -> Path:
-    try:
-        hub = importlib.import_module("huggingface_hub")
-    except ImportError:
-        raise OptionError(
-            f"--model {model}: no such folder, and fetching it from the Hugging Face hub needs the package "
-            "huggingface_hub (pip install huggingface_hub)"
-        ) from None
-    try:
-        return Path(hub.snapshot_download(model, allow_patterns=_WANTED_FILES))
-    except Exception as error:  # the hub's client raises its own, the HTTP library's and the system's
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OptionError(
-            f"--model {model}: no such folder, and not to be had from the Hugging Face hub: {reason}"
-        ) from None
 
 
 def _read_config(checkpoint: Path) -> Mapping[str, object]:

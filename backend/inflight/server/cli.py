@@ -5,14 +5,19 @@ stderr by a thread of `log.ServerLog`.
 """
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import TextIO, cast, get_args
 
+from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
+from inflight.progress import ProgressEcho
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.errors import OptionError, ServeError
-from inflight.server.launch import ServerOptions, TritonServer
-from inflight.server.option_types import count, port, seconds, setting, whole
+from inflight.server.launch import ServerOptions, TritonServer, lay_out
+from inflight.server.option_types import count, named_folder, port, seconds, setting, whole
 from inflight.server.ports import Ports
 from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
@@ -24,7 +29,9 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8")
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal says to end; returns the exit status."""
     try:
-        return _serve(parse(arguments))
+        options = parse(arguments)
+        os.environ.pop(API_KEYS_VARIABLE, None)  # which is none of tritonserver's business, nor its models'
+        return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -37,12 +44,20 @@ def parse(arguments: list[str] | None) -> ServerOptions:
     return ServerOptions(
         model_repository=given.model_repository,
         wanted=Wanted(
-            model=find_checkpoint(given.model) if given.model is not None else None,
+            model=_checkpoint(given),
             dtype=given.dtype,
+            engine=given.engine,
             settings=dict(given.set),
+            adapters=tuple(given.lora),
         ),
         host=given.host,
-        ports=Ports(given.http_port, given.grpc_port, given.metrics_port),
+        ports=Ports(
+            given.http_port,
+            given.grpc_port,
+            given.metrics_port,
+            None if given.no_openai else given.openai_port,
+        ),
+        openai=_openai_options(given),
         tritonserver=given.tritonserver,
         log_verbose=given.log_verbose,
         exit_timeout_s=given.exit_timeout,
@@ -51,9 +66,26 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         model_control=given.model_control,
         tp=given.tp,
         pp=given.pp,
+        ep=given.ep,
         mode=given.mode,
         mpirun_arguments=given.mpirun_arguments,
+        write_repository=given.write_repository,
     )
+
+
+def _checkpoint(given: argparse.Namespace) -> Path | None:
+    if given.model is not None:
+        return find_checkpoint(given.model, given.revision)
+    if given.revision is not None:
+        raise OptionError("--revision is for a --model that is fetched from the Hugging Face hub")
+    return None
+
+
+def _openai_options(given: argparse.Namespace) -> OpenAiOptions:
+    try:
+        return read_arguments(given, given.host, given.openai_port)
+    except (OSError, ValueError) as error:
+        raise OptionError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,13 +103,27 @@ def _parser() -> argparse.ArgumentParser:
     _add_running_options(parser)
     _add_program_options(parser)
     _add_rank_options(parser)
+    add_arguments(parser)
     return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve (default: the demo model)")
+    add(
+        "--revision",
+        metavar="REVISION",
+        help="branch, tag or commit of a --model that is fetched from the Hugging Face hub (default: main)",
+    )
     add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
+    add(
+        "--lora",
+        metavar="NAME=PEFT_FOLDER",
+        type=named_folder,
+        action="append",
+        default=[],
+        help="a LoRA adapter that requests may name, as often as wanted",
+    )
     add(
         "--set",
         metavar="KEY=VALUE",
@@ -91,9 +137,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("openai", 9000)):
         explanation = "default: %(default)s; 0: any free one"
         add(f"--{service}-port", type=port, default=default, metavar="PORT", help=explanation)
+    add("--no-openai", action="store_true", help="serve Triton's endpoints alone, and no /v1")
 
 
 def _add_running_options(parser: argparse.ArgumentParser) -> None:
@@ -134,8 +181,20 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
+    add(
+        "--write-repository",
+        type=Path,
+        metavar="DIR",
+        help="start nothing: lay the models out in this new folder, for a tritonserver that something else starts",
+    )
     add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
-    add("--engine", choices=("torch", "tensorrt"), default="torch", help="only torch in this version")
+    add(
+        "--engine",
+        choices=("torch", "transformers", "tensorrt"),
+        help="torch: this server's own layers; transformers: its modelling code, for any decoder whose attention "
+        "can be replaced; tensorrt: not in this version (default: torch for families that it has, transformers "
+        "for others)",
+    )
     add("--engine-dir", metavar="DIR", help="not in this version")
 
 
@@ -143,6 +202,13 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tp", type=count, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
     add("--pp", type=count, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
+    add(
+        "--ep",
+        type=count,
+        metavar="N",
+        help="expert-parallel groups of the tensor-parallel ranks, each with experts of its own (default: the "
+        "repository's, or 1: every rank has a slice of every expert)",
+    )
     add(
         "--mode",
         choices=get_args(Mode),
@@ -157,20 +223,39 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_unavailable(given: argparse.Namespace) -> None:
-    if given.engine != "torch":
-        raise OptionError(f"--engine {given.engine} is not available in this version, only torch is")
+    if given.engine == "tensorrt":
+        raise OptionError("--engine tensorrt is not available in this version, torch and transformers are")
     if given.engine_dir is not None:
         raise OptionError("--engine-dir is not available in this version; --model names a checkpoint")
 
 
 def _serve(options: ServerOptions) -> int:
-    with Signals() as signals:
-        return Supervisor(
-            options, signals, sys.stderr, lambda server: print(ready_line(server), flush=True)
-        ).run()
+    if options.write_repository is not None:
+        return _write(options, options.write_repository)
+    with Signals() as signals, _echo() as echo:
+        return Supervisor(options, signals, echo, lambda server: print(ready_line(server), flush=True)).run()
+
+
+@contextlib.contextmanager
+def _echo() -> Iterator[TextIO]:
+    """Where the server's log goes: stderr; on a terminal, lines about progress become a bar there."""
+    if not sys.stderr.isatty():
+        yield sys.stderr
+        return
+    with contextlib.closing(ProgressEcho(sys.stderr)) as echo:
+        yield cast(TextIO, echo)
+
+
+def _write(options: ServerOptions, target: Path) -> int:
+    if target.exists():
+        raise OptionError(f"--write-repository {target}: it exists; name a folder that does not")
+    models = ", ".join(lay_out(options, target).models)
+    print(f"WRITTEN {target} with {models}", flush=True)
+    return 0
 
 
 def ready_line(server: TritonServer) -> str:
     """The line that tells where a ready server listens and what it serves."""
     model = server.repository.checkpoint or "none"
-    return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics} model={model}"
+    openai = f" openai={server.openai}" if server.openai else ""
+    return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics}{openai} model={model}"

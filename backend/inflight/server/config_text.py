@@ -29,6 +29,7 @@ _FIELD_DEFAULTS = {
     "decoupled_mode": "true",
     "max_queue_delay_microseconds": "0",
     "max_queue_size": "0",
+    "bls_instance_count": "1",
     "preprocessing_instance_count": "1",
     "postprocessing_instance_count": "1",
     "logits_datatype": "TYPE_FP32",
@@ -88,6 +89,12 @@ def add_outputs(config_text: str, outputs: Mapping[str, int]) -> str:
         for name in new
     ]
     return "\n".join([config_text.rstrip("\n"), *lines, ""])
+
+
+def set_input_type(config_text: str, name: str, data_type: str) -> str:
+    """The same text with another data type of the tensor `name`, where that stands behind its name, as usual."""
+    pattern = rf'(name\s*:\s*"{re.escape(name)}"\s*,?\s*data_type\s*:\s*)\w+'
+    return re.sub(pattern, rf"\g<1>{data_type}", config_text)
 
 
 def fill_fields(config_text: str) -> str:

@@ -8,21 +8,26 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
 
+from inflight.endpoint.path import endpoint_path
+from inflight.openai.options import OpenAiOptions
 from inflight.server import installation, ranks, runtime_directory
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
 from inflight.server.errors import ServeError
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause
+from inflight.server.openai_process import OpenAiProcess
 from inflight.server.ports import Ports, resolve_host, resolve_ports
 from inflight.server.process import ServerProcess
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
 from inflight.server.runtime_directory import PID_FILE
 from inflight.server.startup import Startup, is_ready, num_bytes
 
+_MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
 _UNREADY_GRACE_S = 5.0  # nothing can be in flight
 # How long a server with nothing left to do may take to end (see `drain` for why it may not end at all). Of an
@@ -43,17 +48,21 @@ class ServerOptions:
 
     Attributes:
         ports: A free port is chosen for each that is 0.
+        openai: How the OpenAI endpoint is to be, if `ports` has a port for it; host, port and metrics are the
+            server's.
         ready_timeout_s: Give up after so many seconds without progress before the server is ready; None: never.
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
         tp, pp, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
+        write_repository: A folder to lay the models out in, for another program to load; nothing is started then.
     """
 
     model_repository: Path = field(default_factory=default_repository)
     wanted: Wanted = field(default_factory=Wanted)
     host: str = "127.0.0.1"
     ports: Ports = field(default_factory=Ports)
+    openai: OpenAiOptions = field(default_factory=OpenAiOptions)
     tritonserver: Path | None = None
     log_verbose: bool = False
     exit_timeout_s: int = 30
@@ -62,8 +71,16 @@ class ServerOptions:
     model_control: Literal["none", "explicit"] = "none"
     tp: int | None = None
     pp: int | None = None
+    ep: int | None = None
     mode: ranks.Mode | None = None
     mpirun_arguments: str | None = None
+    write_repository: Path | None = None
+
+
+def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
+    """Make the models that `options` ask for in `target`, which must not exist yet; raises OptionError."""
+    wanted = ranks.settings(options.tp, options.pp, options.mode, options.mpirun_arguments, options.ep)
+    return assemble(options.model_repository, target, options.wanted, wanted)
 
 
 class TritonServer:
@@ -84,7 +101,8 @@ class TritonServer:
             self.repository = self._assemble()
             self._leader = self._find_leader()
             self._environment = self._make_environment()
-        except BaseException:
+            self._openai = self._make_openai()
+        except BaseException:  # also Ctrl-C: the folder must not stay behind
             runtime_directory.remove(self._folder)
             raise
 
@@ -102,6 +120,11 @@ class TritonServer:
     def metrics(self) -> str:
         """Where the metrics are served, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.metrics}"
+
+    @property
+    def openai(self) -> str | None:
+        """Where the OpenAI endpoint is, as a URL without a path; None without one."""
+        return self._openai.url if self._openai else None
 
     @property
     def pid(self) -> int:
@@ -132,6 +155,8 @@ class TritonServer:
         except OSError as error:
             raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None
         self._log = ServerLog(self._process.output, self._echo, _has_gpu() or self._options.log_verbose)
+        if self._openai:
+            self._openai.start()
 
     def wait_ready(
         self,
@@ -147,12 +172,14 @@ class TritonServer:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         startup = self._make_startup(say)
-        while not is_ready(self._address, self.ports.http, self.ports.metrics, self.repository.models):
+        while not self._is_ready():
             self._started().wait(_POLL_INTERVAL_S)
             if interrupted():
                 return False
             if self.returncode is not None:
                 raise self.ended()
+            if self._openai and self._openai.failure:
+                raise ServeError(f"the OpenAI endpoint does not start: {self._openai.failure}")
             if stalled := startup.check():
                 raise ServeError(f"{stalled}; {_where_log_is(self._echo)}\n{find_cause(self.log_text())}")
             if deadline is not None and time.monotonic() > deadline:
@@ -161,6 +188,11 @@ class TritonServer:
         if self._log:
             self._log.settle(quiet=0.05, timeout=0.5)
         return True
+
+    def _is_ready(self) -> bool:
+        ports, models = self.ports, self.repository.models
+        is_openai_up = self._openai is None or self._openai.is_up()
+        return is_openai_up and is_ready(self._address, ports.http, ports.metrics, models)
 
     def _make_startup(self, say: Callable[[str], None] | None) -> Startup:
         assert self._log is not None, "who waits has started the server"
@@ -195,21 +227,25 @@ class TritonServer:
 
         Returns whether it ended in order, everything in flight answered within that time.
         """
+        timeout_s = max(1.0, self._options.exit_timeout_s) if self._ready else _UNREADY_GRACE_S
+        begun_s = time.monotonic()
+        watch: EngineDrain | IdleWatch | None = self._drain_engines()
+        # An engine in a tritonserver that ends waits some seconds for requests that did not come through Triton:
+        # not as long as these may take.
+        in_order = self._openai is None or self._openai.end(hurry, timeout_s)
         if not self._started().ask_to_end():
             self.kill()
             return False
-        timeout_s = max(1.0, self._options.exit_timeout_s) if self._ready else _UNREADY_GRACE_S
-        watch: EngineDrain | IdleWatch | None = self._drain_engines()
         grace_s = min(_DRAINED_GRACE_S, timeout_s / 4)
         if watch is None:
             watch, grace_s = IdleWatch(lambda: stubs_processor_time(self.pid)), _QUIET_S
             timeout_s += _QUIET_S if self._ready else 0.0
-        deadline = time.monotonic() + timeout_s
+        deadline = begun_s + timeout_s
         drained = False
         while self.returncode is None and not (drained or hurry()) and time.monotonic() < deadline:
             self._started().wait(_POLL_INTERVAL_S)
             drained = watch.seconds() > grace_s
-        in_order = self.returncode == 0 or (drained and self.returncode is None)
+        in_order &= self.returncode == 0 or (drained and self.returncode is None)
         self.kill()
         return in_order
 
@@ -223,6 +259,8 @@ class TritonServer:
 
     def kill(self) -> None:
         """End the server, its stubs and its ranks at once."""
+        if self._openai:
+            self._openai.kill()
         self._started().kill()
         if self._log:
             self._log.join(timeout=5)
@@ -240,14 +278,34 @@ class TritonServer:
                 self._keeper.dismiss()
 
     def _assemble(self) -> RuntimeRepository:
-        given = self._options
-        wanted = ranks.settings(given.tp, given.pp, given.mode, given.mpirun_arguments)
-        return assemble(given.model_repository, self._folder / "models", given.wanted, wanted)
+        return lay_out(self._options, self._folder / "models")
 
     def _find_leader(self) -> ranks.Launch | None:
         """The engine whose ranks this launcher starts; None if there is none, or its ranks run already."""
         leader = ranks.find_leader(self.repository.launches)
         return leader if ranks.num_ranks_around() == 1 else None
+
+    def _make_openai(self) -> OpenAiProcess | None:
+        """The endpoint for the engine (of several that in `tensorrt_llm`, or the first); None without one."""
+        engines, options = self.repository.endpoints, self._options
+        if self.ports.openai is None or not engines:
+            return None
+        engine = _MAIN_ENGINE if _MAIN_ENGINE in engines else next(iter(engines))
+        wanted = replace(
+            options.openai,
+            host=options.host,
+            port=self.ports.openai,
+            metrics_url=f"http://{self._address}:{self.ports.metrics}/metrics",
+        )
+        find_socket = partial(self._engine_socket, engine, engines[engine])
+        return OpenAiProcess(wanted, find_socket, self._folder, options.exit_timeout_s, self._echo)
+
+    def _engine_socket(self, engine: str, endpoint: str) -> Path | None:
+        """Where an engine's socket is, or will be; None while tritonserver's process id is not known."""
+        if endpoint:
+            return Path(endpoint)
+        pid = runtime_directory.read_pid(self._folder)
+        return None if pid is None else Path(endpoint_path(pid, engine, str(self._folder)))
 
     def _make_environment(self) -> dict[str, str]:
         """The environment of tritonserver; in leader mode that of mpirun and the workers."""
@@ -267,8 +325,8 @@ class TritonServer:
             str(self._installation.program),
             *self._installation.arguments,
             f"--model-repository={self.repository.path}",
-            *(f"--{service}-address={self._address}" for service in asdict(self.ports)),
-            *(f"--{service}-port={port}" for service, port in asdict(self.ports).items()),
+            *(f"--{service}-address={self._address}" for service in self.ports.of_triton()),
+            *(f"--{service}-port={port}" for service, port in self.ports.of_triton().items()),
             f"--exit-timeout-secs={self._options.exit_timeout_s}",
             f"--log-verbose={int(self._options.log_verbose)}",
             # Auto-completion starts every model's stub twice, to ask what its complete config.pbtxt says.
@@ -302,6 +360,7 @@ def serve(
         model=model or given.wanted.model,
         dtype=dtype or given.wanted.dtype,
         settings={**given.wanted.settings, **(settings or {})},
+        adapters=given.wanted.adapters,
     )
     repository = model_repository or given.model_repository
     server = TritonServer(replace(given, model_repository=repository, wanted=wanted))

@@ -1,6 +1,7 @@
 """Types of command-line options, as functions for argparse. Standard library only, see `trtllm_launcher`."""
 
 import argparse
+from pathlib import Path
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -9,6 +10,14 @@ def setting(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
     return key, value
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """A name and a folder, written NAME=FOLDER."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"expected NAME=FOLDER, got {text!r}")
+    return name, Path(folder)
 
 
 def port(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The three ports of a server: found free, or checked to be free before anything is started."""
+"""The ports of a server: found free, or checked to be free before anything is started."""
 
 import contextlib
 import random
@@ -14,15 +14,24 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class Ports:
-    """Port numbers; 0 asks for any free one."""
+    """Port numbers; 0 asks for any free one. Without `openai` there is no OpenAI endpoint."""
 
     http: int = 0
     grpc: int = 0
     metrics: int = 0
+    openai: int | None = None
+
+    def of_triton(self) -> dict[str, int]:
+        """Those that tritonserver listens on, by its own names for them."""
+        return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
 
 
 def resolve_host(host: str) -> str:
-    """The IPv4 address to listen on."""
+    """The IPv4 address to listen on; raises OptionError for a host that has none."""
+    if ":" in host:
+        raise OptionError(
+            f"--host {host}: tritonserver listens on IPv4 alone; python -m inflight.openai takes IPv6 addresses"
+        )
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -37,6 +46,7 @@ def resolve_ports(address: str, asked: Ports) -> Ports:
             http=_claim(held, address, asked.http, "--http-port"),
             grpc=_claim(held, address, asked.grpc, "--grpc-port"),
             metrics=_claim(held, address, asked.metrics, "--metrics-port"),
+            openai=None if asked.openai is None else _claim(held, address, asked.openai, "--openai-port"),
         )
 
 

@@ -27,10 +27,12 @@ from inflight.server.errors import OptionError, ServeError
 Mode = Literal["in_process", "leader", "orchestrator"]
 
 TENSOR_PARALLEL, PIPELINE_PARALLEL = "tensor_parallel_size", "pipeline_parallel_size"
+EXPERT_PARALLEL = "moe_expert_parallel_size"
 LAUNCH_MODE, MPIRUN_ARGUMENTS = "launch_mode", "mpirun_arguments"
 OPTIONS: Mapping[str, str] = {
     TENSOR_PARALLEL: "--tp",
     PIPELINE_PARALLEL: "--pp",
+    EXPERT_PARALLEL: "--ep",
     LAUNCH_MODE: "--mode",
     MPIRUN_ARGUMENTS: "--mpirun-arguments",
 }
@@ -51,6 +53,7 @@ class Launch:
         mode: A value of `LaunchMode`.
         mpirun_arguments: More arguments for mpirun, in a shell's words.
         tp, pp: Tensor-parallel ranks, and pipeline stages.
+        ep: Expert-parallel groups of the tensor-parallel ranks.
     """
 
     model: str
@@ -59,15 +62,17 @@ class Launch:
     mpirun_arguments: str = ""
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
 
 def settings(
-    tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None
+    tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None, ep: int | None = None
 ) -> dict[str, str]:
     """The options of the command line as parameters of config.pbtxt; None leaves what the repository says."""
     given = {
         TENSOR_PARALLEL: tp,
         PIPELINE_PARALLEL: pp,
+        EXPERT_PARALLEL: ep,
         LAUNCH_MODE: mode,
         MPIRUN_ARGUMENTS: mpirun_arguments,
     }
@@ -78,7 +83,8 @@ def launch_of(
     model: str, parameters: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> Launch:
     """How an engine's ranks are started, by its parameters; OptionError where they do not go together."""
-    tp, pp = (_size(model, key, parameters.get(key)) for key in (TENSOR_PARALLEL, PIPELINE_PARALLEL))
+    sizes = TENSOR_PARALLEL, PIPELINE_PARALLEL, EXPERT_PARALLEL
+    tp, pp, ep = (_size(model, key, parameters.get(key)) for key in sizes)
     asked = parameters.get(LAUNCH_MODE)
     mode = _mode(model, asked) if asked and is_filled(asked) else default_mode(tp * pp, environment).value
     if mode == "in_process" and tp * pp > 1:
@@ -86,6 +92,8 @@ def launch_of(
             f"{model}: --tp {tp} --pp {pp} makes {tp * pp} ranks, and in_process is for one: "
             "use --mode orchestrator or --mode leader"
         )
+    if tp % ep:
+        raise OptionError(f"{model}: --ep {ep} is not a divisor of --tp {tp}: it groups those ranks")
     around = num_ranks_around(environment)
     if mode == "leader" and around not in (1, tp * pp):
         raise OptionError(
@@ -94,7 +102,7 @@ def launch_of(
     if mode == "leader" and tp * pp == 1:
         raise OptionError(f"{model}: --mode leader is for several ranks, and --tp {tp} --pp {pp} makes one")
     return Launch(
-        model, tp * pp, mode, _mpirun_arguments(model, parameters.get(MPIRUN_ARGUMENTS, "")), tp, pp
+        model, tp * pp, mode, _mpirun_arguments(model, parameters.get(MPIRUN_ARGUMENTS, "")), tp, pp, ep
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.config import is_filled
+from inflight.parameter_spec import input_types
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
@@ -21,15 +22,18 @@ from inflight.server.config_text import (
     read_decoupled,
     read_parameters,
     set_decoupled,
+    set_input_type,
     set_max_batch_size,
     set_parameters,
 )
 from inflight.server.errors import OptionError
 
-MODEL_PATH, TOKENIZER, DTYPE = "gpt_model_path", "tokenizer_dir", "dtype"
+MODEL_PATH, TOKENIZER, DTYPE, ENGINE = "gpt_model_path", "tokenizer_dir", "dtype", "engine"
 ENGINE_NAME = "tensorrt_llm_model_name"
+ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH = "record_path"
-ADD_SPECIAL_TOKENS = "add_special_tokens"
+LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_prefetch_dir"
+ADD_SPECIAL_TOKENS, MODEL_TYPE = "add_special_tokens", "gpt_model_type"
 ADDITIONAL_OUTPUTS = "additional_model_outputs"
 MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
 _CONFIG = "config.pbtxt"
@@ -38,11 +42,21 @@ _DEMO_MODEL = "demo_model"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fill into config.pbtxt: `settings` are parameter names and values, and win over the other two."""
+    """What to fill into config.pbtxt.
+
+    Attributes:
+        model: The checkpoint.
+        dtype: Of its weights.
+        settings: Parameter names and values; they win over the two before, and over `engine`.
+        adapters: Names of LoRA adapters, and their folders.
+        engine: Whose layers compute it: torch's or transformers'.
+    """
 
     model: Path | None = None
     dtype: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    adapters: tuple[tuple[str, Path], ...] = ()
+    engine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +67,14 @@ class RuntimeRepository:
         models: The names of its models.
         checkpoint: What its engines serve, separated by commas; None if there is none.
         launches: Who starts the ranks of each engine.
+        endpoints: Where each engine's socket is to be, by its model; "": where it puts it by itself.
     """
 
     path: Path
     models: tuple[str, ...]
     checkpoint: str | None
     launches: tuple[ranks.Launch, ...] = ()
+    endpoints: Mapping[str, str] = field(default_factory=dict)
 
 
 def default_repository() -> Path:
@@ -94,12 +110,23 @@ def assemble(
         changed = {key: value for key, value in filled[model].items() if value != present[model][key]}
         text = set_parameters(text, changed)
         text = add_outputs(text, _additional_outputs(filled[model].get(ADDITIONAL_OUTPUTS, "")))
+        engine = _engine_of(model, filled[model], engines)
+        of_engine = input_types(filled[engine]) if engine else {}  # which nobody need have filled in twice
+        for name, data_type in {**of_engine, **input_types(filled[model])}.items():
+            text = set_input_type(text, name, data_type)
         if (mode := _mode_of(model, filled[model], decoupled, engines, configs)) is not None:
             text = set_decoupled(text, mode)
         if batch_size is not None:
             text = set_max_batch_size(text, batch_size)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
-    return RuntimeRepository(target, tuple(configs), _checkpoints(filled), launches)
+    endpoints = {model: filled[model].get(ENGINE_ENDPOINT, "") for model in engines}
+    return RuntimeRepository(
+        target,
+        tuple(configs),
+        _checkpoints(filled),
+        launches,
+        {model: path if is_filled(path) else "" for model, path in endpoints.items()},
+    )
 
 
 def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path) -> dict[str, dict[str, str]]:
@@ -133,12 +160,34 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     values: dict[str, str] = {}
     if wanted.dtype is not None:
         values[DTYPE] = wanted.dtype
+    if wanted.engine is not None:
+        values[ENGINE] = wanted.engine
     if wanted.model is not None:
         values[MODEL_PATH] = str(wanted.model.resolve())
     values |= wanted.settings
-    if values.get(RECORD_PATH):  # the server runs in a folder that goes with it
-        values[RECORD_PATH] = str(Path(values[RECORD_PATH]).absolute())
+    if wanted.adapters:
+        values[LORA_ADAPTERS] = _named_folders(wanted)
+    for key in (RECORD_PATH, LORA_DIR, LORA_PREFETCH_DIR):  # the server runs in a folder that goes with it
+        if values.get(key):
+            values[key] = str(Path(values[key]).absolute())
     return values
+
+
+def _named_folders(wanted: Wanted) -> str:
+    """The parameter lora_adapters for all of --lora; raises OptionError for what cannot be one of them."""
+    if LORA_ADAPTERS in wanted.settings:
+        raise OptionError(f"--lora and --set {LORA_ADAPTERS} are two ways to say the same: use one of them")
+    names = [name for name, _ in wanted.adapters]
+    for name, folder in wanted.adapters:
+        if names.count(name) > 1:
+            raise OptionError(f"--lora {name}={folder}: there are several adapters of this name")
+        if not folder.is_dir():
+            raise OptionError(f"--lora {name}={folder}: there is no such folder")
+        if "," in f"{name}{folder.absolute()}":
+            raise OptionError(
+                f"--lora {name}={folder}: a comma stands between adapters, not in a name or folder"
+            )
+    return ",".join(f"{name}={folder.absolute()}" for name, folder in wanted.adapters)
 
 
 def _demo_model(source: Path, engine: str) -> str | None:
@@ -161,13 +210,13 @@ def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ..
             continue
         launches.append(launch := ranks.launch_of(model, known))
         if is_filled(known[MODEL_PATH]):
-            check_rank_sizes(Path(known[MODEL_PATH]), launch.tp, launch.pp)
+            check_rank_sizes(Path(known[MODEL_PATH]), launch.tp, launch.pp, launch.ep)
     return tuple(launches)
 
 
 def _is_engine(known: Mapping[str, str]) -> bool:
     """Whether the model loads a checkpoint; tensorrtllm_backend's preprocessing is told its folder too."""
-    return MODEL_PATH in known and ADD_SPECIAL_TOKENS not in known
+    return MODEL_PATH in known and (ADD_SPECIAL_TOKENS not in known or MODEL_TYPE in known)
 
 
 def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:

@@ -123,7 +123,7 @@ class Supervisor:
             if server.wait_ready(interrupted=self._signals.any, say=self._say):
                 return server
             server.shut_down(hurry=self._signals.several)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the server must not stay behind
             server.close()
             raise
         server.close()

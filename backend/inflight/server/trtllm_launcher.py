@@ -95,7 +95,8 @@ def translate(given: argparse.Namespace) -> Translation:
     tritonserver = given.tritonserver if Path(given.tritonserver).exists() else None
     if tritonserver is None and given.tritonserver != _TRITONSERVER:
         raise OptionError(f"--tritonserver {given.tritonserver}: there is no such program")
-    arguments = ["--model-repository", str(given.model_repo), "--host", "0.0.0.0"]
+    # The original opens no further port, on which a second server would fail to start.
+    arguments = ["--model-repository", str(given.model_repo), "--host", "0.0.0.0", "--no-openai"]
     for service in ("grpc", "http", "metrics"):
         arguments += [f"--{service}-port", str(getattr(given, f"{service}_port"))]
     if tritonserver:

@@ -1,0 +1,5 @@
+"""What a machine, and what is installed on it, will do for a server: `scripts/doctor`.
+
+Each check asks the functions that a start asks too, and imports what it needs while it runs, so that it can say
+what is missing on a machine where nothing is installed yet. Nothing else imports this package. One thread.
+"""

@@ -1,0 +1,82 @@
+"""`scripts/doctor`, or `python -m inflight.doctor`: options in, findings out, status 1 if any is red."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from inflight.doctor import machine, output, programs
+from inflight.doctor.checkpoint import check_checkpoint
+from inflight.doctor.finding import Finding, Level, examine, worst
+from inflight.server.option_types import port, setting
+
+_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Examine, and write what was found to stdout; the exit status."""
+    given = _parser().parse_args(arguments)
+    findings: list[Finding] = []
+    for name, check in _checks(given):
+        findings += examine(name, check)
+    (output.write_json if given.json else output.write_text)(findings, sys.stdout)
+    return 1 if worst(findings) is Level.RED else 0
+
+
+def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[Finding]]]]:
+    has_gpu = machine.has_gpu()
+    model = Path(given.model) if given.model and Path(given.model).is_dir() else None
+    ports = {service: getattr(given, f"{service}_port") for service in _PORTS}
+    checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
+        ("Python", machine.check_python),
+        ("packages", machine.check_packages),
+        ("processors", machine.check_processors),
+        ("memory", machine.check_memory),
+        ("GPU", machine.check_driver),
+        ("torch", partial(programs.check_torch, has_gpu)),
+        ("CPU layers", partial(machine.check_layers, has_gpu)),
+        ("/dev/shm", machine.check_shared_memory),
+        ("ports", partial(machine.check_ports, given.host, ports)),
+        ("tritonserver", partial(programs.check_tritonserver, given.tritonserver)),
+        ("MPI", programs.check_mpi),
+    ]
+    if has_gpu:
+        checks.append(("attention", partial(programs.check_attention, model, given.dtype)))
+    if given.model:
+        checks.append(
+            (
+                "checkpoint",
+                partial(check_checkpoint, given.model, given.revision, given.dtype, dict(given.set)),
+            )
+        )
+    return checks
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/doctor",
+        description="Say what this machine will do: green, yellow or red, and what mends it. Starts nothing.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR_OR_HF_ID", help="a checkpoint: will it be loaded, and will it fit?")
+    add(
+        "--revision",
+        metavar="REVISION",
+        help="of a checkpoint from the Hugging Face hub, as for scripts/serve",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float16", "int8"), help="as for scripts/serve")
+    add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
+    add("--host", default="127.0.0.1", help="as for scripts/serve")
+    for service, default in _PORTS.items():
+        add(f"--{service}-port", type=port, default=default, metavar="PORT", help="default: %(default)s")
+    add("--tritonserver", type=Path, metavar="PATH", help="as for scripts/serve")
+    add("--json", action="store_true", help="one JSON object instead of lines")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

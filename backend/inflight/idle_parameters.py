@@ -1,0 +1,106 @@
+"""Parameters of TensorRT-LLM that do nothing here: rows of `inflight.config` without a field.
+
+Some could do nothing whatever their value is: they are accepted, and the log says why. Others are for what is not
+built: they are accepted at the values that ask for nothing. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.parameter_spec import (
+    BOOLEAN,
+    DATA_TYPES,
+    ENGINE_ONLY,
+    TEXT,
+    Kind,
+    ParameterSpec,
+    Role,
+    choice,
+    integer,
+    share,
+)
+
+_PREPROCESSING = frozenset({Role.PREPROCESSING})
+
+
+def _unbuilt(
+    key: str,
+    kind: Kind,
+    meaning: str,
+    *neutral: Any,
+    template: str = "",
+    roles: frozenset[Role] = ENGINE_ONLY,
+) -> ParameterSpec:
+    return ParameterSpec(key, kind, None, meaning, roles, template=template, neutral=neutral)
+
+
+def _no_effect(
+    key: str, kind: Kind, meaning: str, reason: str, roles: frozenset[Role] = ENGINE_ONLY
+) -> ParameterSpec:
+    return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
+
+
+NO_EFFECT: tuple[ParameterSpec, ...] = (
+    _no_effect(
+        "decoding_mode",
+        choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search"),
+        "how tokens are chosen",
+        "every request says so for itself",
+    ),
+    _no_effect(
+        "triton_backend",
+        choice("tensorrtllm", "python"),
+        "of tensorrtllm_backend, which implementation",
+        "there is one",
+    ),
+    _no_effect("executor_worker_path", TEXT, "program of a worker rank", "ranks run this package"),
+    _no_effect(
+        "max_queue_delay_microseconds",
+        integer(0),
+        "how long Triton may hold requests back to batch them",
+        "a request joins the batch in flight at once",
+    ),
+    _no_effect(
+        "encoder_input_features_data_type",
+        DATA_TYPES,
+        "of the input encoder_input_features",
+        "no model here has an encoder",
+    ),
+    _no_effect(
+        "max_num_images", integer(0), "most images of a prompt", "no model here takes any", _PREPROCESSING
+    ),
+    _no_effect("hf_model_path", TEXT, "checkpoint of an image model", "no model here is one", _PREPROCESSING),
+    _no_effect(
+        "tokenizer_type",
+        TEXT,
+        "of older versions of tensorrtllm_backend",
+        "tokenizer.json says it",
+        frozenset({Role.PREPROCESSING, Role.POSTPROCESSING}),
+    ),
+)
+
+UNBUILT: tuple[ParameterSpec, ...] = (
+    _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
+    _unbuilt("visual_model_path", TEXT, "its name in older versions", roles=_PREPROCESSING),
+    _unbuilt("multimodal_encoders_name", TEXT, "model that encodes images", roles=frozenset({Role.BLS})),
+    _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
+    _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
+    _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
+    _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
+    _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
+    _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
+    _unbuilt("participant_ids", TEXT, "MPI ranks"),
+    _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
+    _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),
+    _unbuilt("lookahead_window_size", integer(0), "lookahead decoding", 0),
+    _unbuilt("lookahead_ngram_size", integer(0), "lookahead decoding", 0),
+    _unbuilt("lookahead_verification_set_size", integer(0), "lookahead decoding", 0),
+    _unbuilt("medusa_choices", TEXT, "draft tree"),
+    _unbuilt("eagle_choices", TEXT, "draft tree"),
+    _unbuilt("gpu_weights_percent", share(), "weights kept on the GPU", 1.0),
+    _unbuilt("enable_context_fmha_fp32_acc", BOOLEAN, "TensorRT engines", False),
+    _unbuilt("multi_block_mode", BOOLEAN, "TensorRT engines", True, False),
+    _unbuilt("cuda_graph_cache_size", integer(0), "TensorRT engines", 0),
+    _unbuilt("xgrammar_tokenizer_info_path", TEXT, "grammars"),
+)

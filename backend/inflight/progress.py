@@ -1,0 +1,257 @@
+"""How far a long step of a start has come: weights that are read, layers that are compiled.
+
+Whoever does the work counts; this says it. On a terminal it is a bar, elsewhere a line of the log every few
+seconds. A server's engine writes to its log, and `scripts/serve` makes a bar of these lines again: `ProgressEcho`.
+Knows neither weights nor compilers. A display that fails is turned off, and the work goes on. Reports come from
+the thread that works; `ProgressEcho` takes lines from any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_PATIENCE_S = 1.0  # a shorter step says nothing of itself
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0  # between lines of the log; in between, a tenth of what it has taken
+_GB = 1e9
+_WEIGHTS = re.compile(
+    r"(?P<who>rank \d+: )?(?:INFO )?(?P<title>Loading .+?): (?P<done>[\d.]+) (?P<kind>of|GB in) (?P<total>[\d.]+)"
+)
+_COMPILING = re.compile(r"(?P<title>compiling the decoder's layers.*?), once on this machine")
+_COMPILED = re.compile(r"the decoder's layers (?P<what>\(\w+\)): the compiler took")
+_log = logging.getLogger(__name__)
+
+
+def pause_s(elapsed_s: float) -> float:
+    """Seconds until the next line of a step that has taken `elapsed_s` seconds so far."""
+    return min(max(elapsed_s / 10, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+
+
+@contextlib.contextmanager
+def load_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Around a load of `total_bytes`; gives a function that counts bytes as loaded.
+
+    Nothing is said in the first second. After it a bar appears if stderr is a terminal; else the log gets a line
+    every few seconds, and one when the load is done.
+    """
+    report = _LoadReport(title, total_bytes)
+    try:
+        yield report.advance
+        report.finish()
+    finally:
+        report.close()
+
+
+class _LoadReport:
+    """One load. `advance` costs a look at the clock unless there is something to say."""
+
+    def __init__(self, title: str, total_bytes: int) -> None:
+        self._title, self._total, self._done = title, total_bytes, 0
+        self._begun_s = time.monotonic()
+        self._next_s = self._begun_s + _PATIENCE_S
+        self._bar: Bar | None = Bar(sys.stderr) if sys.stderr.isatty() else None
+
+    def advance(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        if self._bar is not None:
+            self._bar.show(self._title, self._done, self._total)
+            return
+        _log.info("%s: %.2f of %.2f GB", self._title, self._done / _GB, self._total / _GB)
+        self._next_s = now + pause_s(now - self._begun_s)
+
+    def finish(self) -> None:
+        elapsed = time.monotonic() - self._begun_s
+        if self._bar is None and elapsed > _PATIENCE_S:
+            _log.info("%s: %.2f GB in %.1f s", self._title, self._done / _GB, elapsed)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+@contextlib.contextmanager
+def compile_progress(what: str) -> Iterator[Callable[[], None]]:
+    """Around a build of the compiled layers; gives a function to call every second or so while the compiler runs.
+
+    Args:
+        what: What they are for, such as "bfloat16".
+    """
+    begun_s = time.monotonic()
+    next_s = begun_s + _MOST_PAUSE_S
+    title = f"compiling the decoder's layers ({what})"
+    bar = Bar(sys.stderr) if sys.stderr.isatty() else None
+    _log.info("%s, once on this machine", title)
+
+    def tick() -> None:
+        nonlocal next_s
+        now = time.monotonic()
+        if bar is not None:
+            bar.show(title, 0, None)
+        elif now >= next_s:
+            _log.info("%s, once on this machine, for %.0f s by now", title, now - begun_s)
+            next_s = now + _MOST_PAUSE_S
+
+    try:
+        yield tick
+    finally:
+        _log.info("the decoder's layers (%s): the compiler took %.1f s", what, time.monotonic() - begun_s)
+        if bar is not None:
+            bar.close()
+
+
+class Bar:
+    """A bar at the bottom of a terminal, or one for each title; gone after `close`. One thread at a time.
+
+    Args:
+        stream: The terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._is_broken = False
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether lines have to go above it."""
+        return self._progress is not None
+
+    def show(self, title: str, done: int, total: int | None) -> None:
+        """Show `done` of `total` bytes; None where nobody knows how much there is to do."""
+        if self._is_broken:
+            return
+        try:
+            if self._progress is None:
+                self._progress = _make_bar(self._stream)
+                self._progress.start()
+            if title not in self._tasks:
+                self._tasks[title] = self._progress.add_task(title, total=total)
+            self._progress.update(self._tasks[title], completed=done)
+        except Exception:  # of the terminal, or as there is another bar on it: no reason to end what is shown
+            self._is_broken = True
+            self.close()
+
+    def hide(self, title: str) -> None:
+        """The step of this title has ended; without others the bar goes."""
+        task = self._tasks.pop(title, None)
+        if not self._tasks:
+            self.close()
+        elif task is not None and self._progress is not None:
+            self._progress.remove_task(task)
+
+    def write(self, text: str) -> None:
+        """Write lines above the bar."""
+        if self._progress is not None:
+            from rich.text import Text
+
+            self._progress.console.print(Text(text), end="", soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        progress, self._progress = self._progress, None
+        self._tasks.clear()
+        if progress is not None:
+            with contextlib.suppress(Exception):
+                progress.stop()
+
+
+class ProgressEcho:
+    """A terminal that takes a server's log: of its lines about progress it makes a bar below the others.
+
+    A TextIO as far as `print` and `ServerLog` use one. Any thread.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar = Bar(stream)
+        self._part = ""  # of a line
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Write a line, or show it as a bar; a part of a line waits for its end."""
+        with self._lock:
+            *lines, self._part = (self._part + text).split("\n")
+            for line in lines:
+                if self._take(line):
+                    continue
+                if self._bar.is_shown:
+                    self._bar.write(f"{line}\n")
+                else:
+                    self._stream.write(f"{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """As of any file."""
+        with self._lock:
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        """As of any file."""
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        """Take the bar away, and write what waits for the end of its line; the terminal stays open."""
+        with self._lock:
+            self._bar.close()
+            self._stream.write(self._part)
+            self._part = ""
+
+    def _take(self, line: str) -> bool:
+        """Show a line about progress; whether it need not be written too."""
+        if found := _WEIGHTS.search(line):
+            title = f"{found['who'] or ''}{found['title']}"
+            if found["kind"] != "of":
+                self._bar.hide(title)
+                return False
+            self._bar.show(title, int(float(found["done"]) * _GB), int(float(found["total"]) * _GB))
+            return self._bar.is_shown
+        if found := _COMPILING.search(line):
+            self._bar.show(found["title"], 0, None)
+            return self._bar.is_shown
+        if found := _COMPILED.search(line):
+            self._bar.hide(f"compiling the decoder's layers {found['what']}")
+        return False
+
+
+def _make_bar(stream: TextIO) -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    class Sizes(DownloadColumn):
+        """Nothing where there is no size."""
+
+        def render(self, task: Any) -> Any:
+            return super().render(task) if task.total is not None else ""
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        Sizes(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=stream, force_terminal=True),
+        refresh_per_second=4,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

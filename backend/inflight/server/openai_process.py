@@ -1,0 +1,160 @@
+"""The process beside tritonserver that serves OpenAI's protocol: started, kept up and ended with it.
+
+`python -m inflight.openai` listens before the engine is there, and finds the engine by itself whenever it is: so
+it starts while the models load, and outlives an engine that is unloaded. It belongs to the server by the server's
+folder, as all of its processes do, and so ends with it even where this launcher is killed (`keeper`). Owns when to
+start it again. Does not know the protocol. One thread, which waits for the process's end.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, to_arguments
+from inflight.server.log import ServerLog
+from inflight.server.runtime_directory import FOLDER_VARIABLE
+
+_SOCKET_CHECK_S = 0.1
+_POLL_S = 0.05
+_PAUSES_S = (0.0, 0.5, 1.0, 2.0)
+"""Seconds before a start, by how many processes have been lost in a row; the last one for all further starts."""
+_PROVEN_S = 60.0
+"""A process that ran for so many seconds ends a row of lost ones."""
+
+
+class OpenAiProcess:
+    """One endpoint, kept up from `start` to `end` or `kill`.
+
+    Args:
+        options: Where it listens, on a port that is free, and all else.
+        find_socket: Returns the engine's socket, None while nobody knows where it will be.
+        folder: The server's.
+        exit_timeout_s: For requests in flight at the end.
+        echo: Takes what the process says.
+
+    Attributes:
+        failure: What a process said that ended before it listened for the first time; None while none has.
+    """
+
+    def __init__(
+        self,
+        options: OpenAiOptions,
+        find_socket: Callable[[], Path | None],
+        folder: Path,
+        exit_timeout_s: int,
+        echo: TextIO | None,
+    ) -> None:
+        self.failure: str | None = None
+        self._options = options
+        self._find_socket = find_socket
+        self._folder = folder
+        self._exit_timeout_s = exit_timeout_s
+        self._echo = echo
+        self._was_up = False
+        self._ending = threading.Event()
+        self._lock = threading.Lock()  # nothing is started once it is to end
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._keep_up, name="openai-process", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        scheme = "http" if self._options.tls_certificate is None else "https"
+        return f"{scheme}://{self._options.host}:{self._options.port}"
+
+    def start(self) -> None:
+        """Start the process, soon; returns at once."""
+        self._thread.start()
+
+    def is_up(self) -> bool:
+        """Whether it has listened, whatever it may answer."""
+        return self._was_up
+
+    def end(self, hurry: Callable[[], bool], timeout_s: float) -> bool:
+        """Take no more connections, let requests in flight finish, and end; returns whether it has.
+
+        Args:
+            hurry: Stops the wait when it says so.
+            timeout_s: How long to wait.
+        """
+        with self._lock:
+            self._ending.set()
+            if self._process is not None:
+                self._process.terminate()
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive() and not hurry() and time.monotonic() < deadline:
+            self._thread.join(_POLL_S)
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        with self._lock:
+            self._ending.set()
+            if self._process is not None:
+                self._process.kill()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _keep_up(self) -> None:
+        while (engine := self._find_socket()) is None:
+            if self._ending.wait(_SOCKET_CHECK_S):
+                return
+        num_lost = 0
+        while (process := self._start_one(engine)) is not None:
+            begun_s = time.monotonic()
+            assert process.stdout is not None and process.stderr is not None, "it was started with pipes"
+            log = ServerLog(process.stderr, self._echo, has_gpu=True)
+            # It says one line, when it listens; one that ends says none.
+            self._was_up |= bool(process.stdout.readline())
+            status = process.wait()
+            process.stdout.close()
+            if self._ending.is_set():
+                return
+            log.join(timeout=2)
+            if not self._was_up:
+                self.failure = log.text().strip() or f"it ended with exit status {status}"
+                return
+            num_lost = 0 if time.monotonic() - begun_s > _PROVEN_S else num_lost
+            pause_s = _PAUSES_S[min(num_lost, len(_PAUSES_S) - 1)]
+            num_lost += 1
+            when = f"in {pause_s:g} s" if pause_s else "now"
+            self._say(f"the OpenAI endpoint ended (exit status {status}) and is started again {when}")
+            self._ending.wait(pause_s)
+
+    def _start_one(self, engine: Path) -> "subprocess.Popen[bytes] | None":
+        """The next process; None if there is to be none."""
+        place = ("--engine-endpoint", str(engine), "--exit-timeout", str(self._exit_timeout_s))
+        keys = "\n".join(
+            self._options.api_keys
+        )  # by a pipe: others could read a command line or an environment
+        key_file = ("--api-key-file", "/dev/stdin") if keys else ()
+        environment = {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
+        with self._lock:
+            if self._ending.is_set():
+                return None
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "inflight.openai", *place, *to_arguments(self._options), *key_file],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=self._folder,
+                env={**environment, FOLDER_VARIABLE: str(self._folder)},
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None, "it was started with a pipe"
+            with (
+                contextlib.suppress(BrokenPipeError),
+                self._process.stdin as pipe,
+            ):  # it may have ended already
+                pipe.write(keys.encode())
+            return self._process
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(f"serve: {line}", file=self._echo, flush=True)

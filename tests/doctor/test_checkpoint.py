@@ -1,0 +1,221 @@
+"""What is found of checkpoints: the one that comes with the server, and copies of it with faults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from inflight.doctor.checkpoint import check_checkpoint
+from inflight.doctor.finding import Finding
+from inflight.engine import memory
+from inflight.engine.torch import load_decoder
+from inflight.engine.torch.native import library
+from inflight.models import checkpoint as stored
+from inflight.server.repository import default_repository
+from tests.models.mxfp4 import pack
+from tests.models.zoo import make_model
+
+from .test_machine import GREEN, RED, YELLOW
+
+DEMO = default_repository() / "tensorrt_llm" / "1" / "demo_model"
+
+
+def check(folder: Path, dtype: str | None = None, **settings: str) -> dict[str, Finding]:
+    return {found.name: found for found in check_checkpoint(str(folder), None, dtype, settings)}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO, tmp_path / "copy"))
+
+
+def change(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_the_demo_model_is_described_as_it_is():
+    found = check(DEMO, "float32")
+    weights = sum(tensor.numel() * 4 for tensor in load_file(DEMO / "model.safetensors").values())
+    assert found["checkpoint"].level is GREEN
+    says = f"LlamaForCausalLM, 4 layers, {weights / 4e6:.2f} million parameters, {weights / 2**20:.1f} MiB"
+    assert f"{says} of weights in float32, stored as bf" in found["checkpoint"].says
+    assert "not quantized" in found["checkpoint"].says
+    assert found["room"].level is GREEN and "131072 tokens" in found["room"].says
+    assert found["tokenizer"].says == "3072 tokens"
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "olmoe", "gpt-oss"])
+def test_parameters_of_a_mixture_are_counted_twice(tmp_path: Path, case: str):
+    """All of them, and those without the experts that a token does not go to."""
+    model = make_model(tmp_path / "model", case)
+    config = model.oracle.config
+    sizes = {name: parameter.numel() for name, parameter in model.oracle.named_parameters()}
+    total, of_experts = sum(sizes.values()), sum(sizes[name] for name in sizes if ".experts." in name)
+    idle = 1 - config.num_experts_per_tok / config.num_experts
+    active = total - round(of_experts * idle)
+    says = check(model.folder, "float32")["checkpoint"].says
+    assert says.startswith(
+        f"{type(model.oracle).__name__}, 3 layers, {total / 1e6:.2f} million parameters, "
+        f"{active / 1e6:.2f} million of them active for a token, "
+    )
+
+
+def test_a_checkpoint_whose_experts_are_packed(tmp_path: Path):
+    folder = make_model(tmp_path / "model", "gpt-oss").folder
+    plain = check(folder, "bfloat16")["checkpoint"].says
+    pack(folder)
+    packed = check(folder, "bfloat16")["checkpoint"]
+    assert packed.level is GREEN
+    assert packed.says == plain.replace("not quantized", "mxfp4 unpacked when it is loaded")
+
+
+def test_settings_count_as_for_a_start():
+    room = check(DEMO, max_batch_size="4", max_sequence_length="64")["room"]
+    assert f"{2 * 4 * 64} tokens" in room.says
+    refused = check(DEMO, no_such_parameter="1")["checkpoint"]
+    assert refused.level is RED and "no_such_parameter" in refused.says
+
+
+@pytest.mark.parametrize(
+    ("plant", "says", "mend"),
+    [
+        (
+            lambda folder: change(folder, quantization_config={"quant_method": "awq"}),
+            "quantized checkpoints are not supported",
+            "--dtype int8",
+        ),
+        (lambda folder: change(folder, architectures=["BertModel"]), "architectures", "supported family"),
+        (lambda folder: change(folder, num_hidden_layers=5), "missing", "download"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 8),
+            "cannot be read as safetensors",
+            "download",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "safetensors files only",
+            "save_pretrained",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "JSON", "download"),
+        (lambda folder: (folder / "config.json").unlink(), "no config.json", "name its folder"),
+    ],
+)
+def test_a_checkpoint_that_is_refused(copy: Path, plant: Callable[[Path], object], says: str, mend: str):
+    plant(copy)
+    found = check(copy)["checkpoint"]
+    assert found.level is RED and says in found.says and mend in found.mend
+
+
+def test_what_transformers_would_run(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = check(DEMO, engine="transformers")["its layers"]
+    assert asked.level is YELLOW and "transformers' own code (LlamaForCausalLM)" in asked.says
+    change(copy, model_type="stablelm", architectures=["StableLmForCausalLM"])
+    by_itself = check(copy)["its layers"]
+    assert by_itself.level is YELLOW and "transformers' own code (StableLmForCausalLM)" in by_itself.says
+    refused = check(copy, engine="torch")["checkpoint"]
+    assert refused.level is RED and "expected one of LlamaForCausalLM" in refused.says
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = check(copy)["checkpoint"]
+    assert missing.level is RED and "is not installed" in missing.says and "[transformers]" in missing.mend
+
+
+def test_a_file_that_cannot_be_mapped(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    def too_large(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "unable to mmap 136913201200 bytes from file <model.safetensors>: Cannot allocate memory"
+        )
+
+    monkeypatch.setattr(stored, "safe_open", too_large)
+    found = check(copy)["checkpoint"]
+    assert found.level is RED and "cannot be mapped" in found.says and "max_shard_size" in found.mend
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_batch_size": "10000"}, "max_num_tokens is 8192; it must be at least max_batch_size (10000)"),
+        ({"kv_cache_free_cpu_mem_fraction": "3"}, "expected a number > 0 and <= 1"),
+    ],
+)
+def test_settings_that_a_start_refuses(settings: dict[str, str], says: str):
+    found = check(DEMO, **settings)["checkpoint"]
+    assert found.level is RED and says in found.says and "--help" in found.mend
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    found = check(tmp_path / "nothing")["checkpoint"]
+    assert found.level is RED and "not a folder" in found.says and "name its folder" in found.mend
+
+
+def test_weights_or_cache_that_do_not_fit(monkeypatch: pytest.MonkeyPatch):
+    weights = sum(tensor.numel() * 2 for tensor in load_file(DEMO / "model.safetensors").values())
+    for free, level, says in (
+        (1 << 20, RED, "do not fit"),
+        (weights + 500_000, RED, "fewer than one for each of 64 sequences"),
+        (40 << 30, GREEN, "40.00 GiB"),
+    ):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        found = check(DEMO)["room"]
+        assert found.level is level and says in found.says, found
+    monkeypatch.setattr(memory, "free_memory", lambda device: 40 << 30)
+    found = check(DEMO, max_batch_size="1", max_tokens_in_paged_kv_cache="512")["room"]
+    assert found.level is YELLOW and "max_sequence_length=512" in found.mend
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_takes_what_the_packed_weights_take(copy: Path, tied: bool, monkeypatch: pytest.MonkeyPatch):
+    """One byte for each number of a matrix that is multiplied with; the embedding and the norms stay bfloat16."""
+    path = copy / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    if not tied:
+        tensors["lm_head.weight"] = embedding + 1
+        save_file(tensors, path)
+        change(copy, tie_word_embeddings=False)
+    vectors = sum(tensor.numel() for tensor in tensors.values() if tensor.dim() == 1)
+    matrices = sum(
+        tensor.numel() for name, tensor in tensors.items() if tensor.dim() == 2 and "layers" in name
+    )
+    expected = matrices + embedding.numel() + 2 * (embedding.numel() + vectors)
+    monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
+    found = check(copy, "int8")
+    assert f"{expected / 2**20:.1f} MiB of weights in int8" in found["checkpoint"].says
+    monkeypatch.setattr(memory, "free_memory", lambda device: expected - 1)
+    room = check(copy, "int8")["room"]
+    assert room.level is RED and "do not fit" in room.says and "--dtype" not in room.mend
+    assert "--dtype int8" in check(copy, "bfloat16")["room"].mend
+
+
+def test_what_will_compute_its_layers(monkeypatch: pytest.MonkeyPatch):
+    def cannot(*_: object) -> str:
+        raise library.CannotBuild("there is no C++ compiler")
+
+    monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
+    assert check(DEMO)["its layers"].level is GREEN
+    monkeypatch.setattr(library, "foresee", cannot)
+    assert check(DEMO)["its layers"].level is YELLOW
+    monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
+    monkeypatch.setattr(load_decoder, "_MAX_HEAD_DIM", 8)
+    found = check(DEMO)["its layers"]
+    assert "heads of 8" in found.says and "--dtype" not in found.mend
+    found = check(DEMO, kernels="native")["its layers"]
+    assert found.level is RED and "leave out" in found.mend
+
+
+def test_text(copy: Path):
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert check(copy)["chat template"].level is YELLOW
+    (copy / "chat_template.jinja").write_text(template)
+    assert check(copy)["chat template"].level is GREEN
+    (copy / "chat_template.jinja").write_text("{% for %}")
+    found = check(copy)["chat template"]
+    assert found.level is YELLOW and "chats are refused" in found.says
+    (copy / "tokenizer.json").write_text("{}")
+    found = check(copy)
+    assert found["tokenizer"].level is YELLOW and "chat template" not in found

@@ -1,0 +1,228 @@
+"""The OpenAI endpoint's process without a tritonserver: the engine at the other end of its socket is the test."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from inflight.core.request.request import Request
+from inflight.endpoint.server import EndpointServer
+from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions
+from inflight.server.errors import OptionError
+from inflight.server.openai_process import OpenAiProcess
+from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.repository import default_repository
+from tests.commands import children_running, eventually, is_alive
+from tests.endpoint.factories import DESCRIPTION, Batcher, delta
+from tests.openai_endpoint.serving import make_certificate
+
+LOCALHOST = "127.0.0.1"
+DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
+BODY = {"model": "demo_model", "prompt": [1, 2, 3], "max_tokens": 3, "stream": True}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="openai-"))  # pytest's own folders can be too deep for a socket
+    yield made
+    shutil.rmtree(made)
+
+
+@contextmanager
+def engine_at(path: Path) -> Iterator[Batcher]:
+    """An engine with the demo model's tokenizer, whose answers the test gives."""
+    limits = replace(DESCRIPTION.limits, vocab_size=3072)
+    batcher = Batcher(
+        replace(DESCRIPTION, limits=limits, model_path=str(DEMO_MODEL), tokenizer_dir=str(DEMO_MODEL))
+    )
+    server = EndpointServer(batcher.client, str(path))
+    try:
+        yield batcher
+    finally:
+        server.close()
+
+
+class Running:
+    """A started endpoint, and what it says."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        port = options.pop("port", None) or resolve_ports(LOCALHOST, Ports(openai=0)).openai
+        self.said = io.StringIO()
+        self.options = OpenAiOptions(host=LOCALHOST, port=int(str(port)), **options)  # pyright: ignore
+        self.endpoint = OpenAiProcess(self.options, lambda: folder / "engine.sock", folder, 20, self.said)
+        self.endpoint.start()
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.url
+
+    def status(self, path: str = "/v1/models") -> int:
+        return httpx.get(self.url + path).status_code
+
+    def pid(self) -> int:
+        """The process that listens now."""
+        return next((child.pid for child in children_running(str(self.options.port))), 0)
+
+
+@contextmanager
+def running(folder: Path, **options: object) -> Iterator[Running]:
+    started = Running(folder, **options)
+    try:
+        assert eventually(lambda: started.endpoint.is_up() or bool(started.endpoint.failure), 60)
+        yield started
+    finally:
+        started.endpoint.kill()
+
+
+def test_it_listens_before_there_is_an_engine_and_outlives_one(folder: Path) -> None:
+    with running(folder) as started:
+        assert started.status() == 503
+        for _ in range(2):  # as a model that is loaded, unloaded and loaded again
+            with engine_at(folder / "engine.sock"):
+                answer = httpx.get(f"{started.url}/v1/models").json()
+                assert [model["id"] for model in answer["data"]] == ["demo_model"]
+            assert eventually(lambda: started.status() == 503)
+
+
+def test_one_that_is_killed_is_started_again_and_sleeps_when_idle(folder: Path) -> None:
+    with engine_at(folder / "engine.sock"), running(folder) as started:
+        first = started.pid()
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: started.pid() not in (0, first), 60)
+        assert eventually(lambda: is_listening(started.options.port), 60)
+        assert started.status() == 200
+        (line,) = started.said.getvalue().splitlines()
+        assert line == "serve: the OpenAI endpoint ended (exit status -9) and is started again now"
+        time.sleep(1)
+        process = psutil.Process(started.pid())
+        before = process.num_ctx_switches().voluntary
+        time.sleep(2)
+        assert process.num_ctx_switches().voluntary - before < 20  # ten wake-ups a second would be more
+
+
+def is_listening(port: int) -> bool:
+    try:
+        socket.create_connection((LOCALHOST, port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def stream_in_flight(started: Running, batcher: Batcher) -> Iterator[tuple[httpx.Response, Request]]:
+    """An answer that has begun, and the request that it waits for more of."""
+    taken: list[Request] = []
+
+    def begin() -> None:  # the answer's head comes with its first token
+        taken.append(request := batcher.take())
+        batcher.client.send_response(delta(request.request_id, 691))
+
+    beginning = threading.Thread(target=begin)
+    beginning.start()
+    with httpx.stream("POST", f"{started.url}/v1/completions", json=BODY, timeout=30) as answer:
+        beginning.join()
+        yield answer, taken[0]
+
+
+def test_a_stream_in_flight_is_answered_to_its_end(folder: Path) -> None:
+    with engine_at(folder / "engine.sock") as batcher, running(folder) as started:
+        pid, ended = started.pid(), []
+        with stream_in_flight(started, batcher) as (answer, request):
+            lines = answer.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["finish_reason"] is None
+            ending = threading.Thread(target=lambda: ended.append(started.endpoint.end(lambda: False, 30)))
+            ending.start()
+            assert eventually(lambda: not is_listening(started.options.port))
+            assert is_alive(pid) and not ended
+            batcher.client.send_response(delta(request.request_id, 10, 9, final=True))
+            chunks = [line.removeprefix("data: ") for line in lines if line]
+        assert chunks[-1] == "[DONE]"
+        assert json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+        ending.join()
+        assert ended == [True] and not is_alive(pid)
+    assert started.said.getvalue() == ""
+
+
+def test_one_that_waits_for_too_long_is_given_up(folder: Path) -> None:
+    with (
+        engine_at(folder / "engine.sock") as batcher,
+        running(folder) as started,
+        stream_in_flight(started, batcher) as (_, request),
+    ):
+        assert started.endpoint.end(lambda: False, timeout_s=0.5) is False
+        pid = started.pid()
+        started.endpoint.kill()
+        assert not is_alive(pid)
+        batcher.client.send_response(delta(request.request_id, final=True))
+
+
+def test_what_keeps_it_from_starting_is_told(folder: Path) -> None:
+    with socket.create_server((LOCALHOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        started = Running(folder, port=port)
+        assert eventually(lambda: started.endpoint.failure is not None, 60)
+        started.endpoint.kill()
+        assert f"port {port} on 127.0.0.1 cannot be used (Address already in use)" in str(
+            started.endpoint.failure
+        )
+    broken = folder / "chain.pem"
+    broken.write_text("no certificate")
+    with running(folder, tls_certificate=broken) as started:
+        assert f"--ssl-certfile {broken}: cannot be used for TLS" in str(started.endpoint.failure)
+
+
+def test_keys_go_by_a_pipe_alone_and_a_certificate_makes_it_https(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = make_certificate(folder)
+    monkeypatch.setenv(API_KEYS_VARIABLE, "sk-secret-of-the-environment")  # which the options have too
+    options = {"tls_certificate": certificate, "tls_key": key, "api_keys": ("sk-secret", "x" * 100_000)}
+    with engine_at(folder / "engine.sock"), running(folder, **options) as started:
+        assert started.url.startswith("https://")
+        process = psutil.Process(started.pid())
+        assert "sk-secret" not in f"{process.cmdline()} {process.environ()}"
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=started.url, verify=trusted) as client:
+            assert client.get("/v1/models").status_code == 401
+            known = {"Authorization": "Bearer sk-secret"}
+            assert client.get("/v1/models", headers=known).status_code == 200
+
+
+def test_it_listens_on_ipv6(folder: Path) -> None:
+    """Started as on the command line; what it prints is a URL that works."""
+    place = ["--engine-endpoint", str(folder / "engine.sock"), "--host", "::1", "--port", "0"]
+    command = [sys.executable, "-m", "inflight.openai", *place]
+    with engine_at(folder / "engine.sock"), subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            word, url = process.stdout.readline().decode().split()
+            assert word == "LISTENING" and re.fullmatch(r"http://\[::1\]:\d+", url)
+            statuses = [httpx.get(url + path).status_code for path in ("/health", "/", "/v1/models")]
+            assert statuses == [200, 200, 200]
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+def test_triton_has_no_ipv6() -> None:
+    with pytest.raises(OptionError, match=r"--host ::1: tritonserver listens on IPv4 alone"):
+        resolve_host("::1")

@@ -1,0 +1,129 @@
+"""What a model is loaded with: kernels compiled meanwhile, logits post-processors."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from inflight.build import build_engine
+from inflight.config import EngineConfig
+from inflight.decoding import LogitsPostProcessors
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.native import library
+from inflight.errors import ConfigError
+from inflight.load_model import _begin_compiling, _check_same_names, load_model
+from tests.triton.factories import make_parameters
+
+NOTHING: list[tuple[str, bool]] = []
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "begun"),
+    [
+        ({"dtype": "float32"}, "{}", [("float32", False)]),
+        ({"dtype": "int8"}, "{}", [("bfloat16", True)]),
+        ({}, json.dumps({"torch_dtype": "bfloat16"}), [("bfloat16", False)]),
+        ({}, json.dumps({"dtype": "float32"}), [("float32", False)]),
+        ({"kernels": "torch", "dtype": "float32"}, "{}", NOTHING),
+        ({}, "{}", NOTHING),
+        ({}, "no JSON", NOTHING),
+        ({}, "[]", NOTHING),
+        ({}, json.dumps({"dtype": 3}), NOTHING),
+    ],
+)
+def test_it_compiles_for_the_dtype_that_will_be_loaded(
+    tmp_path: Path,
+    given: dict[str, str],
+    config: str,
+    begun: list[tuple[str, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("a GPU computes with torch's operators")
+    (tmp_path / "config.json").write_text(config)
+    found: list[tuple[str, bool]] = []
+    monkeypatch.setattr(library, "begin_loading", lambda dtype, int8: found.append((dtype, int8)))
+    _begin_compiling(make_parameters(**given).engine, str(tmp_path))
+    assert found == begun
+
+
+# ---------------------------------------------------------------------- logits post-processors
+
+
+MODULE = "PROCESSORS = {'upper': lambda req_id, logits, ids, stream_ptr, client_id: None}"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
+    """What the engine is loaded with, in the place of an engine."""
+    loaded: list[LogitsPostProcessors] = []
+
+    def load(
+        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object
+    ) -> SimpleNamespace:
+        loaded.append(processors)
+        return SimpleNamespace(
+            dtype="float32",
+            eos_token_ids=(),
+            limits=SimpleNamespace(vocab_size=100),
+            runner=SimpleNamespace(debug_tensors=None),
+        )
+
+    monkeypatch.setattr(TorchEngine, "load", load)
+    return loaded
+
+
+def test_post_processors_of_a_module_and_of_values(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
+    path = tmp_path / "rules.py"
+    path.write_text(MODULE)
+    given = LogitsPostProcessors({"lower": lambda *five: None})
+    load_model(make_parameters(gpt_model_path="x", logits_post_processor_module=str(path)), "", None)
+    load_model(make_parameters(gpt_model_path="x"), "", None, given)
+    load_model(make_parameters(gpt_model_path="x"), "", None)
+    assert [found.names for found in model] == [("upper",), ("lower",), ()]
+
+
+def test_post_processors_come_from_one_place(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
+    parameters = make_parameters(gpt_model_path="x", logits_post_processor_module="rules")
+    with pytest.raises(ConfigError, match="is 'rules', but logits post-processors came as values too"):
+        load_model(parameters, "", None, LogitsPostProcessors())
+    with pytest.raises(ConfigError, match="is 'rules': importing it raised ModuleNotFoundError"):
+        load_model(parameters, "", None)
+    assert model == []
+
+
+def test_an_engine_is_built_with_post_processors(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
+    given = LogitsPostProcessors({"lower": lambda *five: None})
+    load = functools.partial(load_model, processors=given)
+    with pytest.raises(
+        AttributeError, match="max_num_sequences"
+    ):  # what stands in for the engine has no limits
+        build_engine(make_parameters(gpt_model_path="x"), "", str(tmp_path / "engine.sock"), load=load)
+    assert model == [given]
+
+
+@pytest.mark.parametrize(("names", "agrees"), [(("a", "b"), True), (("a",), False), (("b", "a"), False)])
+def test_all_ranks_have_post_processors_of_the_same_names(names: tuple[str, ...], agrees: bool) -> None:
+    """Whichever of the two has the lower digest, one of them notices, and so both raise."""
+    digests: list[int] = []
+    noticed = 0
+    for mine in (("a", "b"), names):
+        _check_same_names(mine, SimpleNamespace(least=lambda digest: digests.append(digest) or digest))
+    for mine in (("a", "b"), names):
+        try:
+            _check_same_names(mine, SimpleNamespace(least=lambda digest: min(digests)))
+        except ConfigError as error:
+            assert f"this rank has {list(mine)}, and another rank has other names" in str(error)
+            noticed += 1
+    assert noticed == (0 if agrees else 1)
+
+
+def test_groups_of_experts_need_several_ranks(tmp_path: Path) -> None:
+    """One process would take the whole model, and say nothing."""
+    parameters = make_parameters(moe_expert_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"moe_expert_parallel_size is 2, expected a divisor of .*, 1"):
+        load_model(parameters, str(tmp_path), None)
