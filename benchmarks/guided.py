@@ -1,20 +1,22 @@
 """What following guides costs: masks for many rows beside a forward pass, and what others notice of a slow guide.
 
-The first part follows a JSON schema in every row, with a made-up vocabulary, and times what an iteration does for
-it: filling the masks, banning what they do not have, and going on with the tokens that were chosen. Beside it
-stands the time of an iteration of a model of random weights. In the second part a request streams while others'
-guides, which take longer to compile than they may, are compiled in vain: the gaps between its tokens with them and
-without.
+The first part times an iteration of a model of random weights. The second chooses tokens as that model's engine
+does, of a made-up vocabulary, with a JSON schema that every row follows and without, in turn: the difference is
+what an iteration does for guides, that is, fill masks, ban what they do not have, and go on with the tokens that
+were chosen. In the third part a request streams while others' guides, which take longer to compile than they may,
+are compiled in vain: the gaps between its tokens with them and without.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,15 +24,17 @@ import numpy as np
 import torch
 
 from benchmarks.device import Workload, iteration_seconds
-from benchmarks.measuring.options import new_parser
+from benchmarks.measuring.options import new_parser, positive
 from inflight.batch_manager import GptManager
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
+from inflight.core.request.stop import StopSignal
 from inflight.core.schedule.batch import ScheduledBatch, SlotStart
 from inflight.core.scheduler import Scheduler
 from inflight.decoding import Decoding
+from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.torch import TorchEngine
 from inflight.guided.backend import BACKENDS, make_backend
 from inflight.guided.compiler import ChildCompiler, GuideBounds
@@ -63,37 +67,63 @@ def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
     return GuideVocabulary(tuple(tokens)[:vocab_size], frozenset())
 
 
-def mask_milliseconds(name: str, num_rows: int, vocab_size: int, steps: int) -> dict[str, float]:
-    """Milliseconds that `Decoding.decode` takes with and without guides, by step: median and 99th percentile."""
+def mask_milliseconds(
+    name: str, kernels: RowKernels, num_rows: int, vocab_size: int, num_steps: int, num_rounds: int
+) -> dict[str, float]:
+    """Milliseconds that `Decoding.decode` takes with guides and without, in turn.
+
+    Returns:
+        What reading the vocabulary and compiling the guide took; the medians of the rounds, of which each is the
+        median or the 99th percentile of its steps; the difference, `guides_ms`, and the lowest and the highest.
+    """
     vocabulary = made_up_vocabulary(vocab_size)
     begun = time.perf_counter()
     backend = make_backend(name, vocabulary)
-    figures = {"start_ms": 1e3 * (time.perf_counter() - begun)}
+    figures = {"start_ms": _milliseconds(time.perf_counter() - begun)}
     begun = time.perf_counter()
     compiled = backend.compile(_GUIDE)
-    figures["compile_ms"] = 1e3 * (time.perf_counter() - begun)
+    figures["compile_ms"] = _milliseconds(time.perf_counter() - begun)
     grammars = Grammars(backend, vocabulary)
     grammars.add(_GUIDE, compiled)
-    for key, guide in (("guided", _GUIDE), ("plain", None)):
-        seconds = _decode_seconds(grammars, guide, num_rows, vocab_size, steps)
-        figures[f"{key}_ms"] = 1e3 * statistics.median(seconds)
-        figures[f"{key}_p99_ms"] = 1e3 * float(np.percentile(seconds, 99))
-    figures["guides_ms"] = figures["guided_ms"] - figures["plain_ms"]
-    return {key: round(value, 2) for key, value in figures.items()}
+    rounds: list[dict[str, float]] = []
+    for _ in range(num_rounds):
+        took: dict[str, float] = {}
+        for key, guide in (("guided", _GUIDE), ("plain", None)):
+            seconds = _decode_seconds(grammars, kernels, guide, num_rows, vocab_size, num_steps)
+            took[f"{key}_ms"] = _milliseconds(statistics.median(seconds))
+            took[f"{key}_p99_ms"] = _milliseconds(float(np.percentile(seconds, 99)))
+        took["guides_ms"] = round(took["guided_ms"] - took["plain_ms"], 2)
+        print(f"round {len(rounds) + 1}: {took}", flush=True)
+        rounds.append(took)
+    differences = [took["guides_ms"] for took in rounds]
+    medians = {key: round(statistics.median(took[key] for took in rounds), 2) for key in rounds[0]}
+    return figures | medians | {"guides_lowest_ms": min(differences), "guides_highest_ms": max(differences)}
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1e3 * seconds, 2)
 
 
 def _decode_seconds(
-    grammars: Grammars, guide: Guide | None, num_rows: int, vocab_size: int, steps: int
+    grammars: Grammars,
+    kernels: RowKernels,
+    guide: Guide | None,
+    num_rows: int,
+    vocab_size: int,
+    num_steps: int,
 ) -> list[float]:
     """Greedy rows whose logits are drawn anew in every step, so that texts go everywhere a guide lets them."""
-    decoding = Decoding(num_rows, steps + 2, vocab_size, torch.device("cpu"), grammars=grammars)
+    cpu = torch.device("cpu")
+    decoding = Decoding(num_rows, num_steps + 2, vocab_size, cpu, kernels, grammars=grammars)
     slots = tuple(range(num_rows))
-    starts = tuple(SlotStart(slot, Request(slot, (0,), steps + 1, guide=guide), 0, (0,)) for slot in slots)
+    starts = tuple(
+        SlotStart(slot, Request(slot, (0,), num_steps + 1, guide=guide), 0, (0,)) for slot in slots
+    )
     batch = ScheduledBatch(0, starts=starts, generation_slots=slots)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(num_rows, vocab_size, generator=generator)
     seconds: list[float] = []
-    for step in range(steps):
+    for step in range(num_steps):
         logits = noise.roll(977 * step, dims=-1).contiguous()
         decoding.apply(batch)
         begun = time.perf_counter()
@@ -103,18 +133,29 @@ def _decode_seconds(
     return seconds[1:]
 
 
-def forward_milliseconds(shape: str, num_rows: int, dtype: str, device: str | None) -> float:
-    """Median milliseconds of an iteration of `num_rows` sequences with 128 tokens of context."""
-    workload = Workload((num_rows,), context=128, iterations=8, tokens_per_block=32, copy_bytes=0)
+@contextlib.contextmanager
+def loaded_engine(
+    shape: str, workload: Workload, dtype: str, device: str | None, kernels: str | None
+) -> Iterator[TorchEngine]:
+    """An engine of random weights with room for the workload."""
+    (num_rows,) = workload.rows
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), shape=SHAPES[shape], dtype="bfloat16")
         config = EngineConfig(
-            folder, dtype=dtype, device=device, max_num_sequences=num_rows, max_sequence_length=512
+            folder,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            max_num_sequences=num_rows,
+            max_sequence_length=workload.length,
+            tokens_per_block=workload.tokens_per_block,
+            max_tokens_in_paged_kv_cache=num_rows * workload.blocks_per_row * workload.tokens_per_block,
         )
         engine = TorchEngine.load(config)
-        seconds = iteration_seconds(engine, workload, num_rows)
-        engine.close()
-    return 1e3 * statistics.median(seconds)
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[float]:
@@ -131,12 +172,14 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
     )
     times: queue.SimpleQueue[tuple[float, Response]] = queue.SimpleQueue()
     new: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    stops: queue.SimpleQueue[StopSignal] = queue.SimpleQueue()
     compiler = ChildCompiler(found[0], "llguidance", GuideBounds(timeout_s=1.0), lambda: manager.notify())
     manager = GptManager(
         engine,
         Scheduler(SchedulerConfig(), engine.limits),
         lambda room: [new.get() for _ in range(new.qsize())],
         lambda response: times.put((time.perf_counter(), response)),
+        lambda: [stops.get() for _ in range(stops.qsize())],
         guides=compiler,
     )
     for number in range(num_slow):
@@ -150,8 +193,10 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
             stream.append(when)
             if response.is_final:
                 break
-    compiler.close()
+    for number in range(num_slow):
+        stops.put(StopSignal(1 + number))
     manager.shutdown(10)
+    compiler.close()
     return [1e3 * (after - before) for before, after in itertools.pairwise(stream)]
 
 
@@ -171,29 +216,47 @@ def _described(gaps: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = new_parser("guided", __doc__)
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--vocab", type=int, default=128_000)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=positive, default=64, help="of a round, each a token for every row")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="with guides and without; medians of so many"
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="llguidance")
     parser.add_argument("--shape", choices=("none", *SHAPES), default="1b", help="of the forward pass")
+    parser.add_argument("--context", type=positive, default=32, help="tokens of each sequence before it")
+    parser.add_argument("--iterations", type=positive, default=16, help="of the forward pass; their median")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
     parser.add_argument("--device", help="of the forward pass; masks are filled on the host")
     parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="whose stream is watched")
     parser.add_argument("--tokens", type=int, default=400, help="of that stream")
     parser.add_argument("--slow", type=int, default=8, help="guides that are compiled in vain meanwhile")
     arguments = parser.parse_args()
-    figures: dict[str, object] = {"rows": arguments.rows, "vocab": arguments.vocab}
-    masks = mask_milliseconds(arguments.backend, arguments.rows, arguments.vocab, arguments.steps)
-    print(f"{arguments.rows} rows x {arguments.vocab} tokens, {arguments.backend}: {masks}")
+    figures: dict[str, object] = {
+        "rows": arguments.rows,
+        "vocab": arguments.vocab,
+        "backend": arguments.backend,
+        "rounds": arguments.rounds,
+    }
+    sizes = (arguments.rows, arguments.vocab, arguments.steps, arguments.rounds)
+    if arguments.shape == "none":
+        masks = mask_milliseconds(arguments.backend, RowKernels(), *sizes)
+    else:
+        workload = Workload((arguments.rows,), arguments.context, arguments.iterations, 32, copy_bytes=0)
+        options = (arguments.dtype, arguments.device, arguments.kernels)
+        with loaded_engine(arguments.shape, workload, *options) as engine:
+            seconds = iteration_seconds(engine, workload, arguments.rows)
+            forward = _milliseconds(statistics.median(seconds))
+            print(f"an iteration of {arguments.shape}, {engine.kernels}: {forward} ms", flush=True)
+            masks = mask_milliseconds(arguments.backend, engine.runner.decoder.row_kernels, *sizes)
+            figures |= {"shape": arguments.shape, "kernels": engine.kernels, "forward_ms": forward}
+        figures["share"] = round(masks["guides_ms"] / forward, 4)
     figures["masks"] = masks
-    if arguments.shape != "none":
-        forward = forward_milliseconds(arguments.shape, arguments.rows, arguments.dtype, arguments.device)
-        share = masks["guides_ms"] / forward
-        print(f"an iteration of {arguments.shape}: {forward:.1f} ms; guides are {100 * share:.1f} % of it")
-        figures |= {"forward_ms": round(forward, 1), "share": round(share, 4)}
+    print(f"{arguments.rows} rows x {arguments.vocab} tokens, {arguments.backend}: {masks}", flush=True)
     for count in (0, arguments.slow):
         gaps = _described(gaps_milliseconds(arguments.model, count, arguments.tokens))
-        print(f"gaps between tokens while {count} slow guides compile: {gaps}")
+        print(f"gaps between tokens while {count} slow guides compile: {gaps}", flush=True)
         figures[f"gaps_{count}"] = gaps
     print(json.dumps({"bench": "guided", **figures}))
 

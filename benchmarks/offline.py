@@ -22,7 +22,7 @@ from benchmarks.measuring.rounds import run_rounds
 from benchmarks.measuring.setup import Kernels, Setup
 from benchmarks.measuring.workload import BenchRequest, draw
 from inflight.batch_manager import GptManager
-from inflight.build import LoadModel, check_parameters, load_model
+from inflight.build import check_parameters
 from inflight.config import INT8, Parameters, Role, read_parameters
 from inflight.core.ports import Engine
 from inflight.core.request.request import Request
@@ -31,6 +31,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.native.library import instruction_sets
 from inflight.errors import InflightError
+from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     """Measure, and print one line of JSON last."""
     given = _arguments()
     command = [sys.executable, "-m", "inflight.server", "--model", str(given.model)]
-    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--openai-port=0"]
     command += ["--dtype", given.dtype] if given.dtype else []
     for setting in given.set:
         command += ["--set", setting]

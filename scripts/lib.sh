@@ -35,6 +35,9 @@ bootstrap() {
   [ "$purpose" = client ] || ensure_libpython
   # The tests ask the server as README's readers do.
   [ "$purpose" != test ] || command -v curl >/dev/null || apt_install curl || say "the tests need curl; install it"
+  # And they look at the playground with a browser; playwright would have to download one.
+  [ "$purpose" != test ] || command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
+    apt_install chromium || say "the tests of the playground need chromium; install it"
   install "$purpose"
   printf '%s' "$wanted" >"$(stamp_file "$purpose")"
   exec 9<&-

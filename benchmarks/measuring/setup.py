@@ -23,9 +23,10 @@ class ModelShape:
     """Sizes of a decoder, and what its matrices hold.
 
     Attributes:
-        layer_weights: Of the linear layers of all decoder layers.
+        layer_weights: Of the linear layers of all decoder layers; of experts, those that a token goes to.
         head_weights: Of the output projection.
-        num_weights: Of these and the embedding, if that is another matrix; of what is not a matrix none.
+        num_weights: Of these, all experts, and the embedding if that is another matrix; of what is not a matrix
+            none.
     """
 
     layers: int
@@ -38,14 +39,25 @@ class ModelShape:
     layer_weights: int
     head_weights: int
     num_weights: int
+    cached: int
 
     @classmethod
     def of(cls, config: DecoderConfig) -> ModelShape:
         """Of any family."""
         hidden, ffn = config.hidden_size, config.intermediate_size
         attention = hidden * (config.query_size + 2 * config.kv_size) + config.query_size * hidden
-        mlp = (3 if config.gated_mlp else 2) * hidden * ffn
-        layers, head = config.num_layers * (attention + mlp), config.vocab_size * hidden
+        mlp = (3 if config.gated_mlp else 2) * hidden
+        layers, idle, head = config.num_layers * attention, 0, config.vocab_size * hidden
+        for index in range(config.num_layers):
+            experts = config.experts
+            if experts is None or not experts.layers[index]:
+                layers += mlp * ffn
+                continue
+            layers += hidden * (experts.count + experts.has_shared_gate)
+            layers += mlp * (
+                experts.num_per_token * experts.intermediate_size + experts.shared_intermediate_size
+            )
+            idle += mlp * (experts.count - experts.num_per_token) * experts.intermediate_size
         return cls(
             layers=config.num_layers,
             hidden=hidden,
@@ -56,7 +68,8 @@ class ModelShape:
             vocabulary=config.vocab_size,
             layer_weights=layers,
             head_weights=head,
-            num_weights=layers + (head if config.tied_embeddings else 2 * head),
+            num_weights=layers + idle + (head if config.tied_embeddings else 2 * head),
+            cached=config.num_layers * config.cached_size,
         )
 
     def weight_bytes(self, dtype: str) -> int:
@@ -65,7 +78,7 @@ class ModelShape:
 
     def kv_cache_bytes(self, num_tokens: int, value_bytes: int) -> int:
         """Of the keys and values of so many tokens."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * num_tokens * value_bytes
+        return self.cached * num_tokens * value_bytes
 
     def gflop(self, num_rows: float, num_sampled: float) -> float:
         """Multiplications and additions of matrices for tokens computed and tokens chosen, in 1e9."""

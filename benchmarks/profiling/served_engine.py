@@ -15,13 +15,14 @@ from benchmarks.measuring.report import Timeline
 from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import to_parameters
 from benchmarks.profiling.results import CacheSample
-from inflight.build import LoadModel, build_engine, check_parameters, load_model
+from inflight.build import build_engine, check_parameters
 from inflight.core.ports import SendResponseCallback
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.endpoint.mailbox import Mailbox
+from inflight.load_model import LoadModel, load_model
 
 _AT_ONCE = (0.0,)
 

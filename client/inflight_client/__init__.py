@@ -13,9 +13,11 @@ from inflight_client.aio import AsyncClient
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
 from inflight_client.guide import Guide
-from inflight_client.results import Completion, Delta, PerfMetrics, Sequence, TopLogProb
+from inflight_client.lora import convert_lora, load_lora
+from inflight_client.results import Adapter, Completion, Delta, PerfMetrics, Sequence, TopLogProb
 
 __all__ = [
+    "Adapter",
     "AsyncClient",
     "Client",
     "Completion",
@@ -25,4 +27,6 @@ __all__ = [
     "Sequence",
     "ServerError",
     "TopLogProb",
+    "convert_lora",
+    "load_lora",
 ]

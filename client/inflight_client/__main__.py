@@ -1,8 +1,9 @@
-"""`python -m inflight_client generate "a prompt"` and `… state`: the client on the command line."""
+"""`python -m inflight_client generate "a prompt"`, `… state`, `… adapters`, `… convert-lora`: the command line."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
 from inflight_client.guide import GUIDE_TYPES, Guide
+from inflight_client.lora import convert_lora
 from inflight_client.options import CHOOSING, ENDING, QUEUEING, Option
 from inflight_client.results import Completion, Delta, Sequence, completion
 
@@ -24,6 +26,7 @@ _UNDER_ANOTHER_NAME = (
     "num_return_sequences",
     "prompt_lookup_num_tokens",
     "return_log_probs",
+    "lora",
 )
 _UNDER_ITS_NAME = tuple(
     name for group in (CHOOSING, ENDING, QUEUEING) for name, option in group.items() if option.help
@@ -34,21 +37,22 @@ def main(arguments: Seq[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = _parse(arguments)
     try:
-        options.run(Client(options.url, options.model), options)
+        options.run(options)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:  # whoever read the answer has enough of it, as in `… --stream | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes to
         return 0
-    except (ServerError, ValueError) as error:
+    except (ServerError, ValueError, OSError) as error:
         status = f"{error.status}: " if isinstance(error, ServerError) else ""
         print(f"error: {status}{error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _generate(client: Client, options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> None:
+    client = Client(options.url, options.model)
     prompt = options.prompt if options.ids is None else options.ids
     keywords = {name: getattr(options, name) for name in (*_UNDER_ITS_NAME, *_UNDER_ANOTHER_NAME)}
     if options.guide_type is not None:
@@ -60,8 +64,23 @@ def _generate(client: Client, options: argparse.Namespace) -> None:
         _print_answers(client.generate(prompt, options.max_tokens, **keywords), as_ids)
 
 
-def _state(client: Client, options: argparse.Namespace) -> None:
-    print(json.dumps(client.state(), indent=2))
+def _state(options: argparse.Namespace) -> None:
+    print(json.dumps(Client(options.url, options.model).state(), indent=2))
+
+
+def _convert_lora(options: argparse.Namespace) -> None:
+    convert_lora(options.folder, options.out, options.storage_type)
+
+
+def _adapters(options: argparse.Namespace) -> None:
+    client = Client(options.url, options.model)
+    if options.load is not None:
+        adapters = client.load_adapter(options.load, options.path)
+    elif options.unload is not None:
+        adapters = client.unload_adapter(options.unload)
+    else:
+        adapters = client.adapters()
+    print(json.dumps([dataclasses.asdict(each) for each in adapters], indent=2))
 
 
 def _print_stream(deltas: Iterable[Delta], as_ids: bool) -> None:
@@ -107,7 +126,11 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     state = commands.add_parser("state", help="print what the server is doing, as JSON")
     state.set_defaults(run=_state)
     _add_server(state, "whom to ask, tensorrt_llm by default")
+    _add_convert_lora(commands)
+    _add_adapters(commands.add_parser("adapters", help="print the server's LoRA adapters, as JSON"))
     options = parser.parse_args(arguments)
+    if options.run is _adapters and options.path is not None and options.load is None:
+        parser.error("--path needs --load")
     if options.run is _generate and options.guide is not None and options.guide_type is None:
         generate.error("--guide needs --guide-type")
     if (
@@ -117,6 +140,21 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     ):
         generate.error("--stream shows one answer as it comes: leave out --n and --beam-width")
     return options
+
+
+def _add_convert_lora(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert-lora", help="write a PEFT folder's adapter as the arrays lora_weights and lora_config"
+    )
+    convert.set_defaults(run=_convert_lora)
+    convert.add_argument("folder", metavar="PEFT_FOLDER", help="what PEFT's save_pretrained has made")
+    convert.add_argument("out", metavar="OUT", help="the folder for both files; made if it is missing")
+    convert.add_argument(
+        "--storage-type",
+        choices=("float16", "float32", "bfloat16"),
+        default="float16",
+        help="of the numbers (float16)",
+    )
 
 
 def _add_request(generate: argparse.ArgumentParser) -> None:
@@ -129,7 +167,23 @@ def _add_request(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (128)"
     )
+    generate.add_argument(
+        "--lora", type=_name_or_id, metavar="NAME|ID", help="the LoRA adapter to answer with"
+    )
     _add_server(generate, "by default ensemble for text and tensorrt_llm for ids")
+
+
+def _add_adapters(adapters: argparse.ArgumentParser) -> None:
+    adapters.set_defaults(run=_adapters)
+    change = adapters.add_mutually_exclusive_group()
+    change.add_argument("--load", metavar="NAME", help="read one now rather than with its first request")
+    change.add_argument(
+        "--unload", type=_name_or_id, metavar="NAME|ID", help="free one that no request uses any more"
+    )
+    adapters.add_argument(
+        "--path", metavar="FOLDER", help="with --load: a folder below lora_dir that has no name yet"
+    )
+    _add_server(adapters, "whom to ask, tensorrt_llm by default")
 
 
 def _add_server(command: argparse.ArgumentParser, model_help: str) -> None:
@@ -177,6 +231,10 @@ def _add_group(
             kind, metavar = kinds.get(option.dtype, (int, "N"))
             group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=option.help)
     return group
+
+
+def _name_or_id(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
 
 
 def _ids(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -9,16 +10,20 @@ import grpc
 import tritonclient.grpc.aio as grpc_aio
 from tritonclient.utils import InferenceServerException
 
-from inflight_client.client import STREAM_HEADERS
 from inflight_client.errors import ServerError, server_error
-from inflight_client.results import Completion, Delta, completion
+from inflight_client.results import Adapter, Completion, Delta, completion
+from inflight_client.streams import EndedIdle
 from inflight_client.tensors import (
     IDS_MODEL,
+    PARAMETERS,
     TEXT_MODEL,
     Call,
     Prompt,
+    adapters_call,
     generate_call,
     is_final,
+    name_or_id,
+    read_adapters,
     read_delta,
     read_state,
     state_call,
@@ -31,6 +36,8 @@ _T = TypeVar("_T")
 class AsyncClient:
     """Talks to the server's gRPC port; also an asynchronous context manager, which closes the connection.
 
+    It keeps as many gRPC streams open as it has had requests in flight at a time: use one for many requests.
+
     Args:
         url: host:port.
         model: Serves all requests; by default `ensemble` does for text and `tensorrt_llm` for ids.
@@ -41,6 +48,7 @@ class AsyncClient:
         self._model = model
         self._in_flight: set[Call] = set()
         self._connection: grpc_aio.InferenceServerClient | None = None  # made inside of the event loop
+        self._idle: list[_Stream] = []
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -51,6 +59,9 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; requests in flight are cancelled. Idempotent."""
         connection, self._connection = self._connection, None
+        idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.close()
         if connection is not None:
             await connection.close()
 
@@ -80,6 +91,25 @@ class AsyncClient:
         (state,) = [state async for state in self._received(call, read_state)]
         return state
 
+    async def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
+        """As `Client.adapters`."""
+        return await self._command(model, command="list")
+
+    async def load_adapter(
+        self, name: str, path: str | None = None, model: str | None = None
+    ) -> tuple[Adapter, ...]:
+        """As `Client.load_adapter`."""
+        return await self._command(model, command="load", name=name, path=path)
+
+    async def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
+        """As `Client.unload_adapter`."""
+        return await self._command(model, command="unload", **name_or_id(adapter))
+
+    async def _command(self, model: str | None, **command: Any) -> tuple[Adapter, ...]:
+        call = adapters_call(model or self._model or IDS_MODEL, **command)
+        (adapters,) = [each async for each in self._received(call, read_adapters)]
+        return adapters
+
     def _call(
         self,
         prompt: Prompt,
@@ -98,34 +128,88 @@ class AsyncClient:
     async def _received(
         self, call: Call, read: Callable[[grpc_aio.InferResult], _T | None]
     ) -> AsyncIterator[_T]:
-        if self._connection is None:
-            self._connection = grpc_aio.InferenceServerClient(self._url)
+        stream = self._idle.pop() if self._idle else self._new_stream()
         self._in_flight.add(call)
-        # tritonclient does not annotate what it returns: an asynchronous iterator that can be cancelled.
-        responses: Any = self._connection.stream_infer(_once(call), headers=STREAM_HEADERS)
-        finished = False
         try:
-            async for result, error in responses:
-                if error is not None:
-                    raise server_error(error, self._url)
-                finished = is_final(result)
-                said = read(result)
-                if said is not None:
+            try:
+                async for said in _read(stream, call, read):
                     yield said
-            if not finished:
-                raise ServerError("UNAVAILABLE", f"{self._url} closed the stream before its last response")
-        except (InferenceServerException, grpc.RpcError) as error:
-            raise server_error(error, self._url) from error
+            except EndedIdle:
+                stream.close()
+                stream = self._new_stream()
+                async for said in _read(stream, call, read):
+                    yield said
         finally:
             self._in_flight.discard(call)
-            responses.cancel()
+            if stream.is_idle:
+                self._idle.append(stream)
+            else:
+                stream.close()
+
+    def _new_stream(self) -> _Stream:
+        if self._connection is None:
+            self._connection = grpc_aio.InferenceServerClient(self._url)
+        return _Stream(self._connection, self._url)
 
 
-async def _once(call: Call) -> AsyncIterator[dict[str, Any]]:
-    yield {
-        "model_name": call.model,
-        "inputs": call.inputs,
-        "outputs": call.outputs,
-        "request_id": call.request_id,
-        "parameters": {"triton_enable_empty_final_response": True},
-    }
+async def _read(
+    stream: _Stream, call: Call, read: Callable[[grpc_aio.InferResult], _T | None]
+) -> AsyncIterator[_T]:
+    async for result in stream.ask(call):
+        said = read(result)
+        if said is not None:
+            yield said
+
+
+class _Stream:
+    """One stream, which serves one request after another; `streams.py` says why.
+
+    Attributes:
+        is_idle: Whether it can take a request, as far as is known.
+    """
+
+    def __init__(self, connection: grpc_aio.InferenceServerClient, url: str) -> None:
+        self.is_idle = True
+        self._is_used = False
+        self._url = url
+        self._calls: asyncio.Queue[Call | None] = asyncio.Queue()
+        # tritonclient does not annotate what it returns: an asynchronous iterator that can be cancelled.
+        self._responses: Any = connection.stream_infer(self._requests())
+
+    async def ask(self, call: Call) -> AsyncIterator[grpc_aio.InferResult]:
+        """Each response to a request, as they come; raises ServerError.
+
+        Raises EndedIdle for a stream that has served others and not begun to answer this one.
+        """
+        may_have_ended, self._is_used, self.is_idle = self._is_used, True, False
+        self._calls.put_nowait(call)
+        while not self.is_idle:
+            try:
+                result, refusal = await self._responses.__anext__()
+            except (StopAsyncIteration, InferenceServerException, grpc.RpcError) as error:
+                if may_have_ended:
+                    raise EndedIdle from error
+                if isinstance(error, StopAsyncIteration):
+                    message = f"{self._url} closed the stream before its last response"
+                    raise ServerError("UNAVAILABLE", message) from None
+                raise server_error(error, self._url) from error
+            may_have_ended = False
+            self.is_idle = refusal is not None or is_final(result)
+            if refusal is not None:  # of this request; the stream goes on
+                raise server_error(refusal, self._url)
+            yield result
+
+    def close(self) -> None:
+        """Cancel what is in flight, and end the stream."""
+        self._responses.cancel()
+        self._calls.put_nowait(None)
+
+    async def _requests(self) -> AsyncIterator[dict[str, Any]]:
+        while (call := await self._calls.get()) is not None:
+            yield {
+                "model_name": call.model,
+                "inputs": call.inputs,
+                "outputs": call.outputs,
+                "request_id": call.request_id,
+                "parameters": {"triton_enable_empty_final_response": True, **PARAMETERS},
+            }

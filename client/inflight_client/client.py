@@ -1,44 +1,37 @@
-"""The blocking client.
-
-Owns one gRPC stream for each request in flight, because that is what can be cancelled alone. May be used from
-several threads at a time.
-"""
+"""The blocking client. May be used from several threads at a time."""
 
 from __future__ import annotations
 
-import queue
-import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import tritonclient.grpc as grpc
-from tritonclient.utils import InferenceServerException
 
-from inflight_client.errors import ServerError, server_error
-from inflight_client.results import Completion, Delta, completion
+from inflight_client.results import Adapter, Completion, Delta, completion
+from inflight_client.streams import Streams
 from inflight_client.tensors import (
     IDS_MODEL,
     TEXT_MODEL,
     Call,
     Prompt,
+    adapters_call,
     generate_call,
-    is_final,
+    name_or_id,
+    read_adapters,
     read_delta,
     read_state,
     state_call,
     stop_call,
 )
 
-# Without it an error in a stream is a bare text; with it, it has a status and ends the stream. tritonserver 2.51
-# has crashed when such a stream had other requests in flight: here every request has a stream of its own.
-STREAM_HEADERS = {"triton_grpc_error": "true"}
-
 _T = TypeVar("_T")
-Responses = queue.SimpleQueue[tuple[grpc.InferResult | None, Exception | None]]
 
 
 class Client:
-    """Talks to the server's gRPC port.
+    """Talks to the server's gRPC port; also a context manager, which closes the connections.
+
+    It keeps as many gRPC streams open as it has had requests in flight at a time: use one for many requests.
 
     Args:
         url: host:port.
@@ -46,9 +39,20 @@ class Client:
     """
 
     def __init__(self, url: str = "localhost:8001", model: str | None = None) -> None:
-        self._url = url
         self._model = model
         self._in_flight: set[Call] = set()
+        self._streams = Streams(url)
+        weakref.finalize(self, self._streams.cancel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connections that no request is in flight on. Idempotent; a later request opens another one."""
+        self._streams.close()
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
@@ -72,6 +76,14 @@ class Client:
                 usual tokens.
 
                 What the text has to look like: guide, a `Guide`.
+
+                LoRA: lora, an adapter's name or its task id; lora_weights, (weights, config) of a task id that the
+                server does not know yet: arrays [rows, width] and [rows, 3 or 4]. The weights are of the type that
+                the server's parameter lora_weights_data_type says, float16 by default.
+
+                Rows of embeddings, of an image for instance: prompt_table, an array or a tensor of torch [rows,
+                hidden_size], in the type that the server declares, float16 by default. Token id vocab_size + i
+                stands for row i; in front of a text stand all rows. prompt_table_extra_ids, one for each id.
 
                 Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
                 beam_search_diversity_rate.
@@ -131,6 +143,50 @@ class Client:
         (state,) = self._received(state_call(model or self._model or IDS_MODEL), read_state)
         return state
 
+    def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
+        """The server's LoRA adapters: those with names, loaded or not, and those that clients have sent.
+
+        Args:
+            model: Whom to ask; `tensorrt_llm` by default.
+
+        Raises:
+            ServerError: UNIMPLEMENTED where parameter enable_adapter_commands is false.
+        """
+        return self._command(model, command="list")
+
+    def load_adapter(
+        self, name: str, path: str | None = None, model: str | None = None
+    ) -> tuple[Adapter, ...]:
+        """Have an adapter read now rather than with its first request; returns all adapters.
+
+        Args:
+            name: What requests call it.
+            path: Its folder below the server's lora_dir, if the server does not know the name yet.
+            model: As in `adapters`.
+
+        Raises:
+            ServerError: As in `adapters`; NOT_FOUND where there is no such adapter, INVALID_ARGUMENT where it does
+                not fit the model.
+        """
+        return self._command(model, command="load", name=name, path=path)
+
+    def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
+        """Free what an adapter takes once no request uses it; returns all others and those that are read again.
+
+        Args:
+            adapter: Its name or its task id.
+            model: As in `adapters`.
+
+        Raises:
+            ServerError: As in `adapters`; NOT_FOUND where there is no such adapter.
+        """
+        return self._command(model, command="unload", **name_or_id(adapter))
+
+    def _command(self, model: str | None, **command: Any) -> tuple[Adapter, ...]:
+        call = adapters_call(model or self._model or IDS_MODEL, **command)
+        (adapters,) = self._received(call, read_adapters)
+        return adapters
+
     def _call(
         self,
         prompt: Prompt,
@@ -147,56 +203,14 @@ class Client:
         return self._received(call, lambda result: read_delta(result, call))
 
     def _received(self, call: Call, read: Callable[[grpc.InferResult], _T | None]) -> Iterator[_T]:
-        """What `read` makes of each response, as they come."""
-        responses: Responses = queue.SimpleQueue()
+        """What `read` makes of each response, as they come; closing it early cancels the request."""
         self._in_flight.add(call)
-        connection = grpc.InferenceServerClient(self._url)
+        responses = self._streams.ask(call)
         try:
-            _start_stream(connection, responses)
-            connection.async_stream_infer(
-                call.model,
-                call.inputs,
-                outputs=call.outputs,
-                request_id=call.request_id,
-                enable_empty_final_response=True,
-            )
-            yield from self._until_final(read, responses)
-            connection.stop_stream()
-        except InferenceServerException as error:
-            connection.stop_stream(cancel_requests=True)
-            # A stream that broke before the request was sent has reported why, and that is the better reason.
-            _, reported = (None, None) if responses.empty() else responses.get()
-            raise server_error(reported or error, self._url) from error
+            for result in responses:
+                said = read(result)
+                if said is not None:
+                    yield said
         finally:
+            responses.close()  # also where `read` has raised
             self._in_flight.discard(call)
-            connection.stop_stream(cancel_requests=True)
-            connection.close()
-
-    def _until_final(
-        self, read: Callable[[grpc.InferResult], _T | None], responses: Responses
-    ) -> Iterator[_T]:
-        while True:
-            result, error = responses.get()
-            if result is None:
-                raise server_error(error, self._url) if error else ServerError("UNKNOWN", "an empty response")
-            said = read(result)
-            if said is not None:
-                yield said
-            if is_final(result):
-                return
-
-
-def _start_stream(connection: grpc.InferenceServerClient, responses: Responses) -> None:
-    """Start the connection's stream so that nobody has to close it for the program to end.
-
-    tritonclient's thread inherits whether it is a daemon. If it were not, an exception that leaves a loop over
-    `stream`, and so keeps the iterator alive in its traceback, would stop the interpreter from exiting for ever.
-    """
-    starter = threading.Thread(
-        target=connection.start_stream,
-        args=(lambda result, error: responses.put((result, error)),),
-        kwargs={"headers": STREAM_HEADERS},
-        daemon=True,
-    )
-    starter.start()
-    starter.join()

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 from tritonclient.utils import InferenceServerException
+
+_STATUS = {"INVALID_ARG": "INVALID_ARGUMENT", "UNSUPPORTED": "UNIMPLEMENTED"}
+"""gRPC's names of Triton's codes, where they differ."""
+_CODED = re.compile(
+    r"(INVALID_ARG|UNSUPPORTED|ALREADY_EXISTS|NOT_FOUND|UNAVAILABLE|CANCELLED|INTERNAL): (.*)", re.DOTALL
+)
 
 
 class ServerError(Exception):
@@ -25,6 +33,8 @@ def server_error(error: Exception, url: str) -> ServerError:
     if isinstance(error, InferenceServerException):
         status = (error.status() or "UNKNOWN").removeprefix("StatusCode.")
         message = error.message()
+        if coded := _CODED.fullmatch(message):
+            status, message = _STATUS.get(coded[1], coded[1]), coded[2]
     elif isinstance(error, grpc.RpcError):
         status, message = error.code().name, error.details() or ""
     if status == "UNAVAILABLE" and "connect" in message.lower():

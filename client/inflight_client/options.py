@@ -117,6 +117,7 @@ QUEUEING = {
     "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),
 }
 """Its place among other requests."""
+_PROMPT = {"prompt_table_extra_ids": Option("", "prompt_table_extra_ids", np.uint64, ndim=1)}
 _WANTED = {
     "return_log_probs": _wanted("return_log_probs", "output_log_probs", "cum_log_probs"),
     "num_top_log_probs": _wanted("num_top_log_probs", "top_log_prob_ids", "top_log_probs", dtype=_INT),
@@ -130,6 +131,7 @@ _OPTIONS = {
     **CHOOSING,
     **ENDING,
     **QUEUEING,
+    **_PROMPT,
     **_WANTED,
 }
 _WORDS = ("stop_words", "bad_words")
@@ -141,7 +143,12 @@ _RETENTION = "retention_token_ranges"
 _GUIDE = "guide"
 _GUIDED = "guided_decoding_guide"
 _LOGIT_BIAS = "logit_bias"
-NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL, _GUIDE)
+_LORA, _LORA_WEIGHTS = "lora", "lora_weights"
+_TABLE, _TABLE_TENSOR = "prompt_table", "prompt_embedding_table"
+NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL, _GUIDE, _LORA, _LORA_WEIGHTS, _TABLE)
+
+BFLOAT16 = np.dtype(np.uint16)
+"""Of arrays that hold bfloat16, for which numpy has no type: the upper half of the bits of a float32."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
                 only_ids.append(name)
         if name in _OPTIONS and _OPTIONS[name].outputs and value:
             outputs += _OPTIONS[name].outputs
+    if _LORA_WEIGHTS in ids and "lora_task_id" not in ids:
+        raise ValueError(
+            f"{_LORA_WEIGHTS} are stored under a task id: {_LORA} must be one, got {given.get(_LORA)!r}"
+        )
     beam_width = _first(ids, "beam_width", 1)
     if beam_width <= 1 and _first(ids, "num_return_sequences", 1) > 1:
         outputs.append("sequence_index")
@@ -211,14 +222,14 @@ def _additional_names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def as_tensor(name: str, values: Any, dtype: type[np.generic], ndim: int) -> np.ndarray:
+def as_tensor(name: str, values: Any, dtype: type[np.generic] | np.dtype[Any], ndim: int) -> np.ndarray:
     """Make an array of `ndim` dimensions and a leading 1, which may be there already.
 
     Raises ValueError if `values` do not fit.
     """
     if not hasattr(values, "__iter__"):
         raise ValueError(f"{name} must be a list of numbers, got {values!r}")
-    if issubclass(dtype, np.integer):
+    if isinstance(dtype, type) and issubclass(dtype, np.integer):
         _check_integers(name, values, dtype)
     try:
         array = np.asarray(values, dtype=dtype)
@@ -240,6 +251,12 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         yield from _guide_tensors(value)
     elif name == _RETENTION:
         yield from _retention_tensors(value)
+    elif name in (_LORA, _LORA_WEIGHTS):
+        yield from (_lora_tensors if name == _LORA else _lora_weight_tensors)(value)
+    elif name == _TABLE:
+        array = _table_array(value)
+        yield _TABLE_TENSOR, _TABLE_TENSOR, array
+        yield "prompt_vocab_size", "prompt_vocab_size", np.array([[array.shape[1]]], np.int32)
     elif name == _LOGIT_BIAS:
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be token ids with what is added to their logits, got {value!r}")
@@ -276,6 +293,51 @@ def _guide_tensors(guide: Any) -> Iterator[tuple[str, str, np.ndarray]]:
     yield f"{_GUIDED}_type", f"{_GUIDED}_type", _text_array([guide.type])
     if guide.text:
         yield _GUIDED, _GUIDED, _text_array([guide.text])
+
+
+def _lora_tensors(lora: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Tell the tensor of an adapter's name or task id."""
+    if isinstance(lora, str):
+        yield "lora_name", "lora_name", _text_array([lora])
+    elif isinstance(lora, (int, np.integer)) and not isinstance(lora, bool):
+        yield "lora_task_id", "lora_task_id", as_tensor("lora_task_id", [lora], np.uint64, 1)
+    else:
+        raise ValueError(f"{_LORA} must be an adapter's name or task id, got {lora!r}")
+
+
+def _lora_weight_tensors(given: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Tell the tensors of an adapter's weights; those of bfloat16 as uint16, the bits of each number."""
+    if not isinstance(given, Sequence) or len(given) != 2:
+        raise ValueError(f"{_LORA_WEIGHTS} must be two arrays, (weights, config), got {type(given).__name__}")
+    weights, config = (np.asarray(each) for each in given)
+    # numpy has no bfloat16: ml_dtypes' type of that name, and what a .npy file makes of it, hold its bits.
+    if weights.dtype.name == "bfloat16" or weights.dtype == np.dtype("V2"):
+        weights = weights.view(np.uint16)
+    if weights.dtype not in (np.float16, np.float32, np.uint16):
+        raise ValueError(f"{_LORA_WEIGHTS} must be float16, float32 or bfloat16, got {weights.dtype}")
+    yield "lora_weights", "lora_weights", as_tensor("lora_weights", weights, weights.dtype.type, 2)
+    yield "lora_config", "lora_config", as_tensor("lora_config", config, np.int32, 2)
+
+
+def _table_array(table: Any) -> np.ndarray:
+    """A table [1, rows, hidden_size] in its own type, if that is of 16 or 32 bits; else of float16.
+
+    Arrays of numpy and of ml_dtypes, tensors of torch on any device, and lists.
+    """
+    if hasattr(table, "detach"):
+        table = table.detach().cpu()
+        if str(table.dtype) == "torch.bfloat16":  # of which torch makes no array
+            import torch
+
+            table = table.contiguous().view(torch.int16).numpy().view(BFLOAT16)
+        else:
+            table = table.numpy()
+    if not isinstance(table, np.ndarray):
+        return as_tensor(_TABLE, table, np.float16, 2)
+    if table.dtype.name == "bfloat16":  # ml_dtypes'
+        table = table.view(BFLOAT16)
+    dtype = table.dtype if table.dtype in (BFLOAT16, np.float16, np.float32) else np.dtype(np.float16)
+    return as_tensor(_TABLE, table, dtype, 2)
 
 
 def _retention_tensors(ranges: Any) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -19,6 +19,27 @@ class TopLogProb(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that requests can use.
+
+    Attributes:
+        name: What its requests say; "" for one that goes by its task id.
+        task_id: What its requests say; None for one that goes by its name.
+        path: Its folder on the server; "" for one that clients have sent.
+        is_loaded: Whether the server has it in memory; one that it has not is read with its first request.
+        rank: Its largest rank; 0 while it is not loaded.
+        num_bytes: Of the server's memory.
+    """
+
+    name: str = ""
+    task_id: int | None = None
+    path: str = ""
+    is_loaded: bool = True
+    rank: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class PerfMetrics:
     """What a sequence took so far. Times are the server's monotonic clock in nanoseconds; 0 for what is to come.
 

@@ -18,6 +18,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from inflight_client import results
 from inflight_client.options import (
+    BFLOAT16,
     CONTEXT_OUTPUT,
     GENERATION_OUTPUT,
     PERF_OUTPUTS,
@@ -25,12 +26,15 @@ from inflight_client.options import (
     as_tensor,
     read_options,
 )
-from inflight_client.results import Delta, PerfMetrics, TopLogProb
+from inflight_client.results import Adapter, Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
 # Models that take a text too, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
+PARAMETERS = {"error_codes": True}
+"""What every request says beside its tensors: that the message of an error is to begin with its code, which Triton
+keeps from those who stream. Its header `triton_grpc_error` would tell it too, and can end a tritonserver 2.51."""
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 
@@ -119,6 +123,26 @@ def read_state(result: InferResult) -> dict[str, Any] | None:
     """Read the answer to `state_call`; None if it carries nothing but the final flag."""
     array = result.as_numpy("state")
     return None if array is None else json.loads(array.ravel()[0])
+
+
+def adapters_call(model: str, **command: Any) -> Call:
+    """The request that lists, loads or unloads adapters; values that are None are left out."""
+    text = json.dumps({key: value for key, value in command.items() if value is not None})
+    array = np.array([[text.encode()]], dtype=np.object_)
+    return Call(model, str(uuid.uuid4()), [_input("lora_command", array)], [InferRequestedOutput("adapters")])
+
+
+def name_or_id(adapter: str | int) -> dict[str, str | int]:
+    """What a command says of an adapter that goes by a name, a text, or by a task id."""
+    return {"name": adapter} if isinstance(adapter, str) else {"task_id": adapter}
+
+
+def read_adapters(result: InferResult) -> tuple[Adapter, ...] | None:
+    """Read the answer to `adapters_call`; None if it carries nothing but the final flag."""
+    array = result.as_numpy("adapters")
+    return (
+        None if array is None else tuple(Adapter(**each) for each in json.loads(array.ravel()[0])["adapters"])
+    )
 
 
 def read_delta(result: InferResult, call: Call) -> Delta | None:
@@ -231,6 +255,11 @@ def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:
 
 
 def _input(name: str, array: np.ndarray) -> InferInput:
+    if array.dtype == BFLOAT16:
+        tensor = InferInput(name, array.shape, "BF16")
+        # What set_data_from_numpy does with float32, one number at a time: seconds for an image's rows.
+        tensor._raw_content = array.tobytes()
+        return tensor
     tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor

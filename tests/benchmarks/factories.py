@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.measuring.setup import Kernels, ModelShape, Setup, Versions
 
 SHAPE = ModelShape(
-    2, 8, 2, 1, 4, 16, 100, layer_weights=1_000_000, head_weights=50_000, num_weights=1_050_000
+    2, 8, 2, 1, 4, 16, 100, layer_weights=1_000_000, head_weights=50_000, num_weights=1_050_000, cached=16
 )
 SETUP = Setup(
     model="tiny",

@@ -41,17 +41,21 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         asked: The requests so far.
         cancelled: Set when a client goes away before its answer is complete.
         stopped: Set by a `stop` request.
+        num_streams: How many streams have been opened.
+        ended: Released by each stream that ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        self.num_streams = 0
+        self.ended = threading.Semaphore(0)
         self.asked: list[Asked] = []
         self.answer: Callable[[Asked], Iterable[Response]] = lambda asked: answer_with(asked, ["a", "b", "c"])
         self.cancelled = threading.Event()
         self.stopped = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=16))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self.url = f"127.0.0.1:{port}"
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.url = f"127.0.0.1:{self.port}"
         self._server.start()
 
     def close(self) -> None:
@@ -60,29 +64,40 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(
         self, request_iterator: Iterator, context: grpc.ServicerContext
     ) -> Iterator[Response]:
-        assert dict(context.invocation_metadata())["triton_grpc_error"] == "true"
-        request = next(request_iterator)
-        assert request.parameters["triton_enable_empty_final_response"].bool_param
-        asked = _asked(request)
-        self.asked.append(asked)
-        if "stop" in asked.inputs:
-            self.stopped.set()
-            yield response(asked, final=True)
-            return
-        complete = False
-        context.add_callback(lambda: None if complete else self.cancelled.set())
-        try:
-            yield from self.answer(asked)
-        except Refusal as refusal:
-            complete = True
-            context.abort(refusal.code, str(refusal))
+        assert "triton_grpc_error" not in dict(context.invocation_metadata())
+        self.num_streams += 1
         complete = True
+        context.add_callback(lambda: None if complete else self.cancelled.set())
+        context.add_callback(lambda: self.ended.release())
+        for request in request_iterator:
+            assert request.parameters["triton_enable_empty_final_response"].bool_param
+            assert request.parameters["error_codes"].bool_param
+            asked = _asked(request)
+            self.asked.append(asked)
+            if "stop" in asked.inputs:
+                self.stopped.set()
+                yield response(asked, final=True)
+                continue
+            complete = False
+            try:
+                for one in self.answer(asked):
+                    complete = one.infer_response.parameters["triton_final_response"].bool_param
+                    yield one
+            except Refusal as refusal:
+                complete = True
+                yield Response(error_message=f"{refusal.code}: {refusal}")
+            except HangUp:
+                return
+
+
+class HangUp(Exception):
+    """Raised by an `answer` to end the stream."""
 
 
 class Refusal(Exception):
-    """Raised by an `answer` to end the stream with an error."""
+    """Raised by an `answer` to answer with an error; `code` is Triton's name for it."""
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 

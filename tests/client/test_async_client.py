@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import time
 from collections.abc import Iterator
 
-import grpc
 import pytest
 
-from inflight_client import AsyncClient, Completion, Delta, Sequence, ServerError
+from inflight_client import Adapter, AsyncClient, Client, Completion, Delta, Sequence, ServerError
 from tests.client.fake_server import (
     PATIENCE_S,
     Asked,
     FakeServer,
+    HangUp,
     Refusal,
     Response,
     answer_with,
@@ -18,7 +21,7 @@ from tests.client.fake_server import (
     response,
     response_of,
 )
-from tests.client.test_client import delta, until_stopped
+from tests.client.test_client import delta, refuse_texts, until_stopped
 
 
 def test_generate_and_stream(server: FakeServer) -> None:
@@ -50,6 +53,31 @@ def test_state(server: FakeServer) -> None:
     assert (server.asked[0].model, server.asked[0].outputs) == ("tensorrt_llm", ["state"])
 
 
+def test_adapters(server: FakeServer) -> None:
+    sql = Adapter("sql", path="/a", is_loaded=False)
+    text = json.dumps({"adapters": [dataclasses.asdict(sql)]})
+    server.answer = lambda asked: [
+        response_of(asked, adapters=as_texts(text)),
+        response(asked, final=True),
+    ]
+
+    async def ask() -> None:
+        async with AsyncClient(server.url) as client:
+            assert await client.adapters() == (sql,)
+            assert await client.load_adapter("sql", "b") == (sql,)
+            assert await client.unload_adapter(7, model="ensemble") == (sql,)
+
+    asyncio.run(ask())
+    assert [json.loads(asked.inputs["lora_command"][0]) for asked in server.asked] == [
+        {"command": "list"},
+        {"command": "load", "name": "sql", "path": "b"},
+        {"command": "unload", "task_id": 7},
+    ]
+    assert [asked.model for asked in server.asked] == ["tensorrt_llm", "tensorrt_llm", "ensemble"]
+    client = Client(server.url)
+    assert client.adapters() == client.load_adapter("sql") == client.unload_adapter("sql") == (sql,)
+
+
 def test_many_at_a_time(server: FakeServer) -> None:
     server.answer = lambda asked: answer_with(asked, [asked.inputs["text_input"][0], "!"])
 
@@ -63,7 +91,7 @@ def test_many_at_a_time(server: FakeServer) -> None:
 def test_errors(server: FakeServer) -> None:
     def refuse(asked: Asked) -> Iterator[Response]:
         yield response(asked, "a", "NOT_FINISHED")
-        raise Refusal(grpc.StatusCode.ALREADY_EXISTS, "in flight")
+        raise Refusal("ALREADY_EXISTS", "in flight")
 
     server.answer = refuse
 
@@ -80,7 +108,11 @@ def test_errors(server: FakeServer) -> None:
 
 
 def test_a_stream_without_an_end_is_an_error(server: FakeServer) -> None:
-    server.answer = lambda asked: [response(asked, "a", "NOT_FINISHED")]
+    def hang_up(asked: Asked) -> Iterator[Response]:
+        yield response(asked, "a", "NOT_FINISHED")
+        raise HangUp
+
+    server.answer = hang_up
 
     async def ask() -> None:
         async with AsyncClient(server.url) as client:
@@ -134,3 +166,49 @@ def test_streamed_beams_are_cumulative(server: FakeServer) -> None:
 
     assert [(one.text, one.is_cumulative) for one in asyncio.run(ask())] == [("a", True), ("ab", True)]
     assert server.asked[0].inputs["beam_width"] == [2]
+
+
+def test_a_stream_serves_one_request_after_another(server: FakeServer) -> None:
+    server.answer = refuse_texts
+
+    async def ask() -> None:
+        async with AsyncClient(server.url) as client:
+            for _ in range(10):
+                assert (await client.generate([1])).token_ids == (5, 6, 7)
+                with pytest.raises(ServerError, match="maximum queue size"):
+                    await client.generate("x")
+                await client.cancel("nobody")
+            assert server.num_streams == 1
+            answers = await asyncio.gather(*(client.generate([1]) for _ in range(4)))
+            assert len(answers) == 4 and server.num_streams == 4
+            deltas = client.stream([1])
+            await anext(deltas)
+            await deltas.aclose()
+            assert await asyncio.to_thread(server.ended.acquire, timeout=PATIENCE_S)
+            assert (await client.generate([1])).token_ids == (5, 6, 7) and server.num_streams == 4
+
+    asyncio.run(ask())
+    assert all(server.ended.acquire(timeout=PATIENCE_S) for _ in range(3))
+
+
+def test_a_server_that_comes_back_gets_another_stream(server: FakeServer) -> None:
+    async def ask() -> int:
+        async with AsyncClient(server.url) as client:
+            await client.generate("x")
+            await asyncio.to_thread(server.close)
+            with pytest.raises(ServerError) as caught:
+                await client.generate("x")
+            assert caught.value.status == "UNAVAILABLE"
+            again = FakeServer(server.port)
+            deadline = time.monotonic() + PATIENCE_S  # gRPC connects again when it likes to
+            while True:
+                try:
+                    assert (await client.generate("x")).text == (await client.generate("y")).text == "abc"
+                    break
+                except ServerError as error:
+                    assert error.status == "UNAVAILABLE" and time.monotonic() < deadline
+                    await asyncio.sleep(0.1)
+            await asyncio.to_thread(again.close)
+            return again.num_streams
+
+    assert asyncio.run(ask()) == 1

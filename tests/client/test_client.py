@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
-import grpc
 import pytest
 
 from inflight_client import Client, Completion, Delta, Sequence, ServerError
@@ -155,7 +156,7 @@ def test_generate_adds_up(server, client) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_error_has_the_server_s_status_and_words(server, client, stream: bool) -> None:
     def refuse(asked: Asked) -> Iterator[Response]:
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "request_output_len must be at least 1, got 0")
+        raise Refusal("INVALID_ARG", "request_output_len must be at least 1, got 0")
         yield
 
     server.answer = refuse
@@ -167,7 +168,7 @@ def test_an_error_has_the_server_s_status_and_words(server, client, stream: bool
 def test_an_error_after_some_deltas_comes_after_them(server, client) -> None:
     def break_off(asked: Asked) -> Iterator[Response]:
         yield response(asked, "a", "NOT_FINISHED")
-        raise Refusal(grpc.StatusCode.UNAVAILABLE, "the generation loop died")
+        raise Refusal("UNAVAILABLE", "the generation loop died")
 
     server.answer = break_off
     deltas = client.stream("x")
@@ -242,6 +243,84 @@ def test_one_client_serves_many_threads(server, client) -> None:
     assert texts == {number: f"{number}!" for number in range(8)}
 
 
+# -------------------------------------------------------------------- streams
+
+
+def refuse_texts(asked: Asked) -> Iterator[Response]:
+    """An answer to a prompt of ids, and a refusal of any other."""
+    if "text_input" in asked.inputs:
+        raise Refusal("UNAVAILABLE", "Exceeds maximum queue size")
+    yield from answer_with(asked, [[5], [6, 7]])
+
+
+def test_a_stream_serves_one_request_after_another(server, client) -> None:
+    server.answer = refuse_texts
+    for _ in range(20):
+        assert client.generate([1]).token_ids == (5, 6, 7)
+        with pytest.raises(ServerError, match="maximum queue size"):
+            client.generate("x")
+        assert [delta.token_ids for delta in client.stream([1])] == [(5,), (6, 7)]
+        client.cancel("nobody")
+    assert len(server.asked) == 80 and server.num_streams == 1
+
+
+def test_there_are_as_many_streams_as_requests_at_a_time(server, client) -> None:
+    for _ in range(2):
+        streams = [client.stream([number]) for number in range(5)]
+        server.answer = lambda asked: answer_with(asked, [asked.inputs["input_ids"], [9]])
+        for step in zip(*streams, strict=True):
+            assert [one.token_ids for one in step] in ([(each,) for each in range(5)], [(9,)] * 5)
+    assert server.num_streams == 5
+
+
+def test_a_request_that_is_left_ends_its_own_stream_alone(server, client) -> None:
+    server.answer = lambda asked: until_stopped(server, asked)
+    left, kept = client.stream("left"), client.stream("kept")
+    next(left), next(kept)
+    left.close()
+    assert server.cancelled.wait(PATIENCE_S) and server.ended.acquire(timeout=PATIENCE_S)
+    assert [delta.finish_reason for delta in kept] == ["CANCELLED"]
+    server.answer = lambda asked: answer_with(asked, ["a", "b"])
+    assert client.generate("x").text == "ab" and server.num_streams == 2
+
+
+def test_a_server_that_comes_back_gets_another_stream(server, client) -> None:
+    client.generate("x")
+    server.close()
+    with pytest.raises(ServerError) as caught:
+        client.generate("x")
+    assert caught.value.status == "UNAVAILABLE"
+    again = FakeServer(server.port)
+    deadline = time.monotonic() + PATIENCE_S  # gRPC connects again when it likes to
+    while True:
+        try:
+            assert client.generate("x").text == client.generate("y").text == "abc"
+            break
+        except ServerError as error:
+            assert error.status == "UNAVAILABLE" and time.monotonic() < deadline
+            time.sleep(0.1)
+    assert again.num_streams == 1
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["close", "with", "del"])
+def test_streams_end_with_their_client(server, how: str) -> None:
+    made = Client(server.url)
+    made.generate("x")
+    if how == "with":
+        with made:
+            made.generate("x")
+    elif how == "close":
+        made.close()
+        made.close()
+    else:
+        del made
+        gc.collect()
+    assert server.ended.acquire(timeout=PATIENCE_S) and server.num_streams == 1
+    if how == "close":
+        assert made.generate("x").text == "abc" and server.num_streams == 2
+
+
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
 def test_a_text_goes_to_the_engine_s_models_under_their_names(server, model: str) -> None:
     assert Client(server.url, model).generate("x", max_tokens=7, top_k=2).text == "abc"
@@ -275,6 +354,15 @@ def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
     assert done.returncode == 1
     assert b"ZeroDivisionError" in done.stderr
     assert server.cancelled.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("left", ["client.generate('x')", "deltas = client.stream('x'); next(deltas)"])
+def test_a_program_ends_that_leaves_its_client_open(server, left: str) -> None:
+    server.answer = lambda asked: answer_with(asked, ["a", "b"])
+    program = f"from inflight_client import Client; client = Client({server.url!r}); {left}"
+    done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert server.ended.acquire(timeout=PATIENCE_S)
 
 
 def test_the_client_stands_alone() -> None:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import pytest
 
+from inflight_client import Adapter
 from inflight_client.__main__ import main
 from tests.client.fake_server import (
     PATIENCE_S,
@@ -116,9 +118,42 @@ def test_the_state_is_printed_indented(server: FakeServer, capsys) -> None:
     assert (asked.model, asked.inputs, asked.outputs) == ("tensorrt_llm", {"state": [True]}, ["state"])
 
 
+ADAPTERS = json.dumps({"adapters": [dataclasses.asdict(Adapter("sql", path="/a", rank=8, num_bytes=9))]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ([], {"command": "list"}),
+        (["--load", "sql"], {"command": "load", "name": "sql"}),
+        (["--load", "sql", "--path", "a/b"], {"command": "load", "name": "sql", "path": "a/b"}),
+        (["--unload", "sql"], {"command": "unload", "name": "sql"}),
+        (["--unload", "7"], {"command": "unload", "task_id": 7}),
+    ],
+)
+def test_adapters_are_printed(server: FakeServer, capsys, arguments: list[str], command: dict) -> None:
+    server.answer = lambda asked: iter([response_of(asked, final=True, adapters=as_texts(ADAPTERS))])
+    assert main(["adapters", "--url", server.url, *arguments]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(ADAPTERS)["adapters"]
+    (asked,) = server.asked
+    assert (asked.model, asked.outputs) == ("tensorrt_llm", ["adapters"])
+    assert json.loads(asked.inputs["lora_command"][0]) == command
+
+
+def test_a_path_is_of_what_is_loaded(server: FakeServer) -> None:
+    with pytest.raises(SystemExit):
+        main(["adapters", "--url", server.url, "--path", "a"])
+
+
+@pytest.mark.parametrize(("given", "tensor"), [("sql", "lora_name"), ("7", "lora_task_id")])
+def test_an_adapter_to_answer_with(server: FakeServer, capsys, given: str, tensor: str) -> None:
+    assert main(["generate", "x", "--url", server.url, "--lora", given]) == 0
+    assert server.asked[0].inputs[tensor] == [int(given) if given.isdecimal() else given]
+
+
 def test_a_server_that_does_not_tell_its_state(server: FakeServer, capsys) -> None:
     def refuse(asked: Asked) -> Iterator[Response]:
-        raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "parameter enable_state_requests is false")
+        raise Refusal("UNSUPPORTED", "parameter enable_state_requests is false")
         yield
 
     server.answer = refuse

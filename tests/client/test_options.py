@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS, OUTPUTS
 from inflight_client import Client, Completion, Guide, PerfMetrics, Sequence, TopLogProb
 from inflight_client.options import NAMES, read_options
+from inflight_client.tensors import generate_call
 from tests.client.fake_server import Asked, FakeServer, Response, as_texts, response_of
 
 NUMBERS = {
@@ -56,6 +58,10 @@ ARRAYS = {
     "bad_words": np.array([[5], [1]]),
     "retention_token_ranges": [(0, 2, 90)],
     "guide": Guide("regex", "[ab]+"),
+    "lora": 7,
+    "lora_weights": (np.zeros((2, 6), np.float16), [[0, 0, 1], [4, 1, 1]]),
+    "prompt_table": np.zeros((2, 3), np.float16),
+    "prompt_table_extra_ids": [2**64 - 1, 0],
 }
 RANGE_PARTS = ("starts", "ends", "priorities", "durations_ms")
 FLAGS = {
@@ -103,13 +109,58 @@ def test_numbers_go_by_the_id_models_names(server, client) -> None:
     assert all(shape == [1, 1] for shape in asked.shapes.values())
 
 
+TABLE = [[0.5, -1.0, 3.0], [2.0, 0.25, -4.0]]
+"""Exact in every type."""
+
+
+@pytest.mark.parametrize(
+    ("table", "data_type"),
+    [
+        (np.array(TABLE, np.float16), "FP16"),
+        (np.array(TABLE, np.float32), "FP32"),
+        (torch.tensor(TABLE), "FP32"),
+        (torch.tensor(TABLE).half().requires_grad_(), "FP16"),
+        (torch.tensor(TABLE).bfloat16(), "BF16"),
+        (torch.tensor(TABLE).bfloat16().T.contiguous().T, "BF16"),
+        (TABLE, "FP16"),
+        (np.array([TABLE], np.float64), "FP16"),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["x", [5, 1000]])
+def test_a_prompt_table_is_sent_in_its_own_type(prompt, table, data_type) -> None:
+    call = generate_call(prompt, False, {"prompt_table": table})
+    sent = {tensor.name(): tensor for tensor in call.inputs}
+    assert call.model == ("ensemble" if prompt == "x" else "tensorrt_llm")
+    tensor = sent["prompt_embedding_table"]
+    assert (tensor.datatype(), tensor.shape()) == (data_type, [1, 2, 3])
+    bits = np.array(TABLE, np.float32).view(np.uint32) >> 16
+    expected = {
+        "FP16": np.array(TABLE, np.float16), "FP32": np.array(TABLE, np.float32), "BF16": bits.astype(np.uint16),
+    }  # fmt: skip
+    assert tensor._get_content() == expected[data_type].tobytes()
+    assert sent["prompt_vocab_size"]._get_content() == np.int32(2).tobytes()
+
+
+@pytest.mark.parametrize("table", [[1.0, 2.0], [[1.0], [2.0, 3.0]], "x", np.zeros((2, 3, 4)), 5])
+def test_what_is_no_prompt_table(table) -> None:
+    with pytest.raises(ValueError, match="prompt_table"):
+        read_options({"prompt_table": table})
+
+
 def test_every_option_is_tried_here() -> None:
     assert set(NAMES) == {*NUMBERS, *ARRAYS, *FLAGS, *OTHERS, *ADDITIONAL}
 
 
 def test_the_server_has_every_tensor_in_that_type() -> None:
     read = read_options({**NUMBERS, **ARRAYS, **FLAGS, **OTHERS})
-    kinds = {"INT32": "int32", "FP32": "float32", "UINT64": "uint64", "BOOL": "bool", "BYTES": "object"}
+    kinds = {
+        "FP16": "float16",
+        "INT32": "int32",
+        "FP32": "float32",
+        "UINT64": "uint64",
+        "BOOL": "bool",
+        "BYTES": "object",
+    }
     for tensors, vocabulary in ((read.text, Vocabulary.TEXT), (read.ids, Vocabulary.TOKENS)):
         declared = dict(INPUTS.declared(vocabulary))
         for name, array in tensors.items():
@@ -123,6 +174,55 @@ def test_the_server_has_every_tensor_in_that_type() -> None:
 @pytest.mark.parametrize(("other", "name"), [("len_penalty", "length_penalty"), ("min_tokens", "min_length")])
 def test_the_servers_other_names_are_known(other: str, name: str) -> None:
     assert read_options({other: 2}).text.keys() == read_options({name: 2}).text.keys()
+
+
+@pytest.mark.parametrize("prompt", ["x", [5]])
+def test_an_adapter_goes_by_a_name_or_an_id(server, client, prompt) -> None:
+    client.generate(prompt, lora="sql")
+    client.generate(prompt, lora=2**64 - 1)
+    by_name, by_id = server.asked
+    assert by_name.inputs["lora_name"] == ["sql"] and "lora_task_id" not in by_name.inputs
+    assert by_id.inputs["lora_task_id"] == [2**64 - 1] and "lora_name" not in by_id.inputs
+    for lora in (1.5, True, ["sql"], -1, 2**64):
+        with pytest.raises(ValueError, match="lora"):
+            client.generate(prompt, lora=lora)
+
+
+WEIGHTS, ROWS = np.arange(12, dtype=np.float32).reshape(2, 6) / 8, np.array([[0, 0, 1], [4, 1, 1]])
+
+
+@pytest.mark.parametrize(("dtype", "datatype"), [(np.float32, "FP32"), (np.float16, "FP16")])
+def test_an_adapters_weights(server, client, dtype, datatype) -> None:
+    client.generate("x", lora=7, lora_weights=(WEIGHTS.astype(dtype), ROWS))
+    (asked,) = server.asked
+    assert asked.dtypes["lora_weights"] == datatype and asked.shapes["lora_weights"] == [1, 2, 6]
+    assert asked.inputs["lora_weights"] == WEIGHTS.ravel().tolist()
+    assert (asked.shapes["lora_config"], asked.inputs["lora_config"]) == ([1, 2, 3], ROWS.ravel().tolist())
+
+
+def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
+    bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: these have few digits
+    call = generate_call([5], False, {"lora": 7, "lora_weights": (bits.view("V2"), ROWS[None])})
+    (tensor,) = [each for each in call.inputs if each.name() == "lora_weights"]
+    assert (tensor.datatype(), tensor.shape()) == ("BF16", [1, 2, 6])
+    assert tensor._get_content() == bits.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("lora", "weights", "message"),
+    [
+        ("sql", (WEIGHTS, ROWS), "lora must be one, got 'sql'"),
+        (None, (WEIGHTS, ROWS), "lora must be one, got None"),
+        (7, WEIGHTS, "must be two arrays"),
+        (7, (WEIGHTS.astype(np.float64), ROWS), "must be float16, float32 or bfloat16, got float64"),
+        (7, (WEIGHTS[0], ROWS), "lora_weights must be a 2-dimensional array"),
+        (7, (WEIGHTS, ROWS[0]), "lora_config must be a 2-dimensional array"),
+        (7, (WEIGHTS, ROWS + 0.5), "lora_config must be"),
+    ],
+)
+def test_weights_that_cannot_be_an_adapters(client, lora, weights, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        client.generate("x", lora=lora, lora_weights=weights)
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])

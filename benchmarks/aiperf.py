@@ -1,0 +1,116 @@
+"""AIPerf against /v1, beside Triton's own gRPC: tokens per second and first tokens at 1, 16 and 64 streams.
+
+AIPerf is installed into an environment of its own, `.venv-aiperf`. It sends the bodies that it is given: the token
+ids of the workload of `scripts/bench serve`, with as many tokens to generate, to /v1/completions, streamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load_testing import comparison
+from benchmarks.load_testing.environment import require_program
+from benchmarks.load_testing.exports import read_aiperf
+from benchmarks.measuring.report import Timeline
+from benchmarks.measuring.workload import BenchRequest, draw
+from inflight.errors import InflightError
+from inflight.models import read_model_description
+from inflight.server.errors import ServeError
+from inflight.server.launch import TritonServer
+
+_EXPORT = "profile_export.jsonl"
+
+
+class AiperfOnV1:
+    """/v1/completions by AIPerf.
+
+    Args:
+        program: AIPerf.
+        model: The checkpoint; its name is the model's.
+    """
+
+    name = "v1"
+
+    def __init__(self, program: Path, model: Path) -> None:
+        self._program = program
+        self._model = model.resolve()
+
+    def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
+        """As `comparison.Way.run`."""
+        assert server.openai is not None, "it was started with an OpenAI endpoint"
+        return self.send(server.openai, requests, streams)
+
+    def send(self, url: str, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
+        """The same for any endpoint, by its URL without a path."""
+        with tempfile.TemporaryDirectory(prefix="inflight-aiperf-") as name:
+            folder = Path(name)
+            (folder / "requests.json").write_text(json.dumps(make_input(self._model.name, requests)))
+            comparison.run_tool(self._command(url, len(requests), streams), environment(), folder)
+            with open(folder / "artifacts" / _EXPORT, encoding="utf-8") as lines:
+                return read_aiperf(lines, requests)
+
+    def _command(self, url: str, num_requests: int, streams: int) -> list[str]:
+        return [
+            *(str(self._program), "profile", "--model", self._model.name, "--url", url),
+            *("--endpoint-type", "completions", "--streaming", "--use-server-token-count"),
+            *("--input-file", "requests.json", "--custom-dataset-type", "inputs_json"),
+            *("--dataset-sampling-strategy", "sequential", "--tokenizer", str(self._model)),
+            *("--concurrency", str(min(streams, num_requests)), "--request-count", str(num_requests)),
+            # Its processes connect with their first request. The file is gone through in a circle, so that each
+            # request is sent once after these too.
+            *("--warmup-request-count", str(min(streams, num_requests))),
+            *("--artifact-dir", "artifacts", "--ui", "none"),
+        ]
+
+
+def make_input(model: str, requests: Sequence[BenchRequest]) -> dict[str, Any]:
+    """AIPerf's inputs.json: a conversation of one body for each request, by its index."""
+    return {
+        "data": [
+            {"session_id": str(index), "payloads": [_body(model, request)]}
+            for index, request in enumerate(requests)
+        ]
+    }
+
+
+def _body(model: str, request: BenchRequest) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": list(request.prompt),
+        "max_tokens": request.num_output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def environment() -> dict[str, str]:
+    """With these off it takes a folder for the name of a tokenizer on a hub."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    }
+
+
+def main() -> None:
+    parser = comparison.parser("aiperf", __doc__)
+    given = parser.parse_args()
+    try:
+        config = read_model_description(given.model).decoder
+        requests = draw("w", config.vocab_size, comparison.num_requests(given.requests, max(given.streams)))
+        way = AiperfOnV1(require_program("aiperf"), given.model)
+        print(json.dumps(comparison.compare("aiperf", given, requests, [way])))
+    except (InflightError, ServeError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""How near a mixture of experts comes to the speed that the weights it reads allow, and what its router takes.
+
+Iterations of generation on compiled layers, of sequences that begin differently, so that their tokens go to
+different experts. An iteration reads every matrix once, of the experts those that any row goes to; how many these
+were, the layers say. Without `--model` weights are random, about a billion of them active: a router's choices are
+then nearly even, as a trained one's are meant to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.measuring.bandwidth import Probe
+from benchmarks.measuring.options import new_parser, positive
+from benchmarks.measuring.report import Bandwidth, medians
+from benchmarks.measuring.setup import ModelShape
+from inflight.config import EngineConfig, SchedulerConfig
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.scheduler import Scheduler
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.models import DecoderConfig
+from inflight.testing.make_model import Shape, make_model, num_weights
+
+FAMILY = "qwen3_moe"
+SHAPE = Shape(16, 2048, 32, 4, 768, 128_256, 8192, 1e6, experts=24, experts_per_token=8)
+"""1.02 billion active weights of 2.23; experts as wide, and as many for a token, as Qwen3-30B-A3B's."""
+_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+_WARM_UP = 2  # iterations
+_SEED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Of generation, all with the same number of rows.
+
+    Attributes:
+        seconds: Of each.
+        routing_s: Of all together, until it was known which rows go to which experts.
+        experts_read: By all layers of all of them.
+    """
+
+    seconds: list[float]
+    routing_s: float
+    experts_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of a round with so many rows; or the medians of several.
+
+    Attributes:
+        tokens_per_s: By the median iteration.
+        iteration_ms: The median.
+        experts_read: By a layer, on average.
+        gigabytes_read: Weights, by an iteration.
+        memory_gb_per_s: What memory gave.
+        share: Of the speed that the mean of this and the bytes read allow.
+        router_share: Of the time of all iterations.
+    """
+
+    rows: int
+    tokens_per_s: float
+    iteration_ms: float
+    experts_read: float
+    gigabytes_read: float
+    memory_gb_per_s: Bandwidth
+    share: float
+    router_share: float
+
+
+def bytes_read(config: DecoderConfig, dtype: str, experts_read: float) -> float:
+    """Weights that an iteration reads, of whose layers with experts each reads so many."""
+    experts = config.experts
+    assert experts is not None, "the model has experts"
+    shape = ModelShape.of(config)
+    of_expert = 3 * config.hidden_size * experts.intermediate_size
+    more = sum(experts.layers) * of_expert * (experts_read - experts.num_per_token)
+    return _BYTES[dtype] * (shape.layer_weights + shape.head_weights + more)
+
+
+def summarize(
+    config: DecoderConfig, dtype: str, rows: int, run: Iterations, memory_gb_per_s: Bandwidth
+) -> Figures:
+    """Of a round."""
+    assert config.experts is not None, "the model has experts"
+    median = statistics.median(run.seconds)
+    experts_read = run.experts_read / len(run.seconds) / sum(config.experts.layers)
+    gigabytes = bytes_read(config, dtype, experts_read) / 1e9
+    return Figures(
+        rows,
+        tokens_per_s=rows / median,
+        iteration_ms=1e3 * median,
+        experts_read=experts_read,
+        gigabytes_read=gigabytes,
+        memory_gb_per_s=memory_gb_per_s,
+        share=gigabytes / median / statistics.mean((memory_gb_per_s.before, memory_gb_per_s.after)),
+        router_share=run.routing_s / sum(run.seconds),
+    )
+
+
+def generate(engine: TorchEngine, decoder: NativeDecoder, rows: int, prompt: int, count: int) -> Iterations:
+    """`count` iterations of so many rows, behind prompts of `prompt` tokens at random that fit into one batch."""
+    numbers = random.Random(_SEED)
+    scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), engine.limits)
+    vocab_size, num_tokens = engine.limits.vocab_size, 1 + _WARM_UP + count
+    prompts = [tuple(numbers.randrange(3, vocab_size) for _ in range(prompt)) for _ in range(rows)]
+    requests = tuple(Request(number, ids, num_tokens) for number, ids in enumerate(prompts))
+    scheduler.accept(IterationInput(0, 1, requests))
+    seconds: list[float] = []
+    routed = [decoder.routed()]
+    while (batch := scheduler.schedule()) is not None:
+        begun = time.perf_counter()
+        output = engine.decode(batch, engine.forward(batch))
+        seconds.append(time.perf_counter() - begun)
+        routed.append(decoder.routed())
+        scheduler.update(batch, output)
+    before, after = routed[-1 - count], routed[-1]
+    return Iterations(seconds[-count:], (after.ns - before.ns) / 1e9, after.experts - before.experts)
+
+
+@contextmanager
+def _load(options: argparse.Namespace, rows: int) -> Iterator[tuple[TorchEngine, NativeDecoder]]:
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+        model = options.model or str(make_model(Path(folder), FAMILY, SHAPE))
+        engine = TorchEngine.load(
+            EngineConfig(
+                model,
+                options.dtype,
+                kernels="native",
+                max_num_sequences=rows,
+                max_sequence_length=options.prompt + options.iterations + _WARM_UP + 1,
+                max_num_tokens=rows * options.prompt,
+                engine_threads=options.threads,
+            )
+        )
+    decoder = engine.runner.decoder
+    assert isinstance(decoder, NativeDecoder), "kernels is native"
+    try:
+        yield engine, decoder
+    finally:
+        engine.close()
+
+
+def main() -> None:
+    parser = new_parser("experts", __doc__)
+    parser.add_argument("--model", help="checkpoint folder; random weights without one")
+    parser.add_argument("--dtype", choices=_BYTES, default="bfloat16")
+    parser.add_argument("--threads", type=positive, default=2, help="of the forward pass")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 4, 16], help="of an iteration")
+    parser.add_argument("--prompt", type=positive, default=32, help="tokens of every sequence at first")
+    parser.add_argument("--iterations", type=positive, default=16, help="of a round")
+    parser.add_argument("--rounds", type=positive, default=3, help="medians of so many")
+    options = parser.parse_args()
+    with Probe(options.threads) as probe, _load(options, max(options.rows)) as (engine, decoder):
+        config = engine.decoder_config
+        if config.experts is None:
+            sys.exit(f"{parser.prog}: {options.model} has no experts")
+        figures = []
+        for rows in options.rows:
+            rounds = []
+            for _ in range(options.rounds):
+                before = probe.gb_per_s()
+                run = generate(engine, decoder, rows, options.prompt, options.iterations)
+                memory = Bandwidth(before, probe.gb_per_s())
+                rounds.append(summarize(config, options.dtype, rows, run, memory))
+            found = medians(rounds)
+            figures.append(found)
+            memory = found.memory_gb_per_s
+            print(
+                f"{rows:3} rows  {found.tokens_per_s:7.1f} tokens/s  {found.iteration_ms:7.2f} ms  "
+                f"{found.experts_read:5.1f} experts a layer  {found.gigabytes_read:5.2f} GB read  "
+                f"{100 * found.share:5.1f} % of what {(memory.before + memory.after) / 2:.1f} GB/s allow  "
+                f"router {100 * found.router_share:.2f} %"
+            )
+    setup = {
+        "model": options.model or f"{num_weights(FAMILY, SHAPE) / 1e9:.2f} billion at random",
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "prompt": options.prompt,
+        "rounds": options.rounds,
+    }
+    print(json.dumps({"bench": "experts", **setup, "figures": [asdict(each) for each in figures]}))
+
+
+if __name__ == "__main__":
+    main()

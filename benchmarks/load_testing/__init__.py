@@ -1,0 +1,1 @@
+"""What `scripts/bench aiperf` and `scripts/bench genai-perf` share: environments, exports, and the comparison."""

@@ -1,0 +1,225 @@
+"""One server, and the same requests to it by several ways, at so many streams at a time.
+
+The last way is always Triton's own gRPC, by perf_analyzer as in `scripts/bench serve`: the others' figures are to
+be read beside its own. Every number of streams is warmed up by that, uncounted. Runs on the main thread; the load
+generators are processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.analyzer import TIMEOUT_S, analyze
+from benchmarks.measuring.options import Options, engine_settings, new_parser, positive
+from benchmarks.measuring.report import Percentiles, Timeline, medians
+from benchmarks.measuring.setup import Setup
+from benchmarks.measuring.workload import BenchRequest
+from inflight.models import read_model_description
+from inflight.server.errors import ServeError
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.ports import Ports
+
+_STREAMS = (1, 16, 64)
+_LEAST_REQUESTS, _REQUESTS_OF_STREAM = 16, 4
+_ERROR_CHARACTERS = 2000
+
+
+class Way(Protocol):
+    """A way to send requests to a server.
+
+    Attributes:
+        name: In the line that is printed.
+    """
+
+    name: str
+
+    def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
+        """Send every request once, so many at a time. ServeError if one fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """What one way gave at one number of streams.
+
+    Attributes:
+        requests: How many were sent.
+        output_tokens_per_s: From the first request sent to the last response.
+        tokens_per_response: More than 1 where tokens were joined on their way.
+        ttft_ms: Time to first token.
+        itl_ms: Gaps between the responses of a request; 0 between events that arrived together.
+        tpot_ms: Of each request, the time after its first response for each further token, however they came.
+    """
+
+    requests: int
+    output_tokens_per_s: float
+    tokens_per_response: float
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    tpot_ms: Percentiles
+
+    @classmethod
+    def of(cls, timelines: Sequence[Timeline]) -> LoadFigures:
+        """Of all requests of a run."""
+        last_ns = max(timeline.responses_ns[-1] for timeline in timelines)
+        seconds = 1e-9 * (last_ns - min(timeline.sent_ns for timeline in timelines))
+        num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
+        return cls(
+            requests=len(timelines),
+            output_tokens_per_s=num_tokens / seconds,
+            tokens_per_response=num_tokens / sum(len(timeline.responses_ns) for timeline in timelines),
+            ttft_ms=Percentiles.of([timeline.ttft_ms for timeline in timelines]),
+            itl_ms=Percentiles.of([gap for timeline in timelines for gap in timeline.gaps_ms]),
+            tpot_ms=Percentiles.of(
+                [
+                    sum(each.gaps_ms) / (each.num_output_tokens - 1)
+                    for each in timelines
+                    if each.num_output_tokens > 1
+                ]
+            ),
+        )
+
+
+class TritonGrpc:
+    """Token ids by gRPC streams to `tensorrt_llm`."""
+
+    name = "triton_grpc"
+
+    def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
+        """As `Way.run`."""
+        return [answer.timeline for answer in analyze(server, requests, streams)]
+
+
+def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
+    """The options of both programs."""
+    made = new_parser(name, docstring)
+    add = made.add_argument
+    add("--model", type=Path, required=True, help="checkpoint folder, with a tokenizer")
+    add(
+        "--streams",
+        type=positive,
+        nargs="+",
+        default=list(_STREAMS),
+        help="how many at a time, one after another",
+    )
+    add("--requests", type=positive, help="of each run; 4 for a stream, and 16 at least, without it")
+    add("--dtype", help="the checkpoint's without it")
+    add("--threads", type=positive, help="of the forward pass; as many as there are cores without it")
+    add("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
+    add("--rounds", type=positive, default=1, help="each measures every way once; medians of so many")
+    return made
+
+
+def options(given: argparse.Namespace) -> Options:
+    """What `parser` has parsed, for the largest number of streams."""
+    streams = max(given.streams)
+    return Options(
+        model=given.model,
+        workload="w",
+        num_requests=num_requests(given.requests, streams),
+        concurrency=streams,
+        dtype=given.dtype,
+        kernels=None,
+        num_threads=given.threads or len(os.sched_getaffinity(0)),
+        max_num_tokens=given.max_num_tokens,
+        num_rounds=given.rounds,
+    )
+
+
+def num_requests(asked: int | None, streams: int) -> int:
+    """How many requests a run at so many streams has."""
+    return asked or max(_LEAST_REQUESTS, _REQUESTS_OF_STREAM * streams)
+
+
+def compare(
+    bench: str, given: argparse.Namespace, requests: Sequence[BenchRequest], ways: Sequence[Way]
+) -> dict[str, Any]:
+    """Start a server, measure every way, and return what is to be printed: medians of the rounds.
+
+    Args:
+        bench: The program's name.
+        given: What `parser` has parsed.
+        requests: As many as the largest run needs; smaller ones take the first of them.
+        ways: Beside Triton's own gRPC.
+    """
+    wanted = options(given)
+    measured: dict[str, dict[str, Any]] = {}
+    with start(wanted, requests) as server:
+        for streams in given.streams:
+            own = requests[: num_requests(given.requests, streams)]
+            TritonGrpc().run(server, own, streams)
+            all_ways = (*ways, TritonGrpc())
+            rounds = [
+                [LoadFigures.of(way.run(server, own, streams)) for way in all_ways]
+                for _ in range(given.rounds)
+            ]
+            measured[str(streams)] = {
+                way.name: asdict(medians(figures)) for way, figures in zip(all_ways, zip(*rounds))
+            }
+            print(
+                f"{bench}: {streams} streams: {json.dumps(rounded(measured[str(streams)]))}", file=sys.stderr
+            )
+    config = read_model_description(wanted.model).decoder
+    setup = Setup.of(replace(wanted, num_requests=len(requests)), config, list(requests))
+    return rounded({"bench": bench, "streams": measured, "setup": asdict(setup)})
+
+
+def start(wanted: Options, requests: Sequence[BenchRequest]) -> AbstractContextManager[TritonServer]:
+    """A server with an OpenAI endpoint, and room for all streams."""
+    return serve(
+        settings=engine_settings(wanted, requests),
+        ready_timeout=TIMEOUT_S,
+        options=ServerOptions(ports=Ports(openai=0)),
+        model=wanted.model.resolve(),
+    )
+
+
+def run_tool(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Run a load generator to its end in `folder`; ServeError with what it said if it fails or takes too long.
+
+    Whatever it has started ends with it, also where this program is interrupted meanwhile.
+    """
+    name = Path(command[0]).name
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            told = said[-_ERROR_CHARACTERS:]
+            raise ServeError(f"{name} was not done after {timeout_s:.0f} s and was ended:\n{told}") from None
+        raise
+    if process.returncode:
+        raise ServeError(f"{name} ended with {process.returncode}:\n{said[-_ERROR_CHARACTERS:]}")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with three decimals, at any depth."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return round(value, 3) if isinstance(value, float) else value

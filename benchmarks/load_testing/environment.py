@@ -1,0 +1,73 @@
+"""An environment of its own for a load generator, whose packages contradict those of the server.
+
+`.venv-NAME` in the checkout is made when it is first asked for, with the packages that `NAME.txt` beside this file
+pins. A stamp file tells whether it is complete and of these pins. Runs on the main thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from inflight.server.errors import ServeError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PINS = Path(__file__).resolve().parent
+_STAMP = ".inflight-complete"
+_PYTHONS = ("python3.11", "python3.12")  # AIPerf wants 3.11 or later, and the pins are wheels for these
+
+
+def find_program(name: str, root: Path = _ROOT) -> Path | None:
+    """The program NAME of its environment; None if that is not there, not complete or of other pins."""
+    stamp = _folder(name, root) / _STAMP
+    try:
+        is_complete = stamp.read_text() == _digest(name)
+    except OSError:
+        return None
+    return _folder(name, root) / "bin" / name if is_complete else None
+
+
+def require_program(name: str, root: Path = _ROOT) -> Path:
+    """As `find_program`, but the environment is made if it is not there, which takes a minute or two.
+
+    Raises ServeError if it cannot be made.
+    """
+    if (program := find_program(name, root)) is not None:
+        return program
+    folder = _folder(name, root)
+    print(f"bench: installing {name} into {folder.name} (a minute or two, once)", file=sys.stderr, flush=True)
+    python = _find_python()
+    _run([python, "-m", "venv", "--clear", str(folder)])
+    pins = _PINS / f"{name}.txt"
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    _run([*pip, "--no-deps", "-r", str(pins)])
+    (folder / _STAMP).write_text(_digest(name))
+    return folder / "bin" / name
+
+
+def _folder(name: str, root: Path) -> Path:
+    return root / f".venv-{name}"
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256((_PINS / f"{name}.txt").read_bytes()).hexdigest()
+
+
+def _find_python() -> str:
+    for name in _PYTHONS:
+        if (found := shutil.which(name)) and not subprocess.call(
+            [found, "-c", ""], stderr=subprocess.DEVNULL
+        ):
+            return found
+    if (3, 11) <= sys.version_info[:2] <= (3, 12):
+        return sys.executable
+    raise ServeError("no Python 3.11 or 3.12 on PATH, which the load generator needs")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ServeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr.strip()[-1000:]}")

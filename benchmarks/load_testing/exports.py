@@ -1,0 +1,106 @@
+"""What AIPerf and genai-perf export of every request → timelines, as `measuring.report` has them. Pure.
+
+Both tools sum up for themselves, but each by definitions of its own, and genai-perf counts tokens by tokenizing
+the text again. So their records of single requests are read, and summed up as those of Triton's gRPC are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.measuring.report import Timeline
+from benchmarks.measuring.workload import BenchRequest
+from inflight.server.errors import ServeError
+
+
+def read_aiperf(lines: Iterable[str], requests: Sequence[BenchRequest]) -> list[Timeline]:
+    """The timelines of an AIPerf run, from its profile_export.jsonl.
+
+    Args:
+        lines: Of the file.
+        requests: What was sent; a record's `conversation_id` is its index here.
+
+    Raises:
+        ServeError: A request failed, or was given another number of tokens, or not each was sent once.
+    """
+    records = [json.loads(line) for line in lines if line.strip()]
+    records = [each for each in records if each["metadata"]["benchmark_phase"] == "profiling"]
+    for record in records:
+        if error := record.get("error"):
+            raise ServeError(f"AIPerf: a request failed: {error}")
+    sent = Counter(int(record["metadata"]["conversation_id"]) for record in records)
+    if sent != Counter(range(len(requests))):
+        raise ServeError(f"AIPerf was to send {len(requests)} requests once; it sent {sent.total()}")
+    return [_aiperf_timeline(each, requests[int(each["metadata"]["conversation_id"])]) for each in records]
+
+
+def _aiperf_timeline(record: Mapping[str, Any], request: BenchRequest) -> Timeline:
+    metrics = {name: metric["value"] for name, metric in record["metrics"].items()}
+    _check_count(request.num_output_tokens, int(metrics["output_sequence_length"]))
+    gaps_ms = [metrics["time_to_first_token"], *metrics.get("inter_chunk_latency", ())]
+    sent_ns = int(record["metadata"]["request_start_ns"])
+    times_ns = tuple(sent_ns + round(1e6 * passed_ms) for passed_ms in itertools.accumulate(gaps_ms))
+    return Timeline(len(request.prompt), request.num_output_tokens, sent_ns, times_ns)
+
+
+def read_genai_perf(text: str, requests: Mapping[str, BenchRequest]) -> list[Timeline]:
+    """The timelines of a genai-perf run, from the profile_export.json that perf_analyzer wrote for it.
+
+    Args:
+        text: Of the file.
+        requests: What was sent, by prompt.
+
+    Raises:
+        ServeError: The file is cut, or a request failed, or did not end by its length.
+    """
+    try:
+        experiments = json.loads(text, strict=False)["experiments"]
+    except json.JSONDecodeError as error:
+        raise ServeError(f"what perf_analyzer exported is no JSON: {text[-100:]!r} is its end") from error
+    return [
+        _genai_timeline(record, requests) for experiment in experiments for record in experiment["requests"]
+    ]
+
+
+def _genai_timeline(record: Mapping[str, Any], requests: Mapping[str, BenchRequest]) -> Timeline:
+    inputs, outputs = record["request_inputs"], record["response_outputs"]
+    if "payload" in inputs:
+        (prompt,) = json.loads(inputs["payload"])["prompt"]
+        chunks = [_openai_chunk(output.get("response", "")) for output in outputs]
+        ends = [end for _, end in chunks if end is not None]
+        if ends != ["length"]:
+            raise ServeError(f"a request that ends by its length alone ended with {ends or 'nothing'}")
+        has_text = [has for has, _ in chunks]
+    else:
+        prompt = inputs["text_input"]
+        has_text = [bool(output.get("text_output")) for output in outputs]
+    request = requests[prompt]
+    times_ns = tuple(itertools.compress(record["response_timestamps"], has_text))
+    if not times_ns:
+        raise ServeError(f"a request for {request.num_output_tokens} tokens was given no text: {outputs[:1]}")
+    return Timeline(len(request.prompt), request.num_output_tokens, record["timestamp"], times_ns)
+
+
+def _openai_chunk(response: str) -> tuple[bool, str | None]:
+    """Whether a response has text, and the reason why it is the last with text; None if it is not."""
+    has_text, end = False, None
+    for line in response.splitlines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise ServeError(f"a request failed: {chunk['error']}")
+        for choice in chunk["choices"]:
+            has_text |= bool(choice["text"])
+            end = choice.get("finish_reason") or end
+    return has_text, end
+
+
+def _check_count(expected: int, given: int) -> None:
+    if given != expected:
+        raise ServeError(f"a request for {expected} tokens was given {given}")
