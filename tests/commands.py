@@ -18,7 +18,7 @@ LINE_TIMEOUT_S = 120.0
 
 
 class Command:
-    """The command with free ports, started by construction.
+    """The command with free ports, started by construction; without an OpenAI endpoint unless it gets a port.
 
     Attributes:
         begun_s: When, by the monotonic clock.
@@ -29,6 +29,8 @@ class Command:
         for service in ("http", "grpc", "metrics"):
             if f"--{service}-port" not in arguments:
                 command += [f"--{service}-port", "0"]
+        if "--openai-port" not in arguments:
+            command += ["--no-openai"]
         self.begun_s = time.monotonic()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", bufsize=1
@@ -61,9 +63,10 @@ def command(repository: Path, *arguments: str) -> Iterator[Command]:
 
 def read_ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
     """What the next line of a command says, which has to be a READY line."""
-    word, *pairs = read_line(process).rstrip("\n").split(" ", 4)
+    addresses, _, model = read_line(process).rstrip("\n").partition(" model=")
+    word, *pairs = addresses.split(" ")
     assert word == "READY"
-    return dict(pair.split("=", 1) for pair in pairs)
+    return dict(pair.split("=", 1) for pair in pairs) | {"model": model}
 
 
 def read_line(process: subprocess.Popen, timeout_s: float = LINE_TIMEOUT_S) -> str:
@@ -114,6 +117,16 @@ def _describe(process: subprocess.Popen) -> str:
         with contextlib.suppress(BlockingIOError):
             lines.append(os.read(process.stderr.fileno(), 1 << 16)[-4000:].decode(errors="replace"))
     return "\n".join(lines)
+
+
+def children_running(word: str, pid: int | None = None) -> list[psutil.Process]:
+    """The children of a process (this one, if no id is given) that run and whose command line holds ``word``."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # it has ended, or ends meanwhile
+            if word in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:

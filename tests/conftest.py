@@ -17,6 +17,8 @@ from xdist.scheduler import LoadFileScheduling
 
 SHARED_SERVERS = (
     "exact_server", "fake_server", "demo_server", "unary_server", "narrow_server", "short_queue_server",
+    "pair_server",
+    "playground_url",
 )  # fmt: skip
 """Fixtures of servers that several files use. A file that uses two goes where the first of them is."""
 
@@ -42,6 +44,15 @@ _TESTS = Path(__file__).parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background ignores SIGINT, and so would every child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-requests",
+        type=int,
+        default=180,
+        help="how many requests the soak test of adapters sends to a real server",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

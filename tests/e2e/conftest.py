@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
+from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.ports import Ports
 from inflight.testing.fake_server import serve_fake
 from inflight.text.tokenizer import Tokenizer
 from tests.models.zoo import ZooModel
@@ -56,8 +62,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """What `scripts/serve` starts."""
-    with serve() as server:
+    """What `scripts/serve` starts, /v1 included."""
+    with serve(options=ServerOptions(ports=Ports(openai=0))) as server:
         yield server
 
 
@@ -89,6 +95,48 @@ def oracle() -> ZooModel:
 def tokenizer() -> Tokenizer:
     """The demo model's."""
     return Tokenizer.from_dir(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def pair_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model in float32, in bfloat16 as a draft model, and front ends; BOS is put before texts."""
+    folder = tmp_path_factory.mktemp("pair")
+    checkpoint = shutil.copytree(DEMO_MODEL, folder / "checkpoint", copy_function=os.symlink)
+    content = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    around = TemplateProcessing(["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)])
+    content["post_processor"] = json.loads(around.__getstate__())
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer.json").write_text(json.dumps(content))
+    own = {
+        "tensorrt_llm": {"dtype": "float32", "gpt_model_path": str(checkpoint)},
+        "tensorrt_llm_draft": {"dtype": "bfloat16", "gpt_model_path": str(checkpoint)},
+        "ensemble": {},
+        "tensorrt_llm_bls": {
+            "tensorrt_llm_draft_model_name": "tensorrt_llm_draft",
+            "accumulate_tokens": "true",
+        },
+    }
+    for name, parameters in own.items():
+        source = name.removesuffix("_draft")
+        target = folder / "models" / name
+        shutil.copytree(
+            REPOSITORY / source, target, ignore=shutil.ignore_patterns("demo_model", "__pycache__")
+        )
+        config = target / "config.pbtxt"
+        text = config.read_text().replace(f'name: "{source}"', f'name: "{name}"', 1)
+        config.write_text(set_parameters(text, parameters))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair_server(elsewhere: Path, pair_repository: Path) -> Iterator[TritonServer]:
+    """A target with its draft model, and the settings of docs/triton-openai.md for Triton's front end."""
+    page = (Path(__file__).parents[2] / "docs" / "triton-openai.md").read_text()
+    documented = dict(re.findall(r"--set (\S+?)=(\S+)", page))
+    assert documented, "the page has lost its command"
+    settings = {"max_tokens_in_paged_kv_cache": "8192", **documented}
+    with serve(pair_repository / "models", settings=settings) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,8 @@ def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere, tmp
 def test_lags_are_between_the_choice_of_a_token_and_its_arrival(elsewhere, tmp_path):
     trace = tmp_path / "trace"
     with serve_fake(settings=stream.settings(2000, 1, trace)) as server:
-        row = stream.Bench(server, trace).measure(num_streams=4, num_tokens=50)
+        row = stream.Bench(server, trace).measure(num_streams=4, num_tokens=300)
     assert 0 < row["lag_ms_median_of_quickest_stream"] <= row["lag_ms_max"] < 10_000
-    assert 1 <= row["tokens_behind_max"] <= 50
+    assert 1 <= row["tokens_behind_max"] <= 300
+    # Processor time is counted in hundredths of a second, of which each process has to take one at least.
     assert min(row["cpu_us_per_response"].values()) > 0

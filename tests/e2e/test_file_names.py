@@ -36,7 +36,7 @@ def test_letters_outside_ascii_in_every_path(tmp_path: Path, cache: Path, option
     python = environment / Path(sys.executable).relative_to(sys.prefix)
     settings = {"engine_endpoint": folder / "söckel", "record_path": folder / "aufnähme"}
     command = [python, "-m", "inflight.server", "--model", model, *options]
-    command += [f"--{kind}-port=0" for kind in ("http", "grpc", "metrics")]
+    command += [f"--{kind}-port=0" for kind in ("http", "grpc", "metrics", "openai")]
     command += [f"--set={key}={value}" for key, value in settings.items()]
     variables = {"LC_ALL": "C", "HOME": str(home), "XDG_CACHE_HOME": str(cache)}
     log = (tmp_path / "log").open("wb")
@@ -47,11 +47,14 @@ def test_letters_outside_ascii_in_every_path(tmp_path: Path, cache: Path, option
             ready = read_line(server)
             assert ready.startswith("READY"), (tmp_path / "log").read_text(errors="replace")
             assert ready.endswith(f"model={model}\n")
-            http = dict(word.split("=", 1) for word in ready.split()[1:4])["http"]
+            addresses = dict(word.split("=", 1) for word in ready.split()[1:5])
+            http = addresses["http"]
             question = json.dumps({"text_input": "Once upon a time", "max_tokens": 5}).encode()
             address = f"http://{http}/v2/models/ensemble/generate"
             with urllib.request.urlopen(address, question, timeout=60) as answer:
                 assert json.load(answer)["text_output"].startswith("Once upon a time")
+            with urllib.request.urlopen(f"{addresses['openai']}/v1/models", timeout=60) as answer:
+                assert json.load(answer)["data"][0]["id"] == model.name
             assert settings["record_path"].stat().st_size > 0
         finally:
             server.terminate()

@@ -15,8 +15,8 @@ Defects of the Python model                       shown not to be here by
   8  metrics: padding counted as output, seconds    here; test_metrics: the_page_is_the_log_line,
      for microseconds, no `reused`; a log line a    lengths_are_in_the_buckets, every_family_is_there
      request
-  9  lora_prefetch_dir ignored, and unknown kinds   here
-     of guides
+  9  lora_prefetch_dir ignored                      test_adapters: prefetched_adapters_need_no_weights
+     unknown kinds of guides ignored                here
  10  what is not supported is ignored               here; no_repeat_ngram_size: test_controls; priority, client_id,
                                                     allotted_time_ms: test_queueing; parameters:
                                                     triton/test_parameters
@@ -241,13 +241,11 @@ def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lora_prefetch_dir", "/some/adapters"),
         ("encoder_model_path", "/some/encoder"),
         ("xgrammar_tokenizer_info_path", "/some/file"),
     ],
 )
 def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
-    """Elsewhere lora_prefetch_dir is read as a number, which it never is, and so always ignored."""
     with (
         pytest.raises(ServeError, match=f"{key}: got '{value}', which is not available"),
         serve_fake(settings={"fake_engine": "vocab=100,step_us=0", key: value}),

@@ -17,6 +17,17 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.S | re.M)
 
 
+FOR_NEWCOMERS = ("index.md", "first-model.md", "from-vllm.md", "from-tensorrtllm-backend.md", "production.md")
+"""Other pages with commands; those that ask /v1 are tried in tests/openai_endpoint, flags in tests/docs."""
+IN_PAGES = [
+    line
+    for page in FOR_NEWCOMERS
+    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.S | re.M)
+    for line in block.splitlines()
+    if line.startswith(("curl", ".venv")) and "localhost:9000" not in line
+]
+
+
 def commands(language: str) -> list[str]:
     return [text.strip() for name, text in BLOCKS if name == language]
 
@@ -26,6 +37,8 @@ def here(text: str, server) -> str:
     text = text.replace(".venv/bin/python", shlex.quote(sys.executable))
     text = text.replace("localhost:8000", server.http).replace("localhost:8001", server.grpc)
     text = text.replace("localhost:8002", server.metrics)
+    if server.openai is not None:
+        text = text.replace("http://localhost:9000", server.openai).replace("localhost:9000", server.openai)
     return re.sub(r"-m inflight_client (\w+)", rf"-m inflight_client \1 --url {server.grpc}", text)
 
 
@@ -34,7 +47,9 @@ def test_the_first_answer_stands_before_line_forty():
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("curl")) < 40
 
 
-@pytest.mark.parametrize("command", [text for text in commands("bash") if text.startswith(("curl", ".venv"))])
+@pytest.mark.parametrize(
+    "command", [*(text for text in commands("bash") if text.startswith(("curl", ".venv"))), *IN_PAGES]
+)
 def test_a_command_answers(demo_server, command):
     done = subprocess.run(
         ["bash", "-c", here(command, demo_server)], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -27,7 +27,7 @@ def refusal(server, model: str = "ensemble", **body) -> str:
         ("ensemble", {"temprature": 0.5}, "temprature", "did you mean temperature?"),
         ("ensemble", {"image_url_input": "http://x/y.png"}, "image_url_input", "not available"),
         ("ensemble", {"decoder_text_input": "x"}, "decoder_text_input", "not available"),
-        ("ensemble", {"num_draft_tokens": 3}, "num_draft_tokens", "not available"),
+        ("ensemble", {"num_draft_tokens": 3}, "num_draft_tokens", "tensorrt_llm_draft_model_name"),
         ("ensemble", {"sampling_param_best_of": 2}, "sampling_param_best_of", "left out or 0 or 1"),
         ("ensemble", {"return_stop_reason": True}, "return_stop_reason", "not available"),
         ("ensemble", {"parameters": {"xyzzy": 1}}, "xyzzy", "nobody would read it"),

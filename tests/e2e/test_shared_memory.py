@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from .clients import TIMEOUT_S, Answer, Stream, ask, unary, wait_until
 
-SIZE_MIB = 48  # of which five models take 4 MiB each from the start
+SIZE_MIB = 48  # of which six models take 4 MiB each from the start
 ROW_BYTES = 3072 * 4  # one token's logits, of the demo model
 NEW_TOKENS = 900  # 10.5 MiB of logits
 MOUNT = f'mount -t tmpfs -o size={SIZE_MIB}m tmpfs /dev/shm && exec "$0" "$@"'
@@ -48,7 +48,7 @@ def permitted() -> bool:
 def server() -> Iterator[SmallServer]:
     if not permitted():
         pytest.skip("mounting a small /dev/shm needs the right to: run as root")
-    ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--no-openai"]
     command = in_a_small_place(sys.executable, "-m", "inflight.server", *ports)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         lines: list[str] = []

@@ -183,9 +183,9 @@ def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
             ["draft_input_ids", "beam_width"],
         ),
         (
-            {"input_ids": PROMPT, "request_output_len": 4, "lora_task_id": 3},
+            {"input_ids": PROMPT, "request_output_len": 4, "lookahead_window_size": 3},
             "UNIMPLEMENTED",
-            ["lora_task_id", "3"],
+            ["lookahead_window_size", "3"],
         ),
         (
             {"input_ids": PROMPT, "request_output_len": 4, "guided_decoding_guide_type": "xml"},
@@ -268,7 +268,7 @@ def http_status(server, path: str, body: dict) -> int:
 
 
 def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
-    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "lora_task_id": 2}
+    bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "lookahead_window_size": 2}
     for tensors, status in ((bad, 400), (unsupported, 501)):
         body = {"input_ids": PROMPT, **tensors}
         assert http_status(fake_server, "tensorrt_llm/generate", body) == 400
@@ -276,7 +276,7 @@ def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
         inputs = [
             {
                 "name": name,
-                "datatype": "UINT64" if name == "lora_task_id" else "INT32",
+                "datatype": "INT32",
                 "shape": shapes.get(name, [1, 1]),
                 "data": np.ravel(value).tolist(),
             }

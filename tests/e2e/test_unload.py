@@ -60,12 +60,12 @@ def load(server: TritonServer, model: str = ENGINE) -> None:
 
 def has_no_engine(server: TritonServer) -> bool:
     now = Footprint.of(server)
-    return (now.stubs, now.endpoints, len(now.shared_memory)) == (4, 0, 4)
+    return (now.stubs, now.endpoints, len(now.shared_memory)) == (5, 0, 5)
 
 
 def is_complete(server: TritonServer) -> bool:
     now = Footprint.of(server)
-    return (now.stubs, now.endpoints, len(now.shared_memory)) == (5, 1, 5)
+    return (now.stubs, now.endpoints, len(now.shared_memory)) == (6, 1, 6)
 
 
 def set_engine(server: TritonServer, value: str) -> None:
@@ -194,7 +194,7 @@ def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(s
         unload(server)
         load(server)
         assert completion(server.grpc, input_ids=PROMPT, request_output_len=3).ids
-        assert Footprint.of(server).stubs == 6
+        assert Footprint.of(server).stubs == 7
         held.ask(length=3)
         assert errors_of(held.finals(1)) == set()
     wait_until(lambda: is_complete(server))
@@ -233,7 +233,7 @@ def test_a_front_end_comes_and_goes_unnoticed_by_streams_of_the_engine(server, m
         stream.receive()
         for _ in range(2):
             unload(server, model)
-            wait_until(lambda: Footprint.of(server).stubs == 4)
+            wait_until(lambda: Footprint.of(server).stubs == 5)
             load(server, model)
         answers = list(stream.until_final())
     assert errors_of(answers) == set() and answers[-1].finish_reason == "LENGTH"
@@ -247,7 +247,7 @@ def test_what_a_front_end_has_in_flight_finishes_before_it_goes(server):
         client.until_running()
         unload(server, "ensemble")
         assert errors_of(client.finals(1)) == set()
-    wait_until(lambda: Footprint.of(server).stubs == 4)
+    wait_until(lambda: Footprint.of(server).stubs == 5)
     load(server, "ensemble")
     tokens_of_all(server)
 

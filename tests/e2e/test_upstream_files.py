@@ -40,7 +40,7 @@ def test_it_serves_text_and_says_what_has_no_effect(filled_server: TritonServer)
     answer = generate(filled_server.http, text_input="import os\n", max_tokens=8, bad_words="", stop_words="")
     assert answer["text_output"].startswith("import os\n")
     log = filled_server.log_text()
-    assert "parameter lora_cache_max_adapter_size is '64' and has no effect: there are no adapters" in log
+    assert "parameter decoding_mode is 'auto' and has no effect: every request says so for itself" in log
     assert "parameter triton_backend is 'tensorrtllm' and has no effect: there is one" in log
 
 

@@ -1,0 +1,55 @@
+"""The families that load: in the code, in the table of docs/models.md, and in README's list, which is made of it.
+
+`UPDATE_TABLES=1` writes the list anew. What else the table says, tests/engine/test_every_family.py finds out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import textwrap
+from pathlib import Path
+
+from inflight.models import FAMILIES
+from inflight.models.families import llama
+
+_ROOT = Path(__file__).parents[2]
+_BEGIN, _END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
+
+
+def _architectures() -> list[str]:
+    """The table's second column."""
+    table = (
+        (_ROOT / "docs" / "models.md")
+        .read_text()
+        .split("<!-- table -->")[1]
+        .split("<!-- end of table -->")[0]
+    )
+    return re.findall(r"^\| `\w+` \| `(\w+)` \|", table, re.MULTILINE)
+
+
+def test_the_table_has_every_family() -> None:
+    assert _architectures() == [family.architecture for family in FAMILIES]
+
+
+def test_readme_lists_what_the_table_has() -> None:
+    path = _ROOT / "README.md"
+    head, rest = path.read_text().split(_BEGIN.rstrip("\n"))
+    found, tail = rest.split(_END.lstrip("\n"))
+    names = [re.sub("(ForCausalLM|LMHeadModel)$", "", name) for name in _architectures()]
+    expected = textwrap.fill(f"{', '.join(names[:-1])} and {names[-1]}.", 120)
+    if os.environ.get("UPDATE_TABLES"):
+        path.write_text(f"{head}{_BEGIN}{expected}{_END}{tail}")
+        found = expected
+    assert found.strip() == expected
+
+
+def test_the_family_that_is_shown_is_the_code() -> None:
+    page = (_ROOT / "docs" / "models.md").read_text()
+    source = inspect.getsource(llama)
+    shown = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    for piece in shown[1].strip().split("\n\n\n"):
+        for part in re.split(r"\n\n(?=Family)", piece):
+            assert part in source

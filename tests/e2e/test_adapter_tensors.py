@@ -1,0 +1,120 @@
+"""LoRA tensors on the wire, before any adapter is looked for: types, shapes, what goes together, commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from inflight.server.launch import TritonServer
+from inflight.testing.fake_server import serve_fake
+
+from .clients import ask, make_inputs, unary
+from .conftest import DEMO_MODEL
+
+PROMPT = [3, 1, 4]
+REQUEST = {"input_ids": PROMPT, "request_output_len": 4}
+TEXT_REQUEST = {"text_input": "def f", "max_tokens": 4}
+WEIGHTS = np.zeros((1, 2, 6), np.float16)
+ROWS = np.array([[[1, 0, 1, 0], [3, 0, 1, 0]]], np.int32)
+
+
+@pytest.mark.covers("lora_task_id", "lora_weights", "lora_config", "lora_name")
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"lora_task_id": 1, "lora_weights": WEIGHTS}, "must have both lora_weights and lora_keys"),
+        ({"lora_weights": WEIGHTS, "lora_config": ROWS}, "lora_task_id must be set for LoRA inference"),
+        ({"lora_task_id": 1, "lora_weights": WEIGHTS, "lora_config": ROWS[:, :1]}, "Expected dim1 "),
+        ({"lora_task_id": 1, "lora_weights": WEIGHTS, "lora_config": ROWS[:, :, :2]}, "Expected dim2 "),
+        ({"lora_task_id": 1, "lora_name": "sql"}, "they name different adapters"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(fake_server, model, tensors, message):
+    request = REQUEST if model == "tensorrt_llm" else TEXT_REQUEST
+    (refused,) = ask(fake_server.grpc, model, **request, **tensors)
+    assert message in str(refused.error)
+    # All inputs of the test's marks are sent, in whichever of its cases.
+    ask(
+        fake_server.grpc,
+        model,
+        **request,
+        lora_task_id=1,
+        lora_weights=WEIGHTS,
+        lora_config=ROWS,
+        lora_name="x",
+    )
+
+
+@pytest.mark.covers("lora_path", "lora_ckpt_source")
+def test_the_folder_has_to_be_pefts(fake_server):
+    asked = {**TEXT_REQUEST, "lora_path": "sql", "lora_ckpt_source": "nemo"}
+    (refused,) = ask(fake_server.grpc, "ensemble", **asked)
+    assert "lora_ckpt_source is 'nemo', expected 'hf'" in str(refused.error)
+
+
+def test_triton_takes_weights_in_the_declared_type_alone(fake_server):
+    with pytest.raises(InferenceServerException, match=r"lora_weights.*FP32.*expects 'FP16'"):
+        unary(
+            fake_server.grpc,
+            **REQUEST,
+            lora_task_id=1,
+            lora_weights=WEIGHTS.astype(np.float32),
+            lora_config=ROWS,
+        )
+
+
+@pytest.fixture(scope="module")
+def bfloat16_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """One that takes weights in bfloat16, and commands; its adapters there are none."""
+    settings = {
+        "fake_engine": "vocab=1000,step_us=0",
+        "tokenizer_dir": str(DEMO_MODEL),
+        "lora_weights_data_type": "TYPE_BF16",
+        "enable_adapter_commands": "true",
+    }
+    with serve_fake(settings=settings) as server:
+        yield server
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer", "ensemble"])
+def test_every_model_declares_what_the_parameter_says(bfloat16_server, model):
+    client = grpc.InferenceServerClient(bfloat16_server.grpc)
+    config = client.get_model_config(model, as_json=True)["config"]
+    client.close()
+    (found,) = [each for each in config["input"] if each["name"] == "lora_weights"]
+    assert (found["data_type"], found["dims"]) == ("TYPE_BF16", ["-1", "-1"])
+
+
+def test_weights_of_bfloat16_are_read(bfloat16_server):
+    """numpy has no such type: what is said of their shape shows that they came."""
+    weights = grpc.InferInput("lora_weights", WEIGHTS.shape, "BF16")
+    weights.set_data_from_numpy(WEIGHTS.astype(np.float32))
+    others = make_inputs(grpc, **REQUEST, lora_task_id=1, lora_config=ROWS[:, :1])
+    client = grpc.InferenceServerClient(bfloat16_server.grpc)
+    said = r"lora_weights has 2 rows in \[1, 2, 6\] and lora_config 1 in \[1, 1, 4\]"
+    with pytest.raises(InferenceServerException, match=said):
+        client.infer("tensorrt_llm_infer", [*others, weights])
+    client.close()
+
+
+def test_commands_are_refused_unless_the_server_was_told_to_take_them(fake_server):
+    command = {"lora_command": '{"command": "list"}'}
+    for model in ("tensorrt_llm", "ensemble"):
+        (refused,) = ask(fake_server.grpc, model, **command)
+        assert "parameter enable_adapter_commands" in str(refused.error)
+    with pytest.raises(InferenceServerException, match="parameter enable_adapter_commands") as caught:
+        unary(fake_server.grpc, **command)
+    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_a_bad_command_says_what_is_expected(bfloat16_server, model):
+    (refused,) = ask(bfloat16_server.grpc, model, lora_command=json.dumps({"command": "drop"}))
+    assert 'lora_command has no command that there is, expected {"command": "list"}' in str(refused.error)
