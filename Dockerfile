@@ -1,7 +1,7 @@
 # The server inside NVIDIA's tritonserver image (Python 3.10 or 3.12 of it, releases 24.08 and later).
 #
 #   docker build --build-arg TRITON_IMAGE=<NVIDIA's tritonserver image, -py3> -t inflight .
-#   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -v /path/to/checkpoint:/model \
+#   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -p 9000:9000 -v /path/to/checkpoint:/model \
 #       inflight --model /model
 #
 # --shm-size: responses cross /dev/shm, of which a container has 64 MB by default; how much they take stands in
@@ -23,7 +23,7 @@ RUN python3 -m pip install -c constraints.txt ".[mpi]" ./client
 RUN apt-get update && apt-get install -yqq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* && \
     cd / && python3 -m inflight.engine.torch.native.prebuild
 
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["python3", "-m", "inflight.server", "--tritonserver", "/opt/tritonserver/bin/tritonserver", \
             "--model-repository", "/opt/inflight/model_repository", "--host", "0.0.0.0"]
