@@ -61,6 +61,16 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model for sequences of 32,768 tokens: a request that is still in flight, however busy the machine is."""
+    folder = tmp_path_factory.mktemp("long") / "demo_model"
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
     """What `scripts/serve` starts, /v1 included."""
     with serve(options=ServerOptions(ports=Ports(openai=0))) as server:

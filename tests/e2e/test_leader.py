@@ -56,14 +56,15 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, number):
-    settings = ("--set", "max_tokens_in_paged_kv_cache=16384", "--set", "rank_timeout_ms=4000")
-    with command(REPOSITORY, "--tp", "2", "--mode", "leader", "--restarts", "0", *settings) as serving:
+def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, long_model, number):
+    settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=4000")
+    ranks = ("--model", str(long_model), "--tp", "2", "--mode", "leader", "--restarts", "0")
+    with command(REPOSITORY, *ranks, *settings) as serving:
         ready, folder = serving.ready_line(), serving.folder()
         (worker,) = workers(folder)
         with Stream(ready["grpc"]) as direct, Stream(ready["grpc"]) as by_front_end:
-            direct.send("tensorrt_llm", input_ids=[1, 2], request_output_len=900, end_id=-1, streaming=True)
-            by_front_end.send("ensemble", text_input="def f", max_tokens=900, end_id=-1, stream=True)
+            direct.send("tensorrt_llm", input_ids=[1, 2], request_output_len=30000, end_id=-1, streaming=True)
+            by_front_end.send("ensemble", text_input="def f", max_tokens=30000, end_id=-1, stream=True)
             for stream in (direct, by_front_end):
                 stream.receive()
             os.kill(worker, number)

@@ -27,7 +27,7 @@ from .rank_processes import Processes, shared_memory
 
 ENGINE = "tensorrt_llm"
 SETTINGS = {
-    "max_tokens_in_paged_kv_cache": "8192",
+    "max_tokens_in_paged_kv_cache": "65536",
     "rank_timeout_ms": "4000",
     "logits_post_processor_module": str(POST_PROCESSORS),
 }
@@ -38,11 +38,10 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
 @pytest.fixture(scope="module")
-def server(elsewhere) -> Iterator[TritonServer]:
+def server(elsewhere, long_model) -> Iterator[TritonServer]:
     """Two ranks of the demo model, started by the model itself."""
-    with serve(
-        dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode="orchestrator")
-    ) as running:
+    options = ServerOptions(tp=2, mode="orchestrator")
+    with serve(model=long_model, dtype="float32", settings=SETTINGS, options=options) as running:
         yield running
 
 
@@ -93,9 +92,9 @@ class Clients:
         self._streams = [Stream(server.grpc), Stream(server.grpc)]
         direct, by_front_end = self._streams
         # The front end first: it may be slow to answer its first request, while the engine is never.
-        by_front_end.send("ensemble", text_input="def f", max_tokens=1000, end_id=-1, stream=True)
+        by_front_end.send("ensemble", text_input="def f", max_tokens=30000, end_id=-1, stream=True)
         by_front_end.receive()
-        direct.send(ENGINE, input_ids=PROMPT, request_output_len=1000, end_id=-1, streaming=True)
+        direct.send(ENGINE, input_ids=PROMPT, request_output_len=30000, end_id=-1, streaming=True)
         direct.receive()
 
     def __enter__(self) -> Clients:
