@@ -62,7 +62,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model for sequences of 32,768 tokens: a request that is still in flight, however busy the machine is."""
+    """The demo model for sequences of 32,768 tokens: its requests are in flight however busy the machine is."""
     folder = tmp_path_factory.mktemp("long") / "demo_model"
     shutil.copytree(DEMO_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
