@@ -54,7 +54,7 @@ class ServerOptions:
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
-        tp, pp, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
+        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
         write_repository: A folder to lay the models out in, for another program to load; nothing is started then.
     """
 
@@ -356,11 +356,11 @@ def serve(
 ) -> Iterator[TritonServer]:
     """A ready server on free ports for the length of a `with`; `options` sets the rest, and is overridden."""
     given = options or ServerOptions()
-    wanted = Wanted(
+    wanted = replace(
+        given.wanted,
         model=model or given.wanted.model,
         dtype=dtype or given.wanted.dtype,
         settings={**given.wanted.settings, **(settings or {})},
-        adapters=given.wanted.adapters,
     )
     repository = model_repository or given.model_repository
     server = TritonServer(replace(given, model_repository=repository, wanted=wanted))

@@ -1,0 +1,71 @@
+"""Behind a real tritonserver: a mixture of experts over ranks, and models that transformers' own code runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from inflight.server.launch import ServerOptions, serve
+from inflight.server.repository import Wanted
+from tests.models.zoo import make_model
+
+from .clients import Stream, ask, completion, generate
+from .conftest import DEMO_MODEL, REPOSITORY
+
+ENGINE = "tensorrt_llm"
+SETTINGS = {"max_tokens_in_paged_kv_cache": "2048"}
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def engine_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model repository without the models that need a tokenizer."""
+    folder = tmp_path_factory.mktemp("engine alone")
+    ignored = shutil.ignore_patterns("demo_model", "__pycache__")
+    shutil.copytree(REPOSITORY / ENGINE, folder / ENGINE, ignore=ignored)
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
+    model = make_model(tmp_path / "mixtral", "mixtral-even")
+    options = ServerOptions(tp=2, ep=2, mode=mode)
+    prompts = {str(length): model.prompt(length) for length in (3, 40)}
+    with (
+        serve(engine_alone, model.folder, "float32", SETTINGS, options=options) as server,
+        Stream(server.grpc) as stream,
+    ):
+        for name, prompt in prompts.items():
+            stream.send(ENGINE, name, input_ids=prompt, request_output_len=NUM_TOKENS, end_id=-1)
+        answers = dict(stream.receive() for _ in prompts)
+    for name, prompt in prompts.items():
+        assert answers[name].ids == [*prompt, *model.greedy(prompt, NUM_TOKENS)]
+
+
+def test_a_family_without_a_map(elsewhere, engine_alone, tmp_path):
+    """Asked for by nothing; streamed, and as a beam search."""
+    model = make_model(tmp_path / "stablelm", "stablelm")
+    prompt = model.prompt(40)
+    request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "end_id": -1}
+    with serve(engine_alone, model.folder, "float32", SETTINGS) as server:
+        streamed = ask(server.grpc, exclude_input_in_output=True, streaming=True, **request)
+        beams = completion(server.grpc, beam_width=3, **request).beams
+        assert "StableLmForCausalLM has no map here: transformers' own code runs it" in server.log_text()
+    assert [token for answer in streamed for token in answer.ids] == model.greedy(prompt, NUM_TOKENS)
+    expected = model.beams(prompt, NUM_TOKENS, num_beams=3, num_return_sequences=3, length_penalty=0.0)
+    assert beams == [tokens for tokens, _ in expected]
+
+
+def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, tokenizer):
+    text = "def area(self):\n    return"
+    prompt = tuple(tokenizer.encode(text))
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL, "float32", SETTINGS, engine="transformers"))
+    with serve(options=options) as server:
+        answer = completion(server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, end_id=-1)
+        body = generate(server.http, text_input=text, max_tokens=NUM_TOKENS, end_id=-1)
+        assert "the layers are transformers' own code" in server.log_text()
+    expected = oracle.greedy(prompt, NUM_TOKENS)
+    assert answer.ids == expected
+    assert body["text_output"] == text + tokenizer.decode(expected)
