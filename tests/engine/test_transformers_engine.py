@@ -182,6 +182,18 @@ def test_the_log_says_why(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     assert "the layers are transformers' own code (StableLmForCausalLM)" in caplog.text
 
 
+def test_a_type_that_has_the_class_of_a_family_of_the_table(tmp_path: Path) -> None:
+    """Its defaults are its own, and so is whatever else its type may mean one day."""
+    model = make_model(tmp_path, "llama-gqa")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "internlm3"}))
+    engine = load(tmp_path, 80, 8)
+    assert engine.kernels == "transformers"
+    request = Request(1, model.prompt(20), 30)
+    served = serve(engine, config_of("no-evict"), [request])
+    assert served.tokens(request) == model.greedy(model.prompt(20), 30)
+
+
 def test_families_with_a_map_have_our_layers(zoo: Zoo) -> None:
     assert load(zoo["llama-gqa"].folder, 20).kernels in ("native", "torch")
 

@@ -261,6 +261,10 @@ WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "phimoe": (  # whose layers name no window, though their mask has one
+        "Phimoe",
+        {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 19},
+    ),
 }
 """Families that transformers' own code runs."""
 

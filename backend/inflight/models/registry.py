@@ -72,7 +72,10 @@ def read_config_file(folder: Path | str) -> ConfigFile:
 
 
 def _family(config: ConfigFile) -> Family:
-    """The family of `architectures`, with which `model_type` has to agree, or of `model_type` alone."""
+    """The family of `architectures`, with which `model_type` has to agree, or of `model_type` alone.
+
+    A `model_type` of no family here is a family of its own: transformers has some whose class is another one's.
+    """
     architectures, model_type = config.texts("architectures"), config.text_or_none("model_type")
     if not architectures:
         for family in FAMILIES:
@@ -82,11 +85,14 @@ def _family(config: ConfigFile) -> Family:
         raise UnknownFamily(config.error("model_type", expected), model_type or "a model without model_type")
     for family in FAMILIES:
         if family.architecture in architectures:
-            if model_type not in (None, family.model_type):
-                raise config.error(
-                    "model_type", f"{family.model_type!r}, as architectures has {family.architecture}"
-                )
-            return family
+            if model_type in (None, family.model_type):
+                return family
+            error = config.error(
+                "model_type", f"{family.model_type!r}, as architectures has {family.architecture}"
+            )
+            if any(other.model_type == model_type for other in FAMILIES):
+                raise error
+            raise UnknownFamily(error, f"model_type {model_type}")
     expected = f"one of {', '.join(family.architecture for family in FAMILIES)}"
     raise UnknownFamily(config.error("architectures", expected), ", ".join(architectures))
 

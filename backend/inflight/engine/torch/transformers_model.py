@@ -66,7 +66,7 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     file = read_config_file(str(config.gpt_model_path))
     refuse_quantized(file)
     refuse = _Refusal.of(file)
-    model = _read(refuse.folder, find_class(file), config.dtype, device, refuse)
+    model = _read(file, config.dtype, device, refuse)
     try:
         with torch.inference_mode():
             return _examine(model, device, refuse)
@@ -182,12 +182,17 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
     return found[0]
 
 
-def _read(folder: Path, model_class: Any, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
+def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
     """The model with its weights, from files in the folder alone."""
+    model_class = find_class(file)
+    assert refuse.model_type is not None, "a class was found by it"
     transformers.utils.logging.disable_progress_bar()
     try:
+        # Of the type's own class: a model's class may be another type's, whose defaults are others.
+        config = CONFIG_MAPPING[refuse.model_type].from_pretrained(refuse.folder)
         model, found = model_class.from_pretrained(
-            folder,
+            refuse.folder,
+            config=config,
             attn_implementation=_ATTENTION,
             dtype="auto" if dtype is None else getattr(torch, dtype),
             local_files_only=True,
@@ -253,10 +258,12 @@ class _Notes(AttentionCalls):
         of_mask = [size for each, size in self.masks if each is mask]
         if mask is not None and not of_mask:
             raise self.refuse(f"layer {layer} adds a mask of its own to the scores")
-        if of_mask and of_mask != [window]:
-            raise self.refuse(
-                f"layer {layer} says that its window is {window}, and its mask has {of_mask[0]}"
-            )
+        if of_mask:
+            if window not in (None, of_mask[0]):
+                raise self.refuse(
+                    f"layer {layer} says that its window is {window}, and its mask has {of_mask[0]}"
+                )
+            window = of_mask[0]  # which is all that attention by products goes by
         if not (getattr(module, "is_causal", True) and options.get("is_causal") in (None, True)):
             raise self.refuse(f"layer {layer} is not causal")
         tensors = {name for name, given in options.items() if isinstance(given, Tensor)}
