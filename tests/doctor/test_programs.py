@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from inflight.doctor import programs
 from inflight.doctor.finding import Level
 from inflight.engine.torch import engine, load_decoder
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING
+from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.errors import ConfigError
 from inflight.ranks import launch
 
@@ -75,9 +77,10 @@ def test_attention_on_a_cpu():
     [
         (GATHERING, 8, YELLOW, "no kernel for 24"),
         (BY_PRODUCTS, 8, YELLOW, "no kernel for 24"),
-        (SimpleNamespace(takes_key_bounds=True), 8, GREEN, "FlashAttention 2"),
-        (SimpleNamespace(takes_key_bounds=True), 9, YELLOW, "FlashAttention 3 is for this GPU"),
-        (SimpleNamespace(takes_key_bounds=False), 9, GREEN, "FlashAttention 3"),
+        (PagedAttention(mock.Mock(), True), 8, GREEN, "FlashAttention 2"),
+        (PagedAttention(mock.Mock(), True), 9, YELLOW, "FlashAttention 3 is for this GPU"),
+        (PagedAttention(mock.Mock(), False), 9, GREEN, "FlashAttention 3"),
+        (SimpleNamespace(has_fixed_shapes=True, name="another"), 9, GREEN, "another, KV blocks in place"),
     ],
 )
 def test_attention_on_a_gpu(

@@ -152,6 +152,7 @@ def test_a_gpu_whose_kernel_does_not_tell_its_sums_computes_products(
 
     with (
         mock.patch(f"{place}.torch_paged_attention", side_effect=CannotAttend("torch 2.6 has none")),
+        mock.patch(f"{place}.triton_attention", side_effect=CannotAttend("no triton")),
         mock.patch(f"{place}.check_attention", check),
         caplog.at_level(logging.WARNING),
     ):
@@ -166,6 +167,7 @@ def find(zoo: Zoo, kernel: Any) -> Attention:
     place = "inflight.engine.torch.load_decoder"
     with (
         mock.patch(f"{place}.torch_paged_attention", side_effect=CannotAttend("torch 2.6 has none")),
+        mock.patch(f"{place}.triton_attention", side_effect=CannotAttend("no triton")),
         mock.patch(f"{place}.gathering", lambda decoder: GatheringAttention(kernel)),
         mock.patch(f"{place}.check_attention", lambda *arguments: check_attention(*arguments[:-1], CPU)),
     ):

@@ -16,7 +16,7 @@ from inflight.decoding import LogitsPostProcessors
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import check_attention
-from inflight.engine.torch.cuda import torch_paged_attention
+from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
@@ -55,6 +55,19 @@ def test_attention_is_right_at_the_edges_of_tiles(
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
     check_attention(attention, decoder, 32, windows, dtype, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 16, 31, 32, 33, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "gemma2", "gpt-oss"])
+def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, tokens_per_block: int) -> None:
+    decoder = read_model_description(zoo[case].folder).decoder
+    windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
+    for head_dim in (decoder.head_dim, 64, 128):
+        shape = replace(decoder, head_dim=head_dim)
+        check_attention(
+            triton_attention(shape), shape, tokens_per_block, windows, dtype, torch.device("cuda")
+        )
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 33, 63, 64, 65, 128, 129])

@@ -142,12 +142,17 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
         check_attention(attention, decoder, 16, (None,), torch.float32, CPU)
 
 
-def find(zoo: Zoo, kernel: Any) -> Any:
-    """What is chosen on a GPU whose kernel this is."""
+def no_other() -> Any:
+    raise CannotAttend("the package triton is not installed")
+
+
+def find(zoo: Zoo, kernel: Any, other: Any = no_other) -> Any:
+    """What is chosen on a GPU whose kernel this is; `other` in Triton's language."""
     config = EngineConfig("", tokens_per_block=32)
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with (
         mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda *_: kernel()),
+        mock.patch("inflight.engine.torch.load_decoder.triton_attention", lambda *_: other()),
         mock.patch("inflight.engine.torch.load_decoder.check_attention", on_the_cpu),
     ):
         return find_attention(config, decoder, (None,), torch.float32, torch.device("cuda"))
@@ -169,6 +174,18 @@ def test_what_cannot_read_in_place_gathers_and_says_so_once(
         assert find(zoo, lambda: paged(block_multiple=256)) is GATHERING
     (record,) = caplog.records
     assert "blocks of 32 tokens" in record.message and "must be divisible by 256" in record.message
+
+
+def test_what_torch_cannot_do_the_kernels_in_tritons_language_do(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = paged()
+    with caplog.at_level(logging.WARNING):
+        assert find(zoo, lambda: paged(block_multiple=256), lambda: other) is other
+    (record,) = caplog.records
+    assert "in Triton's language" in record.message and "must be divisible by 256" in record.message
+    with caplog.at_level(logging.WARNING):
+        assert find(zoo, lambda: paged(block_multiple=256), lambda: paged(dtypes=())) is GATHERING
 
 
 def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
@@ -202,6 +219,7 @@ class IgnoringSinks:
 
     attention: Attention
     has_fixed_shapes: bool = False
+    name: str = "another"
 
     def plan(self, *args: Any) -> Any:
         return self.attention.plan(*args)

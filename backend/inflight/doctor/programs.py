@@ -65,7 +65,6 @@ def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Fi
     import torch
 
     from inflight.config import EngineConfig
-    from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING
     from inflight.engine.torch.engine import find_device
     from inflight.engine.torch.load_decoder import computed_dtype, find_attention
     from inflight.models import read_model_description
@@ -92,19 +91,18 @@ def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Fi
             device,
             lambda text, *arguments: reasons.append(text % arguments),
         )
-    if found is BY_PRODUCTS or found is GATHERING:
+    if not found.has_fixed_shapes:
         yield yellow("attention", "; ".join(reasons), "a newer torch, or another dtype (--dtype bfloat16)")
         return
     is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-    if getattr(found, "takes_key_bounds", True) and is_hopper:
+    if found.name == "FlashAttention 2" and is_hopper:
         yield yellow(
             "attention",
             "FlashAttention 2, KV blocks in place: FlashAttention 3 is for this GPU, and not installed",
             "install the package flash_attn_interface (FlashAttention 3, built for this torch)",
         )
     else:
-        which = 2 if getattr(found, "takes_key_bounds", True) else 3
-        yield green("attention", f"FlashAttention {which}, KV blocks in place, with CUDA graphs")
+        yield green("attention", "; ".join([f"{found.name}, KV blocks in place, with CUDA graphs", *reasons]))
 
 
 def check_mpi() -> Iterator[Finding]:

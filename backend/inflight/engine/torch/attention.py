@@ -41,9 +41,11 @@ class Attention(Protocol):
     Attributes:
         has_fixed_shapes: Whether plans and results of generation batches follow from the number of rows alone, and
             nothing is asked of the host.
+        name: What a log calls it.
     """
 
     has_fixed_shapes: bool
+    name: str
 
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
@@ -140,6 +142,7 @@ class GatheringAttention:
     """
 
     has_fixed_shapes = False
+    name = "over gathered KV blocks"
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel

@@ -1,4 +1,4 @@
-"""What only a GPU can do: torch's attention over KV blocks in place, and recording operations to replay them.
+"""What only a GPU can do: attention over KV blocks in place, and recording operations to replay them.
 
 The rest of the engine takes both as arguments, and is tested with others. Called by the loop thread.
 """
@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.attention_check import CannotAttend
 from inflight.engine.torch.paged_attention import PagedAttention, VarlenAttention
 from inflight.models import DecoderConfig
@@ -51,6 +52,19 @@ def torch_paged_attention(device: torch.device, decoder: DecoderConfig) -> Paged
 
         kernel = partial(kernel, return_aux=AuxRequest(lse=True))
     return PagedAttention(kernel, takes_key_bounds=current_flash_attention_impl() is None)
+
+
+def triton_attention(decoder: DecoderConfig) -> Attention:
+    """Attention by the kernels in Triton's language, over blocks of any size.
+
+    Raises:
+        CannotAttend: There is no package `triton`, or the model's heads are too wide.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise CannotAttend("the package triton is not installed")
+    from inflight.engine.torch.kernels.paged_attention import KernelAttention  # imports triton
+
+    return KernelAttention(decoder)
 
 
 def _try(activate: Callable[[], None]) -> None:

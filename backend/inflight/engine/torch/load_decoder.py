@@ -13,6 +13,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from inflight.config import INT8, EngineConfig
 from inflight.engine.torch.attention import Attention, by_plain_products, gathering
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
-from inflight.engine.torch.cuda import torch_paged_attention
+from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.host_memory import zeros
 from inflight.engine.torch.native.decoder import NativeDecoder
@@ -154,26 +155,37 @@ def find_attention(
     device: torch.device,
     say: Callable[..., None] = _log.warning,
 ) -> Attention:
-    """The first attention that computes this model correctly there: in place, gathered, or by plain products.
+    """The first attention that computes this model correctly there: in place, by torch's kernel or those in
+    Triton's language; gathered; or by plain products.
 
-    On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is none of the faster ones.
+    On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is not the one before.
     """
     gathered = gathering(held)
     if device.type != "cuda":
         return gathered
     tried = held, config.tokens_per_block, windows, dtype, device
-    try:
-        attention = torch_paged_attention(device, held)
-        check_attention(attention, *tried)
+    of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
+    reasons: list[CannotAttend] = []
+    for find in (partial(torch_paged_attention, device, held), partial(triton_attention, held)):
+        try:
+            attention = find()
+            check_attention(attention, *tried)
+        except CannotAttend as reason:
+            reasons.append(reason)
+            continue
+        if reasons:
+            say(
+                "attention of %s is by kernels in Triton's language; torch's is of no use here: %s",
+                of_blocks,
+                reasons[0],
+            )
         return attention
-    except CannotAttend as reason:
-        say(
-            "KV blocks are copied together before they are read, which is slower, and generation runs without "
-            "CUDA graphs; torch's attention over %s blocks of %d tokens is of no use here: %s",
-            str(dtype).removeprefix("torch."),
-            config.tokens_per_block,
-            reason,
-        )
+    say(
+        "KV blocks are copied together before they are read, which is slower, and generation runs without CUDA "
+        "graphs: torch's attention of %s is of no use here (%s), nor are kernels in Triton's language (%s)",
+        of_blocks,
+        *reasons,
+    )
     try:
         check_attention(gathered, *tried)
         return gathered

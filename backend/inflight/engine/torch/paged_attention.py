@@ -68,6 +68,7 @@ class PagedAttention:
     def __init__(self, varlen: VarlenAttention, takes_key_bounds: bool) -> None:
         self._varlen = varlen
         self._takes_key_bounds = takes_key_bounds
+        self.name = "FlashAttention 2" if takes_key_bounds else "FlashAttention 3"
 
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]

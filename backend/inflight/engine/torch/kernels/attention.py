@@ -1,0 +1,345 @@
+"""Attention over paged KV blocks: a kernel for generation rows, whose keys are split, and one for context chunks.
+
+A generation row's keys are cut into parts by its own length alone, so that sums are made in the same order
+whatever else is in the batch; how many programs share the parts depends on the number of rows, and changes no
+result. A chunk's rows see keys in tiles that begin at the same positions however the context is cut into chunks.
+
+Scores and sums are float32; products take the dtype of the cache, and float32 is not rounded to TF32. Keys behind
+the last row of a sequence are never read, so that blocks may hold anything there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.engine.packing import PackedChunk
+from inflight.engine.windows import AttentionWindow
+
+MAX_HEAD_DIM = 256
+"""Of wider heads a tile of keys does not fit into a processor's shared memory."""
+
+_TILE_KEYS = 64
+_LEAST_PART = 256  # keys; shorter parts cost more to add up than they save
+_PROGRAMS = 1024  # enough to fill the processors of a GPU several times
+_TILE_ROWS = 64
+_LEAST_DOT = 16  # rows of the smallest product that Triton compiles
+
+
+def num_parts(num_kv_heads: int) -> int:
+    """Into how many parts a generation row's keys are split at most: about 256 programs for a lone long row."""
+    return max(4, min(64, _power_of_two(256 // num_kv_heads)))
+
+
+@triton.jit
+def _see(
+    best, total, read, queries, key_page, value_page, table, places, visible, scale,
+    key_block, key_token, value_block, value_token,
+    SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys to rows' running softmaxes.
+
+    `best` [rows], `total` [rows] and `read` [rows, WIDTH] are the largest score, the sum of exponentials and the
+    weighed sum of values so far. `places` [keys] are positions, of which rows see those in `visible` [rows, keys].
+    """
+    columns = tl.arange(0, WIDTH)
+    is_read = tl.max(visible.to(tl.int32), axis=0) > 0
+    blocks = tl.load(table + places // TOKENS_PER_BLOCK, mask=is_read, other=0)
+    offsets = places % TOKENS_PER_BLOCK
+    inside = is_read[:, None] & (columns < HEAD_DIM)[None, :]
+    key_rows = blocks * key_block + offsets * key_token
+    keys = tl.load(key_page + key_rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    if SOFT_CAP > 0:
+        scores = (2 * tl.sigmoid(2 * scores / SOFT_CAP) - 1) * SOFT_CAP  # cap * tanh(score / cap)
+    scores = tl.where(visible, scores, float("-inf"))
+    now_best = tl.maximum(best, tl.max(scores, axis=1))
+    reference = tl.where(now_best == float("-inf"), 0.0, now_best)  # of rows that have seen nothing yet
+    weights = tl.exp(scores - reference[:, None])
+    kept = tl.exp(best - reference)
+    value_rows = blocks * value_block + offsets * value_token
+    values = tl.load(value_page + value_rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return now_best, total * kept + tl.sum(weights, axis=1), read * kept[:, None] + added
+
+
+@triton.jit
+def _attend_generation(
+    queries, keys, values, tables, slots, positions, parts_read, parts_best, parts_total, scale,
+    query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
+    RECENT: tl.constexpr, SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A row's query heads of one key head, over every so many-th part of its keys.
+
+    Grid: rows, key heads, programs that share the parts. A part's softmax goes to `parts_read` [rows, heads,
+    NUM_PARTS, HEAD_DIM], `parts_best` and `parts_total` [rows, heads, NUM_PARTS], float32.
+    """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    position = tl.load(positions + row)
+    table = tables + tl.load(slots + row) * table_row
+    first = position * 0  # of the same dtype
+    if RECENT > 0:
+        first = tl.maximum(position - RECENT + 1, 0)
+    span = position + 1 - first
+    part_size = tl.maximum(tl.cdiv(tl.cdiv(span, NUM_PARTS), TILE) * TILE, LEAST_PART)
+    in_group = tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    is_head = in_group < GROUP
+    heads = kv_head * GROUP + in_group
+    inside = is_head[:, None] & (columns < HEAD_DIM)[None, :]
+    query = tl.load(
+        queries + row.to(tl.int64) * query_row + heads[:, None] * query_head + columns[None, :],
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    key_page = keys + kv_head * key_head
+    value_page = values + kv_head * value_head
+    for part in range(tl.program_id(2), tl.cdiv(span, part_size), tl.num_programs(2)):
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        read = tl.zeros([ROWS, WIDTH], tl.float32)
+        if SINKS > 0:  # noqa: SIM102 - settled when it is compiled, and the other as it runs
+            if part == 0:
+                end_of_sinks = tl.minimum(first, SINKS)
+                for begin in range(0, end_of_sinks, TILE):
+                    places = begin + tl.arange(0, TILE)
+                    visible = is_head[:, None] & (places < end_of_sinks)[None, :]
+                    best, total, read = _see(
+                        best, total, read, query, key_page, value_page, table, places, visible, scale,
+                        key_block, key_token, value_block, value_token,
+                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+                    )  # fmt: skip
+        begin_of_part = first + part * part_size
+        end_of_part = tl.minimum(begin_of_part + part_size, position + 1)
+        for begin in range(begin_of_part, end_of_part, TILE):
+            places = begin + tl.arange(0, TILE)
+            visible = is_head[:, None] & (places < end_of_part)[None, :]
+            best, total, read = _see(
+                best, total, read, query, key_page, value_page, table, places, visible, scale,
+                key_block, key_token, value_block, value_token,
+                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+            )  # fmt: skip
+        place = (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_PARTS + part
+        tl.store(parts_best + place, best, mask=is_head)
+        tl.store(parts_total + place, total, mask=is_head)
+        tl.store(parts_read + place[:, None] * HEAD_DIM + columns[None, :], read, mask=inside)
+
+
+@triton.jit
+def _add_up(
+    results, positions, parts_read, parts_best, parts_total, sinks,
+    RECENT: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One softmax of the parts' of a row and head, into `results` [rows, heads, HEAD_DIM]. Grid: rows, heads."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    position = tl.load(positions + row)
+    span = position + 1
+    if RECENT > 0:
+        span = tl.minimum(span, RECENT)
+    part_size = tl.maximum(tl.cdiv(tl.cdiv(span, NUM_PARTS), TILE) * TILE, LEAST_PART)
+    parts = tl.arange(0, NUM_PARTS)
+    columns = tl.arange(0, WIDTH)
+    is_part = parts < tl.cdiv(span, part_size)
+    of_row = row.to(tl.int64) * tl.num_programs(1) + head
+    place = of_row * NUM_PARTS + parts
+    bests = tl.load(parts_best + place, mask=is_part, other=float("-inf"))
+    best = tl.max(bests, axis=0)
+    kept = tl.exp(bests - best)
+    total = tl.sum(tl.load(parts_total + place, mask=is_part, other=0.0) * kept, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + head).to(tl.float32) - best)
+    inside = is_part[:, None] & (columns < HEAD_DIM)[None, :]
+    read = tl.load(parts_read + place[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    result = tl.sum(read * kept[:, None], axis=0) / total
+    target = results + of_row * HEAD_DIM + columns
+    tl.store(target, result.to(results.dtype.element_ty), mask=columns < HEAD_DIM)
+
+
+@triton.jit
+def _attend_chunk(
+    results, queries, keys, values, tables, tiles, sinks, scale,
+    query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
+    RECENT: tl.constexpr, SINKS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a chunk's rows, for one query head. Grid: tiles, heads.
+
+    `results` are [rows, heads, HEAD_DIM]; `tiles` [tiles, 4] int64 as `cut_into_tiles` makes them.
+    """
+    of_tile = tiles + tl.program_id(0) * 4
+    head = tl.program_id(1)
+    first_row = tl.load(of_tile)
+    num_rows = tl.load(of_tile + 1) - first_row
+    table = tables + tl.load(of_tile + 2) * table_row
+    start = tl.load(of_tile + 3)
+    in_tile = tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    is_row = in_tile < num_rows
+    positions = start + in_tile
+    inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
+    query = tl.load(
+        queries + (first_row + in_tile)[:, None] * query_row + head * query_head + columns[None, :],
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    key_page = keys + (head // GROUP) * key_head
+    value_page = values + (head // GROUP) * value_head
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    read = tl.zeros([ROWS, WIDTH], tl.float32)
+    first = start * 0  # of the same dtype
+    if RECENT > 0:
+        first = tl.maximum(start - RECENT + 1, 0) // TILE * TILE
+    if SINKS > 0:
+        end_of_sinks = tl.minimum(first, SINKS)
+        for begin in range(0, end_of_sinks, TILE):
+            places = begin + tl.arange(0, TILE)
+            visible = is_row[:, None] & (places < end_of_sinks)[None, :]
+            best, total, read = _see(
+                best, total, read, query, key_page, value_page, table, places, visible, scale,
+                key_block, key_token, value_block, value_token,
+                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+            )  # fmt: skip
+    for begin in range(first, start + num_rows, TILE):
+        places = begin + tl.arange(0, TILE)
+        visible = is_row[:, None] & (places[None, :] <= positions[:, None])
+        if RECENT > 0:
+            is_near = places[None, :] > positions[:, None] - RECENT
+            visible = visible & (is_near | (places < SINKS)[None, :])
+        best, total, read = _see(
+            best, total, read, query, key_page, value_page, table, places, visible, scale,
+            key_block, key_token, value_block, value_token,
+                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+        )  # fmt: skip
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + head).to(tl.float32) - best)
+    result = read / tl.where(is_row, total, 1.0)[:, None]
+    target = ((first_row + in_tile)[:, None] * tl.num_programs(1) + head) * HEAD_DIM + columns[None, :]
+    tl.store(results + target, result.to(results.dtype.element_ty), mask=inside)
+
+
+def attend_generation(
+    results: Tensor,
+    queries: Tensor,
+    pages: tuple[Tensor, Tensor],
+    tables: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    window: AttentionWindow | None,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Generation rows' attention. Nothing is asked of the host, and the grid follows from the shapes.
+
+    Args:
+        results: [rows, heads, head_dim], contiguous; is written.
+        queries: [rows, heads, head_dim], the last dimension contiguous; float32, bfloat16 or float16.
+        pages: Keys and values, [blocks, tokens_per_block, kv_heads, head_dim], the last dimension contiguous.
+        tables: [slots, blocks] int64, contiguous: which blocks a slot's sequence has.
+        slots: [rows] int64, contiguous.
+        positions: [rows] int64, contiguous, of the rows' own tokens, whose keys are in the pages.
+        window: What a row sees; None: all up to itself.
+        scale: Multiplies scores.
+        soft_cap: Scores become cap * tanh(score / cap); None: they stay.
+        sinks: [heads], each head's learned score.
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    keys, values = pages
+    num_kv_heads = keys.shape[2]
+    group = num_heads // num_kv_heads
+    parts = num_parts(num_kv_heads)
+    shape = (num_rows, num_heads, parts)
+    parts_read = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
+    parts_best, parts_total = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
+    width = max(_LEAST_DOT, _power_of_two(head_dim))
+    recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
+    sharing = max(1, min(parts, _PROGRAMS // (num_rows * num_kv_heads)))
+    split = {"NUM_PARTS": parts, "LEAST_PART": _LEAST_PART, "TILE": _tile_keys(width)}
+    _launch(
+        _attend_generation, (num_rows, num_kv_heads, sharing),
+        queries, keys, values, tables, slots, positions, parts_read, parts_best, parts_total, scale,
+        *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
+        RECENT=recent, SINKS=num_sinks, SOFT_CAP=soft_cap or 0.0, TOKENS_PER_BLOCK=keys.shape[1],
+        GROUP=group, HEAD_DIM=head_dim, ROWS=max(_LEAST_DOT, _power_of_two(group)), WIDTH=width,
+        **split,
+    )  # fmt: skip
+    _launch(
+        _add_up, (num_rows, num_heads),
+        results, positions, parts_read, parts_best, parts_total, _or_nothing(sinks, results),
+        RECENT=recent, HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, WIDTH=width, **split,
+    )  # fmt: skip
+
+
+def attend_chunks(
+    results: Tensor,
+    queries: Tensor,
+    pages: tuple[Tensor, Tensor],
+    tables: Tensor,
+    tiles: Tensor,
+    window: AttentionWindow | None,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """The attention of context chunks' rows; arguments as for `attend_generation`.
+
+    Args:
+        results: Is written where `tiles` has rows.
+        queries: Of these and any other rows.
+        pages: Keys and values, those of the chunks themselves among them.
+        tables: As there.
+        tiles: [tiles, 4] int64, as `cut_into_tiles` makes them, on the device.
+        window: As there.
+        scale: As there.
+        soft_cap: As there.
+        sinks: As there.
+    """
+    _, num_heads, head_dim = queries.shape
+    keys, values = pages
+    recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
+    width = max(_LEAST_DOT, _power_of_two(head_dim))
+    _launch(
+        _attend_chunk, (len(tiles), num_heads),
+        results, queries, keys, values, tables, tiles, _or_nothing(sinks, results), scale,
+        *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
+        RECENT=recent, SINKS=num_sinks, HAS_SINKS=sinks is not None, SOFT_CAP=soft_cap or 0.0,
+        TOKENS_PER_BLOCK=keys.shape[1], GROUP=num_heads // keys.shape[2], HEAD_DIM=head_dim, ROWS=_TILE_ROWS,
+        WIDTH=width, TILE=_tile_keys(width),
+    )  # fmt: skip
+
+
+def cut_into_tiles(chunks: Iterable[PackedChunk]) -> list[list[int]]:
+    """Of chunks what `attend_chunks` takes: [first row, row after the last, slot, first position] each."""
+    return [
+        [first, min(first + _TILE_ROWS, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
+        for chunk in chunks
+        for first in range(chunk.begin, chunk.end, _TILE_ROWS)
+    ]
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel[grid](*arguments, **constants)
+
+
+def _power_of_two(number: int) -> int:
+    """The next one."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _tile_keys(width: int) -> int:
+    return _TILE_KEYS if width <= 128 else _TILE_KEYS // 2
+
+
+def _or_nothing(sinks: Tensor | None, any_tensor: Tensor) -> Tensor:
+    """A kernel takes a tensor in any case; which one, if it reads none, is the same to it."""
+    return any_tensor if sinks is None else sinks

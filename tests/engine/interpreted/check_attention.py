@@ -1,0 +1,207 @@
+"""Attention by kernels in Triton's language, interpreted: as by plain products, whatever the sizes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.engine.packing import PackedBatch, PackedChunk
+from inflight.engine.torch.attention import by_plain_products
+from inflight.engine.torch.attention_check import CannotAttend, pack_rows
+from inflight.engine.torch.kernels import attention as kernels
+from inflight.engine.torch.kernels.paged_attention import KernelAttention
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig, read_model_description
+from tests.engine.driver import Driver, alone
+from tests.engine.paging import load_paged
+from tests.engine.serving import config_of, serve
+from tests.engine.test_paged_attention import requests_of
+from tests.models.zoo import Zoo
+
+CPU = torch.device("cpu")
+BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences are cut into parts too, as long ones are."""
+    monkeypatch.setattr(kernels, "_LEAST_PART", 16)
+    monkeypatch.setattr(kernels, "_TILE_KEYS", 16)
+    monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads: 4)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, a program takes as long as the tiles that it has."""
+    monkeypatch.setattr(kernels, "_TILE_ROWS", 16)
+
+
+class Rows:
+    """Queries, and sequences whose keys and values lie in blocks in a random order."""
+
+    def __init__(
+        self, decoder: DecoderConfig, tokens_per_block: int, longest: int, dtype: torch.dtype, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        blocks = -(-longest // tokens_per_block)
+        self.decoder, self.sequences = decoder, 3
+        self.cache = KvCache(replace(decoder, num_layers=1), 3 * blocks, tokens_per_block, dtype, CPU)
+        self.tables = torch.randperm(3 * blocks, generator=generator).view(3, blocks)
+        heads, kv_heads, size = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+        shape = (3 * blocks * tokens_per_block, kv_heads, size)
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self.cache.write(0, torch.arange(shape[0]), keys, values)
+        self.queries = torch.randn((3, longest, heads, size), generator=generator).to(dtype)
+        self.sinks = torch.randn(heads, generator=generator).to(dtype) if decoder.learned_sinks else None
+
+    def attend(self, attention: Any, packed: PackedBatch, window: AttentionWindow | None) -> Tensor:
+        plan = attention.plan(packed, self.cache, (window,))[window]
+        queries = self.queries[packed.slots, packed.positions]
+        blocks = self.tables[packed.slots, packed.positions // self.cache.tokens_per_block]
+        places = blocks * self.cache.tokens_per_block + packed.positions % self.cache.tokens_per_block
+        pages = (page.flatten(0, 1)[places] for page in self.cache.pages(0))
+        return attention.attend(queries, *pages, 0, plan, self.cache, self.sinks)
+
+
+def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype]]:
+    draw = random.Random(0)
+    for seed in range(24):
+        kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4, 7, 17])
+        changes = {
+            "num_heads": kv_heads * group,
+            "num_kv_heads": kv_heads,
+            "head_dim": draw.choice([8, 16, 24, 64, 80]),
+            "attention_scale": draw.choice([None, 0.3]),
+            "attention_soft_cap": draw.choice([None, None, 3.0]),
+            "learned_sinks": draw.random() < 0.3,
+        }
+        window = draw.choice(
+            [None, None, AttentionWindow(1), AttentionWindow(9), AttentionWindow(40), AttentionWindow(30, 5)]
+        )
+        dtype = draw.choice([torch.float32, torch.float16])
+        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+@pytest.mark.parametrize(("seed", "changes", "tokens_per_block", "window", "dtype"), list(cases()))
+def test_results_are_those_of_plain_products(
+    zoo: Zoo, seed: int, changes: Any, tokens_per_block: int, window: Any, dtype: torch.dtype
+) -> None:
+    decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **changes)
+    rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed), random.Random(seed)
+    for _ in range(3):
+        start = draw.choice([0, 5, 64])
+        chunk = PackedChunk(0, 0, draw.choice([1, 15, 16, 17, 40]), start)
+        lengths = sorted((draw.randrange(1, 151) for _ in range(2)), reverse=True)
+        packed = pack_rows((chunk,), (1, 2), lengths, rows.tables)
+        found = rows.attend(KernelAttention(decoder), packed, window)
+        expected = rows.attend(by_plain_products(decoder), packed, window)
+        torch.testing.assert_close(found, expected, rtol=0, atol=BOUNDS[dtype])
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo) -> None:
+    """To the last bit, however many programs share its parts."""
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    together = rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None)
+    for slot, length in enumerate((150, 77, 16)):
+        alone_ = rows.attend(attention, pack_rows((), (slot,), (length,), rows.tables), None)
+        assert torch.equal(alone_[0], together[slot])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_PROGRAMS", 1)
+        assert torch.equal(
+            rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None), together
+        )
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+@pytest.mark.parametrize("window", [None, AttentionWindow(20), AttentionWindow(24, 3)])
+def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow | None) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    whole = rows.attend(attention, pack_rows((PackedChunk(0, 0, 70, 0),), (), (), rows.tables), window)
+    for begin, end in itertools.pairwise((0, 7, 23, 64, 70)):
+        chunk = PackedChunk(0, 0, end - begin, begin)
+        part = rows.attend(attention, pack_rows((chunk,), (), (), rows.tables), window)
+        torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_lies_behind_a_row_may_be_anything(zoo: Zoo) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
+    before = rows.attend(attention, packed, None)
+    for slot, length in ((0, 35), (1, 50)):
+        for position in range(length, 150):
+            block = rows.tables[slot, position // 8]
+            for page in rows.cache.pages(0):
+                page[block, position % 8] = torch.nan
+    assert torch.equal(rows.attend(attention, packed, None), before)
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window", "gpt-oss", "gemma2"])
+def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
+    model = zoo[case]
+    decoder = read_model_description(model.folder).decoder
+    row = alone(load_paged(model.folder, attention=KernelAttention(decoder)), model.prompt(19), 8)
+    assert row.generated == model.greedy(model.prompt(19), 8)
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+@pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40), "sink_token_length": 3}])
+def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, windows: dict[str, Any]) -> None:
+    """Packed, in chunks, paused and searched with beams."""
+    model = zoo["llama-gqa"]
+    requests = requests_of(model)[:5]
+    decoder = read_model_description(model.folder).decoder
+    config = config_of("utilization-chunked-no-reuse")
+    gathered = by_gathering(model.folder, windows)
+    expected = serve(gathered, config, requests)
+    served = serve(
+        load_paged(model.folder, 40, attention=KernelAttention(decoder), **windows), config, requests
+    )
+    for request in requests:
+        assert served.beams(request) == expected.beams(request)
+
+
+def by_gathering(folder: Any, windows: dict[str, Any]) -> Any:
+    decoder = read_model_description(folder).decoder
+    return load_paged(folder, 40, attention=by_plain_products(decoder), **windows)
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
+    """Filled up with rows of no sequence; what is replayed runs again on the memory that a recording has."""
+    model = zoo["llama-gqa"]
+    replays: list[int] = []
+
+    def capture(operations: Callable[[], None]) -> Callable[[], None]:
+        operations()
+        return lambda: replays.append(1) or operations()
+
+    attention = KernelAttention(read_model_description(model.folder).decoder)
+    driver = Driver(load_paged(model.folder, 40, 3, capture, attention))
+    rows = [driver.start(model.prompt(5 + 6 * number, number)) for number in range(3)]
+    driver.step({row: len(row.tokens) for row in rows})
+    for count in (3, 2, 1, 3, 2):
+        driver.step(generation=rows[:count])
+    for row in rows:
+        assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
+    assert len(replays) == 5
+
+
+def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
+    decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=264)
+    with pytest.raises(CannotAttend, match="heads of 256, and the model's are of 264"):
+        KernelAttention(decoder)
