@@ -1,4 +1,4 @@
-"""How far bfloat16 and int8 are from float32, on text that the demo model was not trained on.
+"""How far bfloat16, int8 and fp8 are from float32, on text that the demo model was not trained on.
 
 In this process, without a server. The text is modules of Python's standard library that were held out when the
 demo model was trained, prepared as for the training, in windows of 512 tokens. Every position's logits are
@@ -52,6 +52,7 @@ WAYS = (
     Way("bfloat16", "native"),
     Way("int8", "torch"),
     Way("int8", "native"),
+    Way("fp8", "torch"),
 )
 
 

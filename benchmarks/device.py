@@ -31,10 +31,10 @@ from inflight.engine.torch.kv_cache import block_bytes
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import SHAPES, Shape, make_model
 
-_SHAPES = {**SHAPES, "8b": Shape(32, 4096, 32, 8, 14_336, 128_256, 8192, 500_000.0)}
+DEVICE_SHAPES = {**SHAPES, "8b": Shape(32, 4096, 32, 8, 14_336, 128_256, 8192, 500_000.0)}
 _WARM_UP = 3  # iterations
 _COPIES = 5
-_CONTEXT_TOKENS = 8192  # of an iteration
+CONTEXT_TOKENS = 8192  # of an iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def copy_bytes_per_s(device: torch.device, size: int) -> float:
     """Bytes read and written a second by a copy of `size` bytes; the best of some."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / min(_seconds(lambda: target.copy_(source), device) for _ in range(_COPIES))
+    return 2 * size / min(time_of(lambda: target.copy_(source), device) for _ in range(_COPIES))
 
 
 def iteration_seconds(engine: TorchEngine, workload: Workload, num_rows: int) -> list[float]:
@@ -86,7 +86,7 @@ def iteration_seconds(engine: TorchEngine, workload: Workload, num_rows: int) ->
     seconds = []
     limits = engine.limits
     in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
-    for made in _batches(workload, num_rows, limits.vocab_size):
+    for made in batches(workload, num_rows, limits.vocab_size):
         batch = replace(made, samples_on_device=limits.overlaps_iterations)
         begun = time.perf_counter()
         in_flight.append((batch, engine.forward(batch)))
@@ -99,10 +99,10 @@ def iteration_seconds(engine: TorchEngine, workload: Workload, num_rows: int) ->
     return seconds[_WARM_UP:]
 
 
-def _batches(workload: Workload, num_rows: int, vocab_size: int) -> Iterator[ScheduledBatch]:
+def batches(workload: Workload, num_rows: int, vocab_size: int) -> Iterator[ScheduledBatch]:
     """Contexts, as many as fit into an iteration together, then generation."""
     prompts = np.random.default_rng(0).integers(3, vocab_size, (num_rows, workload.context)).tolist()
-    together = max(1, _CONTEXT_TOKENS // workload.context)
+    together = max(1, CONTEXT_TOKENS // workload.context)
     numbers, size = itertools.count(), workload.blocks_per_row
     for first in range(0, num_rows, together):
         slots = range(first, min(first + together, num_rows))
@@ -162,13 +162,15 @@ def measure_transformers(
             model.generate(prompts, attention_mask=mask, do_sample=False, pad_token_id=0, **counts)
 
         generate(2)
-        first = _seconds(lambda: generate(1), device)
-        seconds = _seconds(lambda: generate(1 + workload.iterations), device) - first
+        first = time_of(lambda: generate(1), device)
+        seconds = time_of(lambda: generate(1 + workload.iterations), device) - first
         figures.append(round(rows * workload.iterations / seconds, 1))
     return figures
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def time_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `run` takes, and all that it has asked the device for."""
+
     def finish() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -205,7 +207,7 @@ def run(folder: Path, workload: Workload, config: EngineConfig, beside: bool) ->
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser = new_parser("device", __doc__)
-    parser.add_argument("--shape", choices=_SHAPES, default="1b", help="of random weights")
+    parser.add_argument("--shape", choices=DEVICE_SHAPES, default="1b", help="of random weights")
     parser.add_argument("--model", type=Path, help="checkpoint folder, instead of random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -225,13 +227,13 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.model or Path(temporary) / given.shape
         if given.model is None:
-            make_model(folder, shape=_SHAPES[given.shape], dtype="bfloat16")
+            make_model(folder, shape=DEVICE_SHAPES[given.shape], dtype="bfloat16")
         config = EngineConfig(
             str(folder),
             dtype=given.dtype,
             device=given.device,
             max_num_sequences=max(workload.rows),
-            max_num_tokens=max(_CONTEXT_TOKENS, workload.context, *workload.rows),
+            max_num_tokens=max(CONTEXT_TOKENS, workload.context, *workload.rows),
             max_sequence_length=workload.length,
             tokens_per_block=size,
             max_tokens_in_paged_kv_cache=max(workload.rows) * workload.blocks_per_row * size,

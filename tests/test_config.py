@@ -70,6 +70,7 @@ GOOD = [
     ("tokenizer_dir", "/models/x", "/models/x"),
     ("dtype", "bfloat16", "bfloat16"),
     ("dtype", "int8", "int8"),
+    ("dtype", "fp8", "fp8"),
     ("kernels", "torch", "torch"),
     ("engine", "transformers", "transformers"),
     ("cuda_graph_mode", "false", False),

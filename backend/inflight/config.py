@@ -49,8 +49,10 @@ from inflight.parameter_spec import (
 )
 
 __all__ = [
+    "FP8",
     "INT8",
     "PARAMETERS",
+    "QUANTIZED",
     "CapacitySchedulerPolicy",
     "ContextChunkingPolicy",
     "EngineConfig",
@@ -65,7 +67,9 @@ __all__ = [
 ]
 
 INT8 = "int8"
-"""The data type of which only weights of linear layers are; the rest is bfloat16."""
+FP8 = "fp8"
+QUANTIZED = (INT8, FP8)
+"""Data types of which only weights of linear layers are; the rest is bfloat16."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
@@ -188,8 +192,9 @@ class EngineConfig:
     """What an engine is loaded with.
 
     Attributes:
-        dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8: weights of linear layers
-            are quantized, and by native kernels activations as they are multiplied; the rest is bfloat16.
+        dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8, fp8: weights of
+            linear layers are quantized, and by native kernels and fp8 activations as they are multiplied; the rest
+            is bfloat16.
         implementation: Whose layers run the model: those of `inflight.engine.torch`, or transformers' own code.
         max_attention_window_size: A token sees itself and those before it; layer i has entry i % n. Where the
             checkpoint has a sliding window too, the smaller one holds. What no token sees any more stays in the
@@ -213,8 +218,8 @@ class EngineConfig:
     )
     dtype: str | None = parameter(
         None,
-        choice("float32", "bfloat16", "float16", "int8"),
-        "of weights and KV cache, or int8, of weights beside bfloat16 for the rest; the checkpoint's without one",
+        choice("float32", "bfloat16", "float16", "int8", "fp8"),
+        "of weights and KV cache, or of weights alone: int8, fp8, the rest bfloat16; the checkpoint's without one",
         behind="tokenizer_dir",
     )
     implementation: str | None = parameter(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.config import INT8
+from inflight.config import FP8, INT8
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.ranks.topology import Mapping
@@ -157,7 +157,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
             dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
-    if isinstance(dtype, str):
+    if isinstance(dtype, str) and dtype != FP8:
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
 
 

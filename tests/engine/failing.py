@@ -188,7 +188,7 @@ class _FaultyServer:
         """Logits, or what the forward pass raised."""
         try:
             return self._engine.forward(batch)
-        except Fault as fault:
+        except (Fault, StepFailed) as fault:
             return fault
         except ValueError as refusal:  # it carries on where one in flight has failed
             assert any(isinstance(ahead, Exception) for _, ahead in self._in_flight), refusal

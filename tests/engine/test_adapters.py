@@ -100,9 +100,9 @@ def test_a_slot_that_is_taken_again_has_no_adapter_of_its_own(zoo: Zoo, kernels:
     assert_greedy(second, model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])
 def test_adapters_in_half_precision_are_near_those_of_float32(zoo: Zoo, dtype: str) -> None:
-    """With int8, of the model whose matrices are rounded: adapters are not."""
+    """With int8 and fp8, of the model whose matrices are rounded: adapters are not."""
     model = zoo["llama-gqa"]
     adapter = adapter_of(model, 1)
     engine = load_engine(model.folder, dtype=dtype, kernels="torch")

@@ -51,7 +51,7 @@ CASES = [
     # stored as (experts: in bfloat16), loaded as, by, tensor-parallel ranks, bytes of a weight
     ("float32", "float32", "torch", 1, 4),
     ("float32", "bfloat16", "torch", 1, 2),
-    ("bfloat16", "int8", "torch", 1, 2),  # rounded, and multiplied as bfloat16
+    ("bfloat16", "int8", "torch", 1, 1),
     ("float32", "float32", "torch", 2, 4),
     ("float32", "float32", "native", 1, 4),
     ("bfloat16", "bfloat16", "native", 1, 2),
@@ -60,6 +60,7 @@ CASES = [
     ("bfloat16", "bfloat16", "native", 2, 2),
     ("experts", "bfloat16", "torch", 1, 2),
     ("experts", "bfloat16", "native", 1, 2),
+    ("experts", "int8", "torch", 1, 1),
     ("experts", "int8", "native", 1, 1),
 ]
 

@@ -31,7 +31,7 @@ def test_adapters_have_a_name_and_a_folder() -> None:
     assert cli.parse([]).wanted.adapters == ()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 def test_dtypes(dtype: str) -> None:
     assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype
 

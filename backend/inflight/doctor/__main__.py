@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REVISION",
         help="of a checkpoint from the Hugging Face hub, as for scripts/serve",
     )
-    add("--dtype", choices=("float32", "bfloat16", "float16", "int8"), help="as for scripts/serve")
+    add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), help="as for scripts/serve")
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     add("--host", default="127.0.0.1", help="as for scripts/serve")
     for service, default in _PORTS.items():

@@ -188,22 +188,23 @@ def _check_path(
     """What will compute its layers, and the type that it keeps their matrices in."""
     import torch
 
-    from inflight.config import INT8
+    from inflight.config import INT8, QUANTIZED
     from inflight.engine.torch.load_decoder import check_native
     from inflight.engine.torch.native.library import CannotBuild, foresee
 
+    kept = torch.int8 if config.dtype in QUANTIZED else dtype
     try:
         check_native(config, description.decoder, dtype, device)
         where = foresee(str(dtype).removeprefix("torch."), config.dtype == INT8)
     except CannotBuild as reason:
         if config.kernels == "native":
             says = f"kernels is native, but there is no compiled code: {reason}"
-            return red("its layers", says, "leave out --set kernels=native"), dtype
+            return red("its layers", says, "leave out --set kernels=native"), kept
         if device.type != "cpu":
-            return green("its layers", f"torch's operators on {device}"), dtype
+            return green("its layers", f"torch's operators on {device}"), kept
         says = f"torch's operators, which are slower than compiled layers: {reason}"
-        return yellow("its layers", says, _mend_path(str(reason))), dtype
-    return green("its layers", f"compiled layers, {where}"), torch.int8 if config.dtype == INT8 else dtype
+        return yellow("its layers", says, _mend_path(str(reason))), kept
+    return green("its layers", f"compiled layers, {where}"), kept
 
 
 def _mend_path(reason: str) -> str:
@@ -238,7 +239,7 @@ def _check_room(
     if left <= 0:
         says = f"{_size(num_bytes)} of weights do not fit into {_size(free)} {where}"
         mend = "--tp N over several GPUs or hosts, or a smaller checkpoint"
-        yield red("room", says, ", ".join([*_smaller(dtypes[1], device), mend]))
+        yield red("room", says, ", ".join([*_smaller(dtypes[1]), mend]))
         return
     size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0])
     try:
@@ -258,9 +259,9 @@ def _check_room(
         yield green("room", f"{says}, {tokens // longest} sequences of full length at a time")
 
 
-def _smaller(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """The --dtype that takes less memory than a type, if there is one: int8 does in compiled layers alone."""
-    smaller = ["bfloat16"] * (dtype.itemsize > 2) + ["int8"] * (dtype.itemsize > 1 and device.type == "cpu")
+def _smaller(dtype: torch.dtype) -> list[str]:
+    """The --dtype that takes less memory than a type, if there is one."""
+    smaller = ["bfloat16"] * (dtype.itemsize > 2) + ["int8"] * (dtype.itemsize > 1)
     return [f"--dtype {' or '.join(smaller)}"] if smaller else []
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Choice, Decoding
 from inflight.engine.additional_outputs import TokenRows, with_token_rows
+from inflight.engine.memory import computing
 from inflight.engine.slots import SlotTable, VoidSlots
 
 
@@ -79,8 +80,9 @@ class Runner(ABC):
 
         Raises:
             ValueError: As `ModelEngine.forward`.
+            StepFailed: Likewise.
         """
-        with self.void_slots.watch(batch):
+        with self.void_slots.watch(batch), computing(batch.num_rows):
             self.void_slots.refuse(batch)
             return self.run(batch, hidden).rows
 
@@ -138,9 +140,10 @@ class ModelEngine:
 
         Raises:
             ValueError: As `Runner.run`; or a row carries on a sequence whose last batch failed.
+            StepFailed: There is too little memory for the batch.
         """
         runner = self.runner
-        with runner.void_slots.watch(batch):
+        with runner.void_slots.watch(batch), computing(batch.num_rows):
             runner.void_slots.refuse(batch)
             self.sampler.apply(batch)
             outputs = runner.run(batch, hidden)
@@ -159,8 +162,9 @@ class ModelEngine:
 
         Raises:
             FloatingPointError: The model's logits are not numbers; names the slots.
+            StepFailed: As `forward`.
         """
-        with self.runner.void_slots.watch(batch):
+        with self.runner.void_slots.watch(batch), computing(batch.num_rows):
             return self.choose(batch, pending)
 
     @torch.inference_mode()

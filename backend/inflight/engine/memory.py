@@ -3,18 +3,22 @@
 Either is the least of what was asked for, what fits and what could ever be used. `plan_kv_cache` and
 `plan_adapter_pages` are pure functions of figures. `free_memory` finds out how much more memory this process may
 use, on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own limit has to be
-asked for.
+asked for. Where memory runs out all the same, `allocating` and `computing` say so in words.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.config import EngineConfig
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, StepFailed
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +121,72 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return available_cpu_memory()
+
+
+@contextmanager
+def allocating(what: str, num_bytes: int, device: torch.device, mend: str) -> Iterator[None]:
+    """Around what takes `num_bytes` of the device's memory for good, while a model is loaded.
+
+    Args:
+        what: That takes it.
+        num_bytes: About so many.
+        device: Whose memory.
+        mend: What may be lowered, or done, so that less is taken.
+
+    Raises:
+        ConfigError: There is too little.
+    """
+    free = free_memory(device)
+    try:
+        yield
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"there is too little memory for {what}: about {num_bytes / 2**20:.1f} MiB are wanted, and "
+            f"{free / 2**20:.1f} MiB were free on {device} before; {mend} ({_let_go(error)})"
+        ) from None
+
+
+@contextmanager
+def computing(num_rows: int) -> Iterator[None]:
+    """Around an iteration of so many rows; what it took is given back for smaller ones.
+
+    Raises:
+        StepFailed: There is too little memory for it. The scheduler tries halves of the batch, so that this ends
+            a request that is too much by itself, and no other.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise StepFailed(
+            f"there was too little memory for an iteration of {num_rows} rows: a shorter prompt or fewer outputs "
+            "of this request take less, and the server leaves more with a lower max_num_tokens or "
+            f"kv_cache_free_gpu_mem_fraction ({_let_go(error)})"
+        ) from None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    if isinstance(error, OSError):  # of mapped memory
+        return error.errno == errno.ENOMEM
+    # On a CPU torch raises no type of its own.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _let_go(error: Exception) -> str:
+    """What an error says, in a line; the functions that it ended let go of what they had allocated."""
+    import torch
+
+    traceback.clear_frames(error.__traceback__)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def available_cpu_memory(root: Path = Path("/")) -> int:

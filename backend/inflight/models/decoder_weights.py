@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,8 +21,17 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it takes and gives."""
+        return self.weight.dtype
+
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def at(self, index: int) -> Linear:
+        """One of a stack of experts' matrices."""
+        return Linear(self.weight[index], None if self.bias is None else self.bias[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
 from inflight.server.supervisor import Signals, Supervisor
 
-_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -144,18 +144,19 @@ class ActiveAdapters:
     def _adapt(self, linear: Linear, pages: LinearPages | None) -> Linear:
         if pages is None:
             return linear
-        return AdaptedLinear(linear.weight, linear.bias, pages=pages, active=self)
+        return AdaptedLinear(linear.weight, linear.bias, of=linear, pages=pages, active=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLinear(Linear):
     """A `Linear` to whose product each row's adapter adds its own, before the bias."""
 
+    of: Linear
     pages: LinearPages
     active: ActiveAdapters
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
+        y = replace(self.of, bias=None)(x)
         self.pages.add(y, x, self.active)
         if self.active.magnitude_rows is not None:
             y *= self.pages.magnitudes.index_select(0, self.active.magnitude_rows)

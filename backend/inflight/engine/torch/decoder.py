@@ -61,7 +61,7 @@ class Decoder:
 
     Attributes:
         config: Of the whole model.
-        dtype: Of weights, activations and KV cache.
+        dtype: Of activations and KV cache, and of weights that are not quantized.
         adapters: Where its LoRA adapters are; None: it takes none.
         has_fixed_shapes: As `attention` says.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
@@ -96,8 +96,8 @@ class Decoder:
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         self._activation = _ACTIVATIONS[config.activation]
-        any_weight = weights.layers[0].qkv.weight
-        self.dtype, self._device = any_weight.dtype, any_weight.device
+        any_linear = weights.layers[0].qkv
+        self.dtype, self._device = any_linear.dtype, any_linear.weight.device
         self._layer_ropes = config.ropes[slice(*part.layers)]
         self._rope_tables = {
             rope: tuple(
@@ -354,16 +354,12 @@ def mix_experts(
     rows = order // config.num_per_token
     parts = x.index_select(0, rows).split(counts)
     results = [
-        _of_expert(experts.down, index, activate(_of_expert(experts.up, index, part)))
+        experts.down.at(index)(activate(experts.up.at(index)(part)))
         for index, part in enumerate(parts)
         if len(part)
     ]
     weighed = torch.cat(results).float() * chances.flatten()[order, None]
     return given.index_add_(0, rows, weighed).to(x.dtype)
-
-
-def _of_expert(stack: Linear, index: int, x: Tensor) -> Tensor:
-    return F.linear(x, stack.weight[index], None if stack.bias is None else stack.bias[index])
 
 
 def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inflight.adapters.lora_modules import module_sizes
 from inflight.additional_outputs import OfferedOutput
-from inflight.config import EngineConfig
+from inflight.config import QUANTIZED, EngineConfig
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
@@ -35,6 +35,7 @@ from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.engine import ModelEngine, Pending, RowOutputs, Runner
 from inflight.engine.memory import (
+    allocating,
     check_adapter_pages,
     free_memory,
     largest_adapter_pages,
@@ -50,7 +51,7 @@ from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.load_decoder import AnyDecoder, find_model, load_decoder
+from inflight.engine.torch.load_decoder import AnyDecoder, computed_dtype, find_model, load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import layer_windows
@@ -58,12 +59,18 @@ from inflight.errors import ConfigError
 from inflight.guided.grammars import Grammars
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import DynamicScaling
-from inflight.models.loader import check_weights
+from inflight.models.loader import check_weights, num_weight_bytes
+from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 _ALONE = Mapping()
+
+_LESS_WEIGHTS = (
+    "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
+)
+_LESS_CACHE = "lower kv_cache_free_gpu_mem_fraction or max_tokens_in_paged_kv_cache"
 
 _KERNELS = {NativeDecoder: "native", Decoder: "torch", TransformersDecoder: "transformers"}
 
@@ -353,15 +360,21 @@ def _load_runner(
         max_sequence_length,
     )
     part = Part.from_mapping(mapping, model.decoder)
-    decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
+    with allocating("the weights", _weight_bytes(config, model, mapping), device, _LESS_WEIGHTS):
+        decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
     held = part.held_config(model.decoder)
     num_adapter_pages = _num_adapter_pages(config, held, decoder.dtype, device, agree)
     if num_adapter_pages and isinstance(decoder, Decoder):  # compiled layers take memory as adapters come
-        decoder.reserve_adapters(num_adapter_pages, config.lora_cache_optimal_adapter_size)
+        page_rank = config.lora_cache_optimal_adapter_size
+        size = num_adapter_pages * page_bytes(held, page_rank, decoder.dtype)
+        with allocating("LoRA adapters", size, device, "lower lora_cache_gpu_memory_fraction"):
+            decoder.reserve_adapters(num_adapter_pages, page_rank)
     capture = _find_capture(config, decoder, mapping, device, debug_tensors is not None)
     reserved = 0 if capture is None else graph_bytes(config.max_num_sequences, bool(num_adapter_pages))
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
-    cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
+    size = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
+    with allocating("the KV cache", size, device, _LESS_CACHE):
+        cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
     limits = EngineLimits(
         vocab_size=model.decoder.vocab_size,
         max_sequence_length=max_sequence_length,
@@ -379,6 +392,15 @@ def _load_runner(
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
     )
     return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+
+
+def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, mapping: Mapping) -> int:
+    """About what a rank's weights take."""
+    if isinstance(model, TransformersModel):  # it has them already
+        return 0
+    dtype = computed_dtype(config, model)
+    of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
+    return num_weight_bytes(model, dtype, of_linear) // mapping.world_size
 
 
 def _offer(config: EngineConfig, decoder: DecoderConfig, mapping: Mapping) -> tuple[OfferedOutput, ...]:

@@ -1,9 +1,8 @@
 """Which decoder computes a model: compiled code where the machine can run it, else torch's operators.
 
 For torch's operators it also finds the attention: over KV blocks in place where a GPU's kernels can do that, else
-over gathered blocks. Where int8 is asked for and no compiled code computes it, weights are rounded as the compiled
-layers round them and multiplied as bfloat16: the same model, but no smaller or faster than in bfloat16. Used
-by the loading thread only.
+over gathered blocks. Where int8 or fp8 is asked for and no compiled code computes it, weights are quantized as
+they are read (`quantized_linear.py`). Used by the loading thread only.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import ctypes
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from inflight.config import INT8, EngineConfig
+from inflight.config import FP8, INT8, QUANTIZED, EngineConfig
 from inflight.engine.torch.attention import Attention, by_plain_products, gathering
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
@@ -27,18 +25,18 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.host_memory import zeros
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
-from inflight.engine.torch.native.packing import PackedLayer, PackedLinear, Packer, quantize
+from inflight.engine.torch.native.packing import PackedLayer, PackedLinear, Packer
+from inflight.engine.torch.quantized_linear import Quantizing
 from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, Layer, Linear, PlainWeights, load_weights
+from inflight.models import DecoderConfig, Layer, Linear, load_weights
 from inflight.models.loader import Finisher, load_finished_weights, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
 
 _log = logging.getLogger(__name__)
 _MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of native/source/attention.h
-_NUMBERS_AT_ONCE = 1 << 19  # of a matrix that is rounded, in float32 meanwhile
 _INSTALL = "pip install -e '.[transformers]' in the checkout"
 
 AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
@@ -115,9 +113,12 @@ def load_decoder(
         library = _find_library(config, model.decoder, dtype, device, part.shard)
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
-        weights = load_weights(model, dtype, device, part)
-        if is_int8:
-            weights = round_to_int8(weights)
+        if config.dtype in QUANTIZED:
+            weights = load_finished_weights(
+                model, dtype, device, part, Quantizing(config.dtype, dtype, device)
+            )
+        else:
+            weights = load_weights(model, dtype, device, part)
         attention = find_attention(config, part.held_config(model.decoder), windows, dtype, device)
         return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
     packer = Packer(library, dtype, is_int8, torch.get_num_threads())
@@ -200,10 +201,10 @@ def find_attention(
 
 
 def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype:
-    """The dtype of activations and KV cache, and of weights unless they are int8."""
+    """The dtype of activations and KV cache, and of weights unless they are quantized."""
     if config.dtype is None:
         return stored_dtype(model)
-    return torch.bfloat16 if config.dtype == INT8 else getattr(torch, config.dtype)
+    return torch.bfloat16 if config.dtype in QUANTIZED else getattr(torch, config.dtype)
 
 
 def _find_library(
@@ -227,6 +228,8 @@ def check_native(
     """
     if config.kernels == "torch":
         raise CannotBuild("kernels is torch")
+    if config.dtype == FP8:
+        raise CannotBuild("it has no fp8")
     if device.type != "cpu":
         raise CannotBuild(f"it is for CPUs, and the device is {device.type}")
     _check_components(decoder, shard)
@@ -271,10 +274,11 @@ def _settle_for_torch(config: EngineConfig, device: torch.device, reason: Cannot
     """
     if config.kernels == "native":
         raise ConfigError(f"kernels is native, but there is no compiled code: {reason}") from reason
-    if config.dtype == INT8:
+    if config.dtype in QUANTIZED and device.type == "cpu":
         _log.warning(
-            "dtype is int8, but only compiled code multiplies int8: weights are rounded to int8 and multiplied as "
-            "bfloat16 on torch's operators, which is no faster than bfloat16: %s",
+            "dtype is %s, which torch's operators multiply: on a CPU that is half the memory of bfloat16, but "
+            "slower than int8 by compiled code: %s",
+            config.dtype,
             str(reason),
         )
     elif config.kernels is None and device.type == "cpu":
@@ -283,29 +287,3 @@ def _settle_for_torch(config: EngineConfig, device: torch.device, reason: Cannot
         )
     else:
         _log.info("the layers run on torch's operators: %s", str(reason))
-
-
-def round_to_int8(weights: PlainWeights) -> PlainWeights:
-    """Every linear layer's matrix rounded to int8 with a scale for each row, the layers' in place.
-
-    Embeddings and norms stay as they are, an embedding that is the output projection's matrix too.
-    """
-    for layer in weights.layers:
-        projections = () if layer.latent is None else (layer.latent.query_up, layer.latent.kv_up)
-        for linear in (layer.qkv, *projections, layer.output, layer.up, layer.down):
-            if linear is not None:
-                _round(linear.weight, linear.weight)
-        for stack in (layer.experts.up, layer.experts.down) if layer.experts else ():
-            _round(stack.weight.flatten(0, 1), stack.weight.flatten(0, 1))
-    if weights.lm_head is None:
-        return weights
-    rounded = torch.empty_like(weights.lm_head.weight)
-    _round(weights.lm_head.weight, rounded)
-    return replace(weights, lm_head=Linear(rounded, weights.lm_head.bias))
-
-
-def _round(weight: Tensor, target: Tensor) -> None:
-    step = max(1, _NUMBERS_AT_ONCE // weight.shape[1])
-    for rows, result in zip(weight.split(step), target.split(step), strict=True):
-        levels, scales = quantize(rows)
-        result.copy_(levels * scales[:, None])

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from inflight.config import INT8, EngineConfig
+from inflight.config import QUANTIZED, EngineConfig
 from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.transformers_decoder import (
     EXAMPLE_LENGTHS,
@@ -138,7 +138,7 @@ def _first_line(error: Exception) -> str:
 def _check_parameters(config: EngineConfig, num_ranks: int) -> None:
     """ConfigError for what this engine has not, by the parameter's name."""
     lacking = {
-        "dtype": (config.dtype == INT8, "float32, bfloat16 or float16"),
+        "dtype": (config.dtype in QUANTIZED, "float32, bfloat16 or float16"),
         "kernels": (config.kernels == "native", "torch, or none"),
         "lora_cache_gpu_memory_fraction": (bool(config.lora_cache_gpu_memory_fraction), "0, or none"),
     }
@@ -146,7 +146,7 @@ def _check_parameters(config: EngineConfig, num_ranks: int) -> None:
         if is_wanted:
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, expected {expected}: transformers' own code runs "
-                f"{config.gpt_model_path}, which has no int8, compiled layers or LoRA adapters here"
+                f"{config.gpt_model_path}, which has no int8, fp8, compiled layers or LoRA adapters here"
             )
     if num_ranks > 1:
         raise ConfigError(

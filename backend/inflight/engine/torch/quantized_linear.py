@@ -1,0 +1,236 @@
+"""Linear layers whose weights are int8 or float8 on the device, for torch's operators.
+
+Every row of a weight has a float32 scale, made as the matrix is read from the checkpoint. int8 multiplies
+activations as they are; float8 rounds each row of them too, with a scale made from that row alone. Either product
+is torch's own operator where that computes a layer's shape correctly on this device, which is tried once while the
+model is loaded, and else a product with the weights as the activations' dtype.
+
+Used by the loading thread; the layers are called by the loop thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.config import FP8
+from inflight.engine.torch.native.packing import quantize
+from inflight.errors import ConfigError
+from inflight.models import LayerWeights, Linear
+from inflight.models.loader import Finisher
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of x [rows, in], levels [out, in] and scales [out] float32: [rows, out] in x's dtype."""
+
+_log = logging.getLogger(__name__)
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+_LEAST_SCALE = 1e-30
+_NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a matrix, in float32 while it is quantized
+_TRIED_ROWS = (1, 5, 64)
+_TRIED_OUTPUTS = 64
+_PROBE = 16  # outputs and inputs: a processor that multiplies float8 takes so many
+_INT8_TILE = 64  # outputs and inputs
+_TOLERANCE = 0.02  # of the largest result: bfloat16 rounds to 0.004, and a wrong operator is not near
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLinear(Linear):
+    """A `Linear` whose `weight` is levels, int8 or float8_e4m3fn: row i stands for weight[i] * scales[i].
+
+    A stack of experts is one too, with an axis in front of weight, scales and bias.
+
+    Attributes:
+        scales: [out] float32.
+        computed: Dtype of inputs and outputs.
+        product: Multiplies.
+    """
+
+    scales: Tensor
+    computed: torch.dtype
+    product: Product
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Linear.dtype`."""
+        return self.computed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.product(x, self.weight, self.scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def at(self, index: int) -> Linear:
+        """As `Linear.at`."""
+        bias = None if self.bias is None else self.bias[index]
+        return replace(self, weight=self.weight[index], scales=self.scales[index], bias=bias)
+
+    def dequantized(self) -> Tensor:
+        """The weight that the levels stand for, float32."""
+        return self.weight.float() * self.scales[..., None]
+
+
+@dataclass(slots=True)
+class Quantizing(Finisher[LayerWeights, Linear]):
+    """Quantizes every matrix as it is read: no more than one is there in the checkpoint's size.
+
+    Routers, embeddings and the projections inside latent attention stay as they are; an embedding that is the
+    output projection's matrix too is kept beside that.
+
+    Args:
+        kind: int8 or fp8.
+        computed: Dtype of activations.
+        device: Where the model is.
+
+    Raises:
+        ConfigError: fp8 is for a GPU that does not multiply float8.
+    """
+
+    kind: str
+    computed: torch.dtype
+    device: torch.device
+    keeps_tied_embedding = True
+    _products: dict[tuple[int, ...], Product] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind != FP8 or self.device.type != "cuda":
+            return
+        if reason := self._try(float8_product, *self._quantize(torch.eye(_PROBE, device=self.device))):
+            name = torch.cuda.get_device_name(self.device)
+            raise ConfigError(
+                f"dtype is fp8, which torch {torch.__version__} does not multiply on {name} ({reason}): "
+                "processors of compute capability 8.9 (Ada) or later do; take int8 or bfloat16"
+            )
+
+    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
+        """As `Finisher.linear`."""
+        levels, scales = self._quantize(linear.weight)
+        return self._made(levels, scales, linear.bias)
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        """As `Finisher.stack`."""
+        first = next(matrices)
+        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=first.device)
+        scales = torch.empty(shape[:2], device=first.device)
+        for index, matrix in enumerate(chain((first,), matrices)):
+            levels[index], scales[index] = self._quantize(matrix)
+        return self._made(levels, scales, bias)
+
+    def layer(self, layer: LayerWeights) -> LayerWeights:
+        """As `Finisher.layer`."""
+        return layer
+
+    def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels [out, in], and a scale for each row [out] float32; some rows at a time."""
+        levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
+        scales = torch.empty(weight.shape[0], device=weight.device)
+        step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))
+        rounded = _rounding(self.kind)
+        for begin in range(0, len(weight), step):
+            rows = slice(begin, begin + step)
+            levels[rows], scales[rows] = rounded(weight[rows])
+        return levels, scales
+
+    def _made(self, levels: Tensor, scales: Tensor, bias: Tensor | None) -> QuantizedLinear:
+        one = (levels, scales) if levels.dim() == 2 else (levels[0], scales[0])
+        product = self._product(*one)
+        return QuantizedLinear(levels, bias, scales=scales, computed=self.computed, product=product)
+
+    def _product(self, levels: Tensor, scales: Tensor) -> Product:
+        """What multiplies matrices of this shape."""
+        shape = tuple(levels.shape)
+        if shape not in self._products:
+            fast, slow = (
+                (float8_product, float8_reference)
+                if self.kind == FP8
+                else (int8_product if self._has_int8(shape) else dequantizing_product, dequantizing_product)
+            )
+            reason = "" if fast is slow else self._try(fast, levels, scales)
+            if reason:
+                _log.warning(
+                    "%s matrices of %d x %d are multiplied as %s, which is slower: torch's operator is of no "
+                    "use here: %s",
+                    self.kind,
+                    *shape,
+                    str(self.computed).removeprefix("torch."),
+                    reason,
+                )
+            self._products[shape] = slow if reason else fast
+        return self._products[shape]
+
+    def _has_int8(self, shape: tuple[int, ...]) -> bool:
+        """Whether torch's int8 operator is tried: of odd sizes it reads beyond a matrix, and may crash.
+
+        On a CPU it is left alone: there compiled layers are what is fast.
+        """
+        return self.device.type != "cpu" and not any(size % _INT8_TILE for size in shape)
+
+    def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
+        """Why a product cannot be used for such a matrix, by its first and last outputs; empty if it can."""
+        reference = float8_reference if self.kind == FP8 else dequantizing_product
+        count, inner = levels.shape
+        tried = torch.arange(count, device=self.device)
+        tried = torch.cat([tried[:_TRIED_OUTPUTS], tried[-_TRIED_OUTPUTS:]])
+        generator = torch.Generator().manual_seed(0)
+        for rows in _TRIED_ROWS if count else ():  # a rank may have none of the vocabulary
+            x = torch.randn((rows, inner), generator=generator).to(self.device, self.computed)
+            try:
+                found = product(x, levels, scales)[:, tried].float()
+            except (AttributeError, RuntimeError, ValueError) as error:
+                return str(error).split("\n")[0]
+            exact = reference(x.float(), levels.view(torch.int8)[tried].view(levels.dtype), scales[tried])
+            error = (found - exact).abs().max().item()
+            if not error <= _TOLERANCE * exact.abs().max().item():
+                return f"its results of {rows} rows are off by {error:.3g}"
+        return ""
+
+
+def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn [rows, inner] and a float32 scale for each row; the largest of a row is 448 scales."""
+    wide = values.float()
+    scales = wide.abs().amax(1).div_(_LARGEST).clamp_min_(_LEAST_SCALE)
+    return (wide / scales[:, None]).to(_FLOAT8), scales
+
+
+def dequantizing_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """A `Product` by a matrix product of x's dtype, which holds every int8 level exactly."""
+    return (F.linear(x, levels.to(x.dtype)).float() * scales).to(x.dtype)
+
+
+def float8_reference(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """A `Product` that rounds x as the processors' own product does, and multiplies in float32."""
+    rounded, row_scales = quantize_float8(x)
+    return (F.linear(rounded.float(), levels.float()) * row_scales[:, None] * scales).to(x.dtype)
+
+
+def int8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    # The scales stay float32, as the weights were rounded: the operator would take them in x's dtype.
+    ones = torch.ones_like(scales, dtype=x.dtype)
+    return (
+        torch._weight_int8pack_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x, levels, ones
+        ).float()
+        * scales
+    ).to(x.dtype)
+
+
+def float8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    rounded, row_scales = quantize_float8(x)
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
+    )
+
+
+def _rounding(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return quantize_float8 if kind == FP8 else quantize
+
+
+def _level_dtype(kind: str) -> torch.dtype:
+    return _FLOAT8 if kind == FP8 else torch.int8

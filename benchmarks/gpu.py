@@ -1,0 +1,394 @@
+"""A GPU in one table: iterations, prompts, long contexts, a load, a server, each figure beside its limit.
+
+Makes checkpoints of random weights, one after the other, and measures each in this process, then through
+tritonserver, then vLLM's in an environment of its own (`--vllm-python`). A limit is what the device cannot be
+quicker than: the weights, keys and values that are read at the bandwidth of a large copy, or the operations at
+the speed of a large bfloat16 product (float32 for float32), both measured first. What no time is left for is
+left out, and said. Runs on a CPU too, with a small shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.device import (
+    CONTEXT_TOKENS,
+    DEVICE_SHAPES,
+    Workload,
+    batches,
+    bytes_read,
+    copy_bytes_per_s,
+    iteration_seconds,
+    time_of,
+)
+from benchmarks.measuring.options import kv_cache_tokens, new_parser, positive
+from benchmarks.measuring.report import Percentiles, Timeline
+from benchmarks.measuring.workload import BenchRequest
+from benchmarks.offline import InProcess
+from benchmarks.serve import ServedEngine
+from inflight.config import EngineConfig
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.kv_cache import block_bytes
+from inflight.errors import InflightError
+from inflight.models import DecoderConfig, read_model_description
+from inflight.server.errors import ServeError
+from inflight.testing.make_model import make_model
+
+_VLLM = Path(__file__).parent / "comparing/peers/vllm_on_gpu.py"
+_REQUESTS_SEED = 5
+_LOAD_PROMPTS, _LOAD_OUTPUTS = (32, 512), (64, 256)
+_LONGEST_LOAD = _LOAD_PROMPTS[1] + _LOAD_OUTPUTS[1]
+_VLLM_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a device gives.
+
+    Attributes:
+        bytes_per_s: Read and written by a large copy.
+        flop_per_s: Of a large matrix product.
+    """
+
+    bytes_per_s: float
+    flop_per_s: float
+
+    def seconds(self, num_bytes: float, flop: float) -> tuple[float, str]:
+        """The least time for both, and which of them decides."""
+        times = {"bandwidth": num_bytes / self.bytes_per_s, "FLOP": flop / self.flop_per_s}
+        bound = max(times, key=times.__getitem__)
+        return times[bound], bound
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A figure, in ms or tokens/s, and the best that it could be; None where no limit is known."""
+
+    model: str
+    what: str
+    unit: str
+    value: float
+    limit: float | None = None
+    bound: str = ""
+    vllm: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit that is reached, 0 to 1."""
+        if self.limit is None or not self.value:
+            return None
+        return self.limit / self.value if self.unit == "ms" else self.value / self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured, and on what."""
+
+    device: torch.device
+    dtype: str
+    rows: tuple[int, ...]
+    context: int
+    iterations: int
+    prompts: tuple[int, ...]
+    long_context: int
+    num_requests: int
+    streams: tuple[int, ...]
+    tokens_per_block: int
+
+
+class Model:
+    """A checkpoint, and the limits of what is computed with it."""
+
+    def __init__(self, folder: Path, plan: Plan, limits: Limits) -> None:
+        self.name, self.folder, self.plan, self._limits = folder.name, folder, plan, limits
+        self.decoder: DecoderConfig = read_model_description(folder).decoder
+        computed = "bfloat16" if plan.dtype in ("int8", "fp8") else plan.dtype
+        self._dtype: torch.dtype = getattr(torch, computed)
+        self._num_weights = bytes_read(self.decoder, torch.int8, 0, 0)
+        self._weight_bytes = self._num_weights * (
+            1 if plan.dtype in ("int8", "fp8") else self._dtype.itemsize
+        )
+        self._token_bytes = block_bytes(self.decoder, 1, self._dtype)
+
+    def limit(self, num_rows: int, cached_tokens: float, products: float = 1.0) -> tuple[float, str]:
+        """Seconds of iterations with `num_rows` in all, that read the weights `products` times."""
+        attention = 4 * self.decoder.num_layers * self.decoder.query_size * cached_tokens
+        read = products * self._weight_bytes + cached_tokens * self._token_bytes
+        return self._limits.seconds(read, 2 * self._num_weights * num_rows + attention)
+
+    def prompt_limit(self, length: int) -> tuple[float, str]:
+        """Seconds of a prompt: every token reads half of them on average, but all share what is read."""
+        attention = 4 * self.decoder.num_layers * self.decoder.query_size * length * length / 2
+        flop = 2 * self._num_weights * length + attention
+        return self._limits.seconds(self._weight_bytes + length * self._token_bytes, flop)
+
+    def load_limit(self, requests: Sequence[BenchRequest], slots: int) -> tuple[float, str]:
+        """Output tokens/s of a load with so many sequences at a time."""
+        outputs = sum(request.num_output_tokens for request in requests)
+        rows = sum(request.num_tokens for request in requests)
+        cached = sum(
+            request.num_output_tokens * (len(request.prompt) + request.num_output_tokens / 2)
+            for request in requests
+        )
+        iterations = max(outputs / slots, max(request.num_output_tokens for request in requests))
+        seconds, bound = self.limit(rows, cached, iterations)
+        return outputs / seconds, bound
+
+
+def flop_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """Of the product of two square matrices, the best of some."""
+    matrix = torch.ones((size, size), dtype=dtype, device=device)
+    return 2 * size**3 / min(time_of(lambda: matrix @ matrix, device) for _ in range(5))
+
+
+def draw_load(vocab_size: int, count: int) -> list[BenchRequest]:
+    """Load L: prompts of 32 to 512 tokens, outputs of 64 to 256, both uniform."""
+    numbers = random.Random(_REQUESTS_SEED)
+    return [
+        BenchRequest(
+            tuple(numbers.randrange(10, vocab_size) for _ in range(numbers.randint(*_LOAD_PROMPTS))),
+            numbers.randint(*_LOAD_OUTPUTS),
+        )
+        for _ in range(count)
+    ]
+
+
+def measure_iterations(model: Model) -> Iterator[Line]:
+    """Generation by rows, first tokens by prompt length, and a long context, on one engine."""
+    plan = model.plan
+    longest = max(plan.long_context, *plan.prompts, plan.context) + plan.iterations + 16
+    needed = max(max(plan.rows) * (plan.context + plan.iterations + plan.tokens_per_block), longest)
+    size = plan.tokens_per_block
+    engine = TorchEngine.load(
+        EngineConfig(
+            str(model.folder),
+            plan.dtype,
+            device=str(plan.device),
+            max_num_sequences=max(plan.rows),
+            max_num_tokens=max(CONTEXT_TOKENS, longest, *plan.rows),
+            max_sequence_length=longest,
+            tokens_per_block=size,
+            max_tokens_in_paged_kv_cache=(needed // size + max(plan.rows) + 1) * size,
+        )
+    )
+    try:
+        for rows in plan.rows:
+            yield _generation(engine, model, rows, plan.context, f"iteration, {rows} rows of {plan.context}")
+        for length in plan.prompts:
+            seconds = min(_first_token(engine, plan, length) for _ in range(3))
+            limit, bound = model.prompt_limit(length)
+            yield Line(model.name, f"first token of {length}", "ms", 1e3 * seconds, 1e3 * limit, bound)
+        if plan.long_context:
+            seconds = _first_token(engine, plan, plan.long_context)
+            limit, bound = model.prompt_limit(plan.long_context)
+            what = f"first token of {plan.long_context}"
+            yield Line(model.name, what, "ms", 1e3 * seconds, 1e3 * limit, bound)
+            yield _generation(engine, model, 1, plan.long_context, f"iteration, 1 row of {plan.long_context}")
+    finally:
+        engine.close()
+
+
+def _generation(engine: TorchEngine, model: Model, rows: int, context: int, what: str) -> Line:
+    plan = model.plan
+    seconds = sorted(iteration_seconds(engine, _workload(plan, context), rows))
+    limit, bound = model.limit(rows, rows * (context + plan.iterations / 2))
+    return Line(model.name, what, "ms", 1e3 * seconds[len(seconds) // 2], 1e3 * limit, bound)
+
+
+def _first_token(engine: TorchEngine, plan: Plan, length: int) -> float:
+    batch = next(batches(_workload(plan, length), 1, engine.limits.vocab_size))
+    return time_of(lambda: engine.decode(batch, engine.forward(batch)), plan.device)
+
+
+def _workload(plan: Plan, context: int) -> Workload:
+    return Workload(plan.rows, context, plan.iterations, plan.tokens_per_block, 0)
+
+
+def _settings(model: Model, slots: int, requests: Sequence[BenchRequest]) -> dict[str, str]:
+    plan = model.plan
+    return {
+        "gpt_model_path": str(model.folder.resolve()),
+        "dtype": plan.dtype,
+        "max_batch_size": str(slots),
+        "max_sequence_length": str(_LONGEST_LOAD),
+        "tokens_per_block": str(plan.tokens_per_block),
+        "max_tokens_in_paged_kv_cache": str(kv_cache_tokens(requests, slots) + slots * plan.tokens_per_block),
+        "enable_kv_cache_reuse": "false",
+    }
+
+
+def measure_load(model: Model) -> Iterator[Line]:
+    """Load L in this process: all requests at once."""
+    slots = max(model.plan.rows)
+    requests = draw_load(model.decoder.vocab_size, model.plan.num_requests)
+    with InProcess(_settings(model, slots, requests)) as engine:
+        engine.run(requests[:slots], slots)
+        timelines = engine.run(requests, len(requests))
+    limit, bound = model.load_limit(requests, slots)
+    what = f"load L, {len(requests)} requests"
+    yield Line(model.name, what, "tokens/s", _tokens_per_s(timelines), limit, bound)
+
+
+def measure_server(model: Model) -> Iterator[Line]:
+    """Through tritonserver, by numbers of streams."""
+    most = max(model.plan.streams)
+    requests = draw_load(model.decoder.vocab_size, most)
+    with ServedEngine(_settings(model, most, requests)) as server:
+        server.run(requests[: min(4, most)], min(4, most))
+        for streams in model.plan.streams:
+            some = requests[:streams]
+            timelines = server.run(some, streams)
+            limit, bound = model.load_limit(some, streams)
+            name = f"tritonserver, {streams} streams"
+            yield Line(model.name, name, "tokens/s", _tokens_per_s(timelines), limit, bound)
+            ttft = Percentiles.of([timeline.ttft_ms for timeline in timelines]).p50
+            yield Line(model.name, f"{name}: first token", "ms", ttft)
+
+
+def _tokens_per_s(timelines: Sequence[Timeline]) -> float:
+    begun = min(timeline.sent_ns for timeline in timelines)
+    ended = max(timeline.responses_ns[-1] for timeline in timelines)
+    return 1e9 * sum(timeline.num_output_tokens for timeline in timelines) / (ended - begun)
+
+
+def measure_vllm(python: Path, model: Model) -> dict[str, float]:
+    """Figures by what `Line.what` says, in a process of vLLM's environment. RuntimeError with what it said."""
+    plan = model.plan
+    requests = draw_load(model.decoder.vocab_size, plan.num_requests)
+    asked = {
+        "model": str(model.folder.resolve()),
+        "dtype": plan.dtype,
+        "rows": plan.rows,
+        "context": plan.context,
+        "iterations": plan.iterations,
+        "load": [{"prompt": request.prompt, "max_tokens": request.num_output_tokens} for request in requests],
+    }
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(python), str(_VLLM)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=_VLLM_TIMEOUT_S,
+        env=inherited | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr[-500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Markdown."""
+    rows = ["| model | what | unit | here | limit | of the limit | vLLM |", "|---|---|---|---|---|---|---|"]
+    for line in lines:
+        limit = "" if line.limit is None else f"{line.limit:.4g} ({line.bound})"
+        share = "" if line.share is None else f"{line.share:.2f}"
+        vllm = "" if line.vllm is None else f"{line.vllm:.4g}"
+        rows.append(
+            f"| {line.model} | {line.what} | {line.unit} | {line.value:.4g} | {limit} | {share} | {vllm} |"
+        )
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Line]:
+    given = _parser().parse_args(arguments)
+    device = torch.device(given.device)
+    until = time.monotonic() + given.seconds
+    size = given.tokens_per_block or (256 if device.type == "cuda" else 32)
+    plan = Plan(
+        device, given.dtype, tuple(given.rows), given.context, given.iterations, tuple(given.prompts),
+        given.long_context, given.requests, tuple(given.streams), size,
+    )  # fmt: skip
+    limits = Limits(
+        copy_bytes_per_s(device, given.copy_mib << 20),
+        flop_per_s(device, given.matrix, torch.float32 if plan.dtype == "float32" else torch.bfloat16),
+    )
+    left_out: list[str] = []
+    lines: list[Line] = []
+
+    def take(what: str, part: Callable[[], Iterator[Line]]) -> None:
+        if time.monotonic() > until:
+            left_out.append(f"{what}: {given.seconds} s are over")
+            return
+        begun = time.monotonic()
+        try:
+            for line in part():
+                lines.append(line)
+        except (InflightError, ServeError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+            left_out.append(f"{what}: {error}")
+        print(f"{what}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+    for name in given.shapes:
+        with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+            longest = (
+                max(given.long_context, *plan.prompts, plan.context, _LONGEST_LOAD) + plan.iterations + 64
+            )
+            shape = DEVICE_SHAPES[name]
+            shape = replace(shape, positions=max(shape.positions, longest))
+            model = Model(make_model(Path(folder) / name, shape=shape, dtype="bfloat16"), plan, limits)
+            take(f"{name} in this process", lambda model=model: measure_iterations(model))
+            take(f"{name}, load L", lambda model=model: measure_load(model))
+            if plan.streams:
+                take(f"{name} through tritonserver", lambda model=model: measure_server(model))
+            if given.vllm_python is not None:
+                take(f"{name} on vLLM", lambda model=model: _beside(given.vllm_python, model, lines))
+    print(table(lines))
+    for each in left_out:
+        print(f"left out: {each}")
+    told = {"bench": "gpu", "limits": asdict(limits), "left_out": left_out, "torch": torch.__version__}
+    with contextlib.suppress(AssertionError, RuntimeError):
+        told["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    print(json.dumps(told | {"lines": [asdict(line) for line in lines]}))
+    return lines
+
+
+def _beside(python: Path, model: Model, lines: list[Line]) -> Iterator[Line]:
+    """Puts vLLM's figures beside ours; none is a line of its own."""
+    found = measure_vllm(python, model)
+    for index, line in enumerate(lines):
+        if line.model == model.name and line.what in found:
+            lines[index] = replace(line, vllm=found[line.what])
+    return iter(())
+
+
+def _parser():
+    parser = new_parser("gpu", __doc__)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=DEVICE_SHAPES, default=["1b", "8b"], help="of random weights")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
+    add("--rows", type=positive, nargs="+", default=[1, 4, 16, 64, 128, 256])
+    add("--context", type=positive, default=512, help="tokens of each row before the first iteration")
+    add("--iterations", type=positive, default=32)
+    add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths")
+    add("--long-context", type=int, default=32_768, help="tokens; 0: none")
+    add("--requests", type=positive, default=512, help="of load L")
+    add(
+        "--streams",
+        type=positive,
+        nargs="*",
+        default=[1, 16, 64, 256],
+        help="through tritonserver; none: none",
+    )
+    add("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment that has vLLM")
+    add("--seconds", type=positive, default=480, help="after which no other part is begun")
+    add("--tokens-per-block", type=positive, help="256 on a GPU, else 32, without it")
+    add("--copy-mib", type=positive, default=1024, help="size of the copy that shows the bandwidth")
+    add("--matrix", type=positive, default=8192, help="rows of the matrices whose product shows the FLOP/s")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
