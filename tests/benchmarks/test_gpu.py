@@ -93,7 +93,7 @@ def test_vllm_runs_in_an_environment_of_its_own(tmp_path: Path, monkeypatch: pyt
     """Its program, on a package that has what it uses of vLLM."""
     (tmp_path / "vllm.py").write_text(VLLM)
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     model = Model(make_model(tmp_path / "tiny"), PLAN, Limits(1.0, 1.0))
     found = measure_vllm(python, model)

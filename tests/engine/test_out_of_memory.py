@@ -77,7 +77,10 @@ def test_what_a_failed_load_had_allocated_is_free() -> None:
         allocated.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(ConfigError) as caught, memory.allocating("it", 40, torch.device("cpu"), "take less"):
+    with (
+        pytest.raises(ConfigError) as caught,
+        memory.allocating("it", lambda: 40, torch.device("cpu"), "take less"),
+    ):
         allocate()
     assert allocated[0]() is None and caught.value is not None
 

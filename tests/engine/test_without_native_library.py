@@ -113,7 +113,7 @@ def test_who_asks_for_torch_and_int8_is_warned(zoo: Zoo, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         load_engine(zoo["llama"].folder, kernels="torch", dtype="int8")
     (record,) = caplog.records
-    assert record.getMessage().endswith("no faster than bfloat16: kernels is torch")
+    assert record.getMessage().endswith("slower than int8 by compiled code: kernels is torch")
 
 
 @pytest.mark.usefixtures("fresh")
@@ -121,8 +121,8 @@ def test_who_asks_for_torch_and_int8_is_warned(zoo: Zoo, caplog: pytest.LogCaptu
     ("dtype", "lacking", "reason"),
     [
         ("bfloat16", "avx512_bf16", "slower than compiled code: the processor lacks avx512_bf16"),
-        ("int8", "avx512_bf16", "no faster than bfloat16: the processor lacks avx512_bf16"),
-        ("int8", "avx512_vnni", "no faster than bfloat16: the processor lacks avx512_vnni"),
+        ("int8", "avx512_bf16", "slower than int8 by compiled code: the processor lacks avx512_bf16"),
+        ("int8", "avx512_vnni", "slower than int8 by compiled code: the processor lacks avx512_vnni"),
     ],
 )
 def test_a_processor_that_lacks_one_thing_is_said_once(

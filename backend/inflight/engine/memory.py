@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,12 +124,12 @@ def free_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def allocating(what: str, num_bytes: int, device: torch.device, mend: str) -> Iterator[None]:
-    """Around what takes `num_bytes` of the device's memory for good, while a model is loaded.
+def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, mend: str) -> Iterator[None]:
+    """Around what takes some of the device's memory for good, while a model is loaded.
 
     Args:
         what: That takes it.
-        num_bytes: About so many.
+        num_bytes: About how much; asked if there is too little.
         device: Whose memory.
         mend: What may be lowered, or done, so that less is taken.
 
@@ -143,7 +143,7 @@ def allocating(what: str, num_bytes: int, device: torch.device, mend: str) -> It
         if not _is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"there is too little memory for {what}: about {num_bytes / 2**20:.1f} MiB are wanted, and "
+            f"there is too little memory for {what}: about {num_bytes() / 2**20:.1f} MiB are wanted, and "
             f"{free / 2**20:.1f} MiB were free on {device} before; {mend} ({_let_go(error)})"
         ) from None
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -360,20 +361,23 @@ def _load_runner(
         max_sequence_length,
     )
     part = Part.from_mapping(mapping, model.decoder)
-    with allocating("the weights", _weight_bytes(config, model, mapping), device, _LESS_WEIGHTS):
+    weight_bytes = partial(_weight_bytes, config, model, mapping)
+    with allocating("the weights", weight_bytes, device, _LESS_WEIGHTS):
         decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
     held = part.held_config(model.decoder)
     num_adapter_pages = _num_adapter_pages(config, held, decoder.dtype, device, agree)
     if num_adapter_pages and isinstance(decoder, Decoder):  # compiled layers take memory as adapters come
         page_rank = config.lora_cache_optimal_adapter_size
-        size = num_adapter_pages * page_bytes(held, page_rank, decoder.dtype)
-        with allocating("LoRA adapters", size, device, "lower lora_cache_gpu_memory_fraction"):
+        adapter_bytes = num_adapter_pages * page_bytes(held, page_rank, decoder.dtype)
+        with allocating(
+            "LoRA adapters", lambda: adapter_bytes, device, "lower lora_cache_gpu_memory_fraction"
+        ):
             decoder.reserve_adapters(num_adapter_pages, page_rank)
     capture = _find_capture(config, decoder, mapping, device, debug_tensors is not None)
     reserved = 0 if capture is None else graph_bytes(config.max_num_sequences, bool(num_adapter_pages))
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
-    size = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
-    with allocating("the KV cache", size, device, _LESS_CACHE):
+    cache_bytes = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
+    with allocating("the KV cache", lambda: cache_bytes, device, _LESS_CACHE):
         cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
     limits = EngineLimits(
         vocab_size=model.decoder.vocab_size,
