@@ -26,9 +26,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "python_files=check_*.py"]
     command = [sys.executable, "-m", "pytest", *options, str(FOLDER)]
-    done = subprocess.run(
-        [*command, str(FOLDER)], env=environment, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"[1-9]\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout[-500:]
 

@@ -35,7 +35,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences are cut into parts too, as long ones are."""
     monkeypatch.setattr(kernels, "_LEAST_PART", 16)
     monkeypatch.setattr(kernels, "_TILE_KEYS", 16)
-    monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads: 4)
+    monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads, longest: 4)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from inflight.models import DecoderConfig
 
 _SEQUENCES = 3
 _CHUNK_ROWS = (1, 9, 63, 64, 65, 128, 129)
+_LONG = (600, 257, 256)  # of generation rows; keys may be read in parts of 256
 _TOLERANCE = 0.05  # values are around 1, and half precision is off by some thousandths
 
 
@@ -53,7 +54,7 @@ def check_attention(
         CannotAttend: It raises, or computes something else.
     """
     windows = tuple(dict.fromkeys(windows))
-    longest = _prefix(tokens_per_block) + max(_CHUNK_ROWS)
+    longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
     num_blocks = max(3, -(-longest // tokens_per_block))  # of each sequence
     cache = KvCache(replace(decoder, num_layers=1), _SEQUENCES * num_blocks, tokens_per_block, dtype, device)
     tables = torch.arange(cache.num_blocks, device=device).view(_SEQUENCES, num_blocks).flip(1)
@@ -93,7 +94,8 @@ def _batches(tokens_per_block: int, tables: Tensor) -> Iterator[PackedBatch]:
     for num_rows in _CHUNK_ROWS:
         for start in (0, _prefix(tokens_per_block)):
             yield pack_rows((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths[:2], tables)
-    yield pack_rows((), (0, 1, 2), lengths, tables)
+    for all_lengths in (lengths, _LONG):
+        yield pack_rows((), (0, 1, 2), all_lengths, tables)
 
 
 def pack_rows(

@@ -31,9 +31,13 @@ _TILE_ROWS = 64
 _LEAST_DOT = 16  # rows of the smallest product that Triton compiles
 
 
-def num_parts(num_kv_heads: int) -> int:
-    """Into how many parts a generation row's keys are split at most: about 256 programs for a lone long row."""
-    return max(4, min(64, _power_of_two(256 // num_kv_heads)))
+def num_parts(num_kv_heads: int, longest: int) -> int:
+    """Into how many parts a generation row's keys are split at most: about 256 programs for a lone long row.
+
+    Sequences of at most `longest` tokens do not have more parts than that is long.
+    """
+    parts = max(4, min(64, _power_of_two(256 // num_kv_heads)))
+    return min(parts, _power_of_two(-(-longest // _LEAST_PART)))
 
 
 @triton.jit
@@ -257,7 +261,7 @@ def attend_generation(
     keys, values = pages
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-    parts = num_parts(num_kv_heads)
+    parts = num_parts(num_kv_heads, tables.shape[1] * keys.shape[1])
     shape = (num_rows, num_heads, parts)
     parts_read = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
     parts_best, parts_total = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
