@@ -17,7 +17,7 @@ from tritonclient.utils import (
     triton_to_np_dtype,
 )
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 Response = service_pb2.ModelStreamInferResponse
 

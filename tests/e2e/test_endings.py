@@ -11,8 +11,9 @@ import pytest
 
 from inflight.testing.fake_model import expected_tokens
 
-from .clients import Stream, ask, infer, wait_until
+from .clients import Stream, ask, wait_until
 from .conftest import FAKE_VOCABULARY
+from .test_metrics import grown, wait_idle
 
 PROMPT = [3, 1, 4]
 LONG = 2000
@@ -124,8 +125,9 @@ def test_a_grpc_cancel_frees_the_request(fake_server):
 
 
 def test_an_http_disconnect_frees_the_request(fake_server):
+    before = wait_idle(fake_server)
     host, port = fake_server.http.split(":")
-    body = json.dumps({"text_input": "def f():", "max_tokens": 1500, "stream": True})
+    body = json.dumps({"text_input": "def f():", "max_tokens": LONG, "end_id": -1, "stream": True})
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
             f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {host}\r\n"
@@ -133,13 +135,8 @@ def test_an_http_disconnect_frees_the_request(fake_server):
         )
         assert b"200" in connection.recv(64)
         wait_until(lambda: active_requests(fake_server) == 1)
-    wait_until(lambda: _is_idle(fake_server), timeout=2.0)
-
-
-def _is_idle(server) -> bool:
-    """Idle servers write no statistics; a short request makes them write that it alone is active."""
-    infer(server.http, input_ids=PROMPT, request_output_len=2)
-    return active_requests(server) <= 1
+    after = wait_idle(fake_server, before, 1)
+    assert grown(before, after, "inflight_finished_sequences_total", finish_reason="CANCELLED") == 1
 
 
 @pytest.mark.parametrize("round_", range(3))

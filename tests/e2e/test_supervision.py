@@ -5,6 +5,7 @@ Requests in flight end with an error, and within ten seconds everybody is served
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -19,13 +20,19 @@ from inflight.server import runtime_directory
 from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, command
 
-from .clients import Stream, ask, infer, unary
+from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
 
 OUTAGE_S = 10.0
 """Or twice what the first start took: a machine that is busy takes longer for the second one too."""
 PROMPT = [3, 1, 4, 1, 5]
-SETTINGS = {"fake_engine": "vocab=3072,step_us=5000", "max_sequence_length": "2048"}
+LONG = 8000
+"""Tokens of the requests in flight, which take 40 s at least."""
+SETTINGS = {
+    "fake_engine": "vocab=3072,step_us=5000",
+    "max_sequence_length": "8192",
+    "enable_state_requests": "true",
+}
 
 
 @pytest.fixture
@@ -76,6 +83,11 @@ class Bystander:
         self._closing.set()
         self._thread.join()
 
+    def wait_answered(self) -> None:
+        """Until it has been answered once more."""
+        before = self._answered_at
+        wait_until(lambda: self._answered_at != before, timeout=60.0)
+
     def _ask(self) -> None:
         while not self._closing.wait(0.05):
             try:
@@ -93,20 +105,30 @@ class InFlight:
 
     def __init__(self, ready: dict[str, str]) -> None:
         self.ends: dict[str, str] = {}
+        self._grpc = ready["grpc"]
         targets = {
             "tensorrt_llm": lambda: self._stream(
-                ready["grpc"], "tensorrt_llm", input_ids=PROMPT, request_output_len=2000, streaming=True
+                ready["grpc"], "tensorrt_llm", input_ids=PROMPT, request_output_len=LONG, streaming=True
             ),
             "ensemble": lambda: self._stream(
-                ready["grpc"], "ensemble", text_input="def f", max_tokens=2000, stream=True
+                ready["grpc"], "ensemble", text_input="def f", max_tokens=LONG, end_id=-1, stream=True
             ),
-            "tensorrt_llm_infer": lambda: infer(ready["http"], input_ids=PROMPT, request_output_len=2000),
+            "tensorrt_llm_infer": lambda: infer(ready["http"], input_ids=PROMPT, request_output_len=LONG),
         }
         self._threads = [
             threading.Thread(target=self._run, args=item, daemon=True) for item in targets.items()
         ]
         for thread in self._threads:
             thread.start()
+
+    def wait_running(self) -> None:
+        """Until the engine generates for all of them."""
+        wait_until(lambda: self._num_running() == len(self._threads), timeout=60.0)
+
+    def _num_running(self) -> int:
+        result = unary(self._grpc, state=True)
+        running = json.loads(result.as_numpy("state").item())["batcher"]["state"]["running"]
+        return sum(each["max_new_tokens"] == LONG and each["generated_tokens"] > 0 for each in running)
 
     def wait(self) -> dict[str, str]:
         """How each ended, in time."""
@@ -151,11 +173,11 @@ def mix_models_on_one_stream(url: str) -> None:
 def test_a_stream_that_mixes_models_ends_nobodys_service_for_long(serving):
     ready, outage_s = wait_ready(serving)
     with Bystander(ready["grpc"]) as bystander:
-        time.sleep(0.5)
+        bystander.wait_answered()
         for _ in range(3):
             mix_models_on_one_stream(ready["grpc"])
             assert serving.ready_line() == ready
-        time.sleep(1)
+        bystander.wait_answered()
     assert 0.2 < bystander.longest_s < outage_s
 
 
@@ -165,12 +187,12 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
     (before,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
     with Bystander(ready["grpc"]) as bystander:
         in_flight, folder = InFlight(ready), folder_of(serving)
-        time.sleep(1)
+        in_flight.wait_running()
         os.kill(stubs(serving)[model], signal.SIGKILL)
         assert serving.ready_line() == ready
         ends = in_flight.wait()
         (after,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
-        time.sleep(1)
+        bystander.wait_answered()
     assert set(ends) == {"tensorrt_llm", "ensemble", "tensorrt_llm_infer"}
     assert all(end.startswith("error") for end in ends.values()), ends
     assert after.error is None and after.text == before.text

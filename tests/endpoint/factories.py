@@ -15,7 +15,7 @@ from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import NotFound, Unavailable
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 DESCRIPTION = EngineDescription(
     ModelLimits(

@@ -19,7 +19,7 @@ PROMPT = [5, 6, 7, 8, 9]
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Wide weights: else a random model repeats its last token.
-    shape = Shape(2, 32, 4, 2, 64, VOCABULARY, 2048, 10_000.0)
+    shape = Shape(2, 32, 4, 2, 64, VOCABULARY, 32768, 10_000.0)
     folder = tmp_path_factory.mktemp("checkpoint")
     return make_model(folder, shape=shape, dtype="float32", standard_deviation=0.4)
 
@@ -42,7 +42,7 @@ def reference(checkpoint: Path):
 
 
 def make_config(**fields) -> trtllm.ExecutorConfig:
-    cache = fields.pop("kv_cache_config", None) or trtllm.KvCacheConfig(max_tokens=8192)
+    cache = fields.pop("kv_cache_config", None) or trtllm.KvCacheConfig(max_tokens=65536)
     fields = {"max_beam_width": 4, "max_batch_size": 8, **fields}
     return trtllm.ExecutorConfig(kv_cache_config=cache, **fields)
 

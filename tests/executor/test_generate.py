@@ -121,8 +121,8 @@ def test_more_prompts_than_the_queue_takes(checkpoint: Path, reference) -> None:
 
 
 def test_one_prompt_that_cannot_be_served_fails_the_call(executor) -> None:
-    with pytest.raises(trtllm.ExecutorError, match=r"prompt 1: .*3000"):
-        executor.generate([[5], [5] * 3000], max_tokens=3)
+    with pytest.raises(trtllm.ExecutorError, match=r"prompt 1: .*40000"):
+        executor.generate([[5], [5] * 40_000], max_tokens=3)
 
 
 @pytest.mark.parametrize("prompts", [[], [[5], 5], [5, [5]], ["text", 5]])

@@ -12,7 +12,7 @@ import inflight.executor as trtllm
 from inflight.core.request.adapter import LoraRequest
 from tests.executor.conftest import PROMPT
 
-LONG = 1500
+LONG = 30_000  # so that it is still in flight, however busy the machine is
 
 
 async def collect(executor: trtllm.Executor, request: trtllm.Request) -> list[int]:
@@ -79,10 +79,10 @@ def test_leaving_early_cancels_the_request(executor) -> None:
 
 def test_a_request_that_cannot_be_served_is_an_error(executor) -> None:
     async def main() -> list[trtllm.Response]:
-        return [each async for each in executor.stream(trtllm.Request([5] * 3000, 1))]
+        return [each async for each in executor.stream(trtllm.Request([5] * 40_000, 1))]
 
     (response,) = asyncio.run(main())
-    assert "3000" in response.error_msg
+    assert "40000" in response.error_msg
 
 
 def test_the_request_stays_as_it_was(executor) -> None:

@@ -45,7 +45,7 @@ def test_a_ready_server_answers_and_leaves_nothing(counting_repository: Path) ->
         assert shared_memory_of(folder.name)
         assert "serving" in server.log_text()
         client = ask(server.grpc, 3, 0, numbers)
-        assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        assert [numbers.get(timeout=60) for _ in range(3)] == [0, 1, 2]
         client.close()
     assert server.returncode == 0
     assert group_members(pid) == []
@@ -66,7 +66,7 @@ def test_a_server_that_dies_is_reported(counting_repository: Path) -> None:
         serving.ready_line()
         server = serving.server()
         os.kill(server, signal.SIGKILL)
-        _, errors = serving.process.communicate(timeout=20)
+        _, errors = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 1
     assert "tritonserver ended (exit status -9)" in errors
     assert group_members(server) == []
@@ -97,11 +97,11 @@ def test_the_command_finishes_what_is_in_flight_and_exits_with_0(
         ready = serving.ready_line()
         assert ready["model"].endswith("demo_model")
         client = ask(ready["grpc"], 10, 100, numbers)
-        assert numbers.get(timeout=10) == 0
+        assert numbers.get(timeout=60) == 0
         server = serving.server()
         serving.process.send_signal(number)
-        assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
-        assert serving.process.wait(20) == 0
+        assert [numbers.get(timeout=60) for _ in range(9)] == list(range(1, 10))
+        assert serving.process.wait(120) == 0
         client.close()
         assert group_members(server) == []
 
@@ -110,9 +110,9 @@ def test_an_idle_stream_does_not_keep_the_server(counting_repository: Path) -> N
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         client = ask(serving.ready_line()["grpc"], 1, 0, numbers)
-        assert numbers.get(timeout=10) == 0
+        assert numbers.get(timeout=60) == 0
         serving.process.terminate()
-        assert serving.process.wait(20) == 0
+        assert serving.process.wait(120) == 0
         client.close()
 
 
@@ -120,9 +120,9 @@ def test_what_is_still_in_flight_after_the_exit_timeout_is_an_error(counting_rep
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository, "--exit-timeout", "1") as serving:
         client = ask(serving.ready_line()["grpc"], 100_000, 1, numbers)
-        assert numbers.get(timeout=10) == 0
+        assert numbers.get(timeout=60) == 0
         serving.process.terminate()
-        _, errors = serving.process.communicate(timeout=30)
+        _, errors = serving.process.communicate(timeout=120)
         client.close()
     assert serving.process.returncode == 1
     assert "not finished after 1 s" in errors
@@ -132,11 +132,11 @@ def test_a_second_signal_does_not_wait(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         client = ask(serving.ready_line()["grpc"], 1000, 100, numbers)
-        assert numbers.get(timeout=10) == 0
+        assert numbers.get(timeout=60) == 0
         serving.process.send_signal(signal.SIGTERM)
-        assert numbers.get(timeout=10) == 1
+        assert numbers.get(timeout=60) == 1
         serving.process.send_signal(signal.SIGTERM)
-        assert serving.process.wait(10) == 128 + signal.SIGTERM
+        assert serving.process.wait(120) == 128 + signal.SIGTERM
         client.close()
 
 
@@ -158,7 +158,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: P
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with command(counting_repository, flag, port) as serving:
-            output, errors = serving.process.communicate(timeout=20)
+            output, errors = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 2
     assert output == ""
     assert f"port {port}" in errors
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(counting_repository: P
 
 def test_a_setting_that_no_model_has_is_reported(counting_repository: Path) -> None:
     with command(counting_repository, "--set", "dtpe=float32") as serving:
-        output, errors = serving.process.communicate(timeout=20)
+        output, errors = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 2
     assert output == ""
     assert "'dtpe'" in errors

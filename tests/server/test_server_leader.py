@@ -97,7 +97,7 @@ def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path)
         assert "tritonserver" in os.readlink(f"/proc/{server.pid}/exe")
         assert all(is_alive(pid) for pid in ranks.values())
         client = ask(server.grpc, 3, 0, numbers)
-        assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        assert [numbers.get(timeout=60) for _ in range(3)] == [0, 1, 2]
         client.close()
         assert server.shut_down() is True
     assert server.returncode == 0
@@ -129,10 +129,10 @@ def test_what_is_in_flight_finishes(ranked_repository: Path, number: signal.Sign
     with running(serve_command(ranked_repository)) as process:
         ready, folder = read_ready_line(process), folder_of(process)
         client = ask(ready["grpc"], 10, 100, numbers)
-        assert numbers.get(timeout=10) == 0
+        assert numbers.get(timeout=60) == 0
         process.send_signal(number)
-        assert [numbers.get(timeout=10) for _ in range(9)] == list(range(1, 10))
-        assert process.wait(20) == 0
+        assert [numbers.get(timeout=60) for _ in range(9)] == list(range(1, 10))
+        assert process.wait(120) == 0
         client.close()
         assert runtime_directory.find_processes(folder) == []
         assert shared_memory_of(folder.name) == []
@@ -213,8 +213,8 @@ def test_ranks_that_were_started_together_are_not_started_again(
     with running([*together, *serve_command(ranked_repository), *workers], **variables) as process:
         ready = next(line for line in iter(lambda: read_line(process), "") if line.startswith("READY"))
         client = ask(ready.split("grpc=")[1].split()[0], 3, 0, numbers)
-        assert [numbers.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        assert [numbers.get(timeout=60) for _ in range(3)] == [0, 1, 2]
         client.close()
         launcher = children_running("cli.main", process.pid)[0]
         launcher.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0

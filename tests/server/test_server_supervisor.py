@@ -24,10 +24,10 @@ def test_a_server_that_dies_is_started_again_on_the_same_ports(counting_reposito
     with command(counting_repository) as serving:
         ready, server, folder = serving.ready_line(), serving.server(), serving.folder()
         client = ask(ready["grpc"], 1000, 20, numbers)
-        assert numbers.get(timeout=10) == 0
+        assert numbers.get(timeout=60) == 0
         os.kill(server, signal.SIGKILL)
         assert serving.ready_line() == ready
-        while isinstance(number := numbers.get(timeout=10), int):
+        while isinstance(number := numbers.get(timeout=60), int):
             pass
         assert isinstance(number, InferenceServerException)
         client.close()
@@ -35,10 +35,10 @@ def test_a_server_that_dies_is_started_again_on_the_same_ports(counting_reposito
         assert not folder.exists() and not shared_memory_of(folder.name)
         again: Queue[int | Exception] = Queue()
         client = ask(ready["grpc"], 3, 0, again)
-        assert [again.get(timeout=10) for _ in range(3)] == [0, 1, 2]
+        assert [again.get(timeout=60) for _ in range(3)] == [0, 1, 2]
         client.close()
         serving.process.terminate()
-        _, errors = serving.process.communicate(timeout=30)
+        _, errors = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 0
     said = [line for line in errors.splitlines() if line.startswith("serve: ")]
     assert said == [
@@ -67,7 +67,7 @@ def test_a_tritonserver_that_somebody_tells_to_end_stays_away(counting_repositor
     with command(counting_repository) as serving:
         serving.ready_line()
         os.kill(serving.server(), signal.SIGTERM)
-        _, errors = serving.process.communicate(timeout=30)
+        _, errors = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 1
     assert "tritonserver ended (exit status 0)" in errors and "started again" not in errors
 
@@ -79,7 +79,7 @@ def test_a_signal_ends_the_command_while_the_server_starts_again(counting_reposi
         os.kill(server, signal.SIGKILL)
         assert eventually(lambda: not psutil.pid_exists(server))  # the command has noticed
         serving.process.terminate()
-        assert serving.process.wait(30) == 0
+        assert serving.process.wait(120) == 0
 
 
 def test_a_server_that_never_becomes_ready_is_given_up_and_says_why(

@@ -16,7 +16,7 @@ from tests.triton.factories import make_description, make_triton_request, token_
 from tests.triton.fake_pb_utils import ResponseSender, TritonError
 from tests.triton.stage import Stage, error_of, value_of
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 Build = Callable[..., Stage]
 SQL = AdapterState("sql", None, "/adapters/sql", True, 8, 4096)
 SENT = AdapterState(task_id=2**64 - 1, rank=4, num_bytes=64)

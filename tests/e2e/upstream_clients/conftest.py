@@ -24,7 +24,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
+def unary_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
     """The demo model, every request with exactly one answer; four run at a time, and sixteen may wait.
 
     In float32: whether tokens are verified as drafts or generated one by one changes no rounding that matters.
@@ -34,8 +34,9 @@ def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
         "dtype": "float32",
         "max_batch_size": "4",
         "max_queue_size": str(QUEUE_SIZE),
+        "max_tokens_in_paged_kv_cache": "65536",
     }
-    with serve(settings=settings) as server:
+    with serve(model=long_model, settings=settings) as server:
         yield server
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from inflight.server.launch import TritonServer
+from inflight.server.launch import TritonServer, serve
 from tests.e2e.clients import infer
 
 from . import batcher_client
@@ -14,7 +17,7 @@ from .batcher_client import Flags, run
 
 LENGTH = 16
 VOCABULARY = 3072
-LONG = 900
+LONG = 30_000
 STOP_AFTER_MS = 100
 REQUESTED = [
     ("output_ids", "sequence_length"),
@@ -22,6 +25,13 @@ REQUESTED = [
     ("output_ids", "sequence_length", "generation_logits"),
     ("output_ids", "sequence_length", "context_logits"),
 ]
+
+
+@pytest.fixture(scope="module")
+def long_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
+    """The demo model on streams, with room for `LONG` tokens: a request is still there when it is stopped."""
+    with serve(model=long_model, settings={"max_tokens_in_paged_kv_cache": "65536"}) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +125,7 @@ def test_streamed_outputs_are_the_requested_ones(demo_server, prompt, expected, 
 
 
 @pytest.mark.parametrize("request_id", ["1", "a name"])
-def test_a_stop_ends_a_stream(demo_server, prompt, request_id):
+def test_a_stop_ends_a_stream(long_server, prompt, request_id):
     flags = Flags(
         streaming=True,
         request_output_len=LONG,
@@ -123,11 +133,11 @@ def test_a_stop_ends_a_stream(demo_server, prompt, request_id):
         stop_after_ms=STOP_AFTER_MS,
         request_id=request_id,
     )
-    outcome = run(demo_server, prompt, flags)
+    outcome = run(long_server, prompt, flags)
     assert not outcome.is_cancelled and outcome.num_responses
 
 
-def test_a_cancellation_ends_a_stream(demo_server, prompt):
+def test_a_cancellation_ends_a_stream(long_server, prompt):
     flags = Flags(
         streaming=True,
         request_output_len=LONG,
@@ -135,7 +145,7 @@ def test_a_cancellation_ends_a_stream(demo_server, prompt):
         stop_after_ms=STOP_AFTER_MS,
         stop_via_request_cancel=True,
     )
-    run(demo_server, prompt, flags)
+    run(long_server, prompt, flags)
 
 
 @pytest.mark.parametrize("num_right", [0, 3])
