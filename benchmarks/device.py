@@ -135,7 +135,7 @@ def measure_engine(config: EngineConfig, workload: Workload) -> list[dict[str, o
                 "copy_gb_per_s": round(bandwidth / 1e9, 1),
                 "of_limit": round(read / bandwidth / seconds, 3),
                 "kernels": engine.kernels,
-                "recorded": rows in engine.recorded_sizes,
+                "recorded": rows in engine.recorded.generation_sizes,
             }
         )
     engine.close()
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256], help="sequences side by side")
     parser.add_argument("--context", type=int, default=512, help="tokens of each before the first iteration")
     parser.add_argument("--iterations", type=int, default=64)
-    parser.add_argument("--tokens-per-block", type=int, help="256 on a GPU, else 32, without it")
+    parser.add_argument("--tokens-per-block", type=int, default=32)
     parser.add_argument(
         "--copy-mib", type=int, default=1024, help="size of the copy that shows the bandwidth"
     )
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--without-transformers", action="store_true")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
-    size = given.tokens_per_block or (256 if given.device.startswith("cuda") else 32)
+    size: int = given.tokens_per_block
     workload = Workload(tuple(given.rows), given.context, given.iterations, size, given.copy_mib << 20)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.model or Path(temporary) / given.shape

@@ -306,10 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Line]:
     given = _parser().parse_args(arguments)
     device = torch.device(given.device)
     until = time.monotonic() + given.seconds
-    size = given.tokens_per_block or (256 if device.type == "cuda" else 32)
     plan = Plan(
         device, given.dtype, tuple(given.rows), given.context, given.iterations, tuple(given.prompts),
-        given.long_context, given.requests, tuple(given.streams), size,
+        given.long_context, given.requests, tuple(given.streams), given.tokens_per_block,
     )  # fmt: skip
     limits = Limits(
         copy_bytes_per_s(device, given.copy_mib << 20),
@@ -384,7 +383,7 @@ def _parser():
     )
     add("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment that has vLLM")
     add("--seconds", type=positive, default=480, help="after which no other part is begun")
-    add("--tokens-per-block", type=positive, help="256 on a GPU, else 32, without it")
+    add("--tokens-per-block", type=positive, default=32)
     add("--copy-mib", type=positive, default=1024, help="size of the copy that shows the bandwidth")
     add("--matrix", type=positive, default=8192, help="rows of the matrices whose product shows the FLOP/s")
     return parser

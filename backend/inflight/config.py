@@ -235,7 +235,7 @@ class EngineConfig:
         "compiled layers, for CPUs with AVX-512, or torch's operators; native where possible without one",
     )
     cuda_graph_mode: bool = parameter(
-        True, BOOLEAN, "on one GPU, record iterations that only generate and replay them"
+        True, BOOLEAN, "on a GPU, record iterations of up to 1,024 rows and replay them"
     )
     max_sequence_length: int | None = parameter(
         None,

@@ -12,9 +12,10 @@ from torch.nn.attention.varlen import AuxRequest
 from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import Attention
+from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.engine import TorchRunner
-from inflight.engine.torch.generation_graphs import Capture
+from inflight.engine.torch.iteration_graphs import Capture
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import layer_windows
@@ -35,11 +36,14 @@ def load_paged(
     attention: Attention | None = None,
     device: str = "cpu",
     num_adapter_pages: int = 0,
+    max_num_tokens: int = 512,
+    part: Part | None = None,
+    collectives: Collectives = ALONE,
     **windows: Any,
 ) -> TorchEngine:
     """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
-    part = Part.whole(model.decoder)
+    part = part or Part.whole(model.decoder)
     aux = AuxRequest(lse=True) if model.decoder.learned_sinks else None
     kernel = partial(ReferenceVarlen(), return_aux=aux)
     asked = windows.get("max_attention_window_size", ()), windows.get("sink_token_length", 0)
@@ -48,9 +52,11 @@ def load_paged(
         load_weights(model, torch.float32, on, part),
         layer_windows(model.decoder.sliding_windows, *asked, MAX_SEQUENCE_LENGTH),
         MAX_SEQUENCE_LENGTH,
-        attention=attention or PagedAttention(kernel, takes_key_bounds=True),
+        part,
+        collectives,
+        attention or PagedAttention(kernel, takes_key_bounds=True),
     )
-    cache = KvCache(model.decoder, num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
+    cache = KvCache(part.held_config(model.decoder), num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
     limits = EngineLimits(
         model.decoder.vocab_size,
         MAX_SEQUENCE_LENGTH,
@@ -62,4 +68,4 @@ def load_paged(
     )
     if num_adapter_pages:
         decoder.reserve_adapters(num_adapter_pages, limits.adapter_page_rank)
-    return TorchEngine(TorchRunner(decoder, cache, limits, max_num_tokens=512, capture=capture))
+    return TorchEngine(TorchRunner(decoder, cache, limits, max_num_tokens, capture=capture))

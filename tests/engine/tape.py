@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed  # declares its operators
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_ALL_REDUCE = torch.ops.c10d.allreduce_.default
 
 
 class Tape(TorchDispatchMode):
@@ -37,7 +41,9 @@ class Tape(TorchDispatchMode):
             for function, args, kwargs, results in recorded:
                 again = function(*args, **kwargs)
                 for before, now in zip(tree_leaves(results), tree_leaves(again), strict=True):
-                    if now.data_ptr() != before.data_ptr():  # neither a view nor in place
+                    if function is _ALL_REDUCE and not isinstance(now, Tensor):
+                        Work.unbox(now).wait()
+                    elif now.data_ptr() != before.data_ptr():  # neither a view nor in place
                         before.copy_(now)
 
         return replay
@@ -47,6 +53,7 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         assert function is not torch.ops.aten._local_scalar_dense.default, "the host asks what a value is"
         results = function(*args, **(kwargs or {}))
-        assert all(isinstance(leaf, Tensor) for leaf in tree_leaves(results)), function
+        is_work = function is _ALL_REDUCE  # which returns what is waited for beside the tensors
+        assert is_work or all(isinstance(leaf, Tensor) for leaf in tree_leaves(results)), function
         self._operations.append((function, args, kwargs or {}, results))
         return results

@@ -55,8 +55,7 @@ def test_a_flash_attention_3_that_is_broken_leaves_2(
     ("changes", "mapping", "reason"),
     [
         ({"cuda_graph_mode": False}, Mapping(), "turned off"),
-        ({}, Mapping(tp_size=2), "several ranks"),
-        ({}, Mapping(pp_size=2), "several ranks"),
+        ({}, Mapping(pp_size=2), "pipeline stages"),
     ],
 )
 def test_where_nothing_is_recorded_the_log_says_why_once(
@@ -69,11 +68,14 @@ def test_where_nothing_is_recorded_the_log_says_why_once(
     assert "without CUDA graphs" in record.message and reason in record.message
 
 
-def test_one_gpu_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mapping", [Mapping(), Mapping(tp_size=2)])
+def test_one_pipeline_stage_records(
+    mapping: Mapping, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     recorder = object()
     monkeypatch.setattr("inflight.engine.torch.engine.GraphCapture", lambda device: recorder)
     decoder = mock.Mock(has_fixed_shapes=True)
-    assert _find_capture(EngineConfig(""), decoder, Mapping(), CUDA, False) is recorder
+    assert _find_capture(EngineConfig(""), decoder, mapping, CUDA, False) is recorder
     assert not caplog.records
 
 

@@ -172,7 +172,7 @@ def _grow_and_shrink(engine: TorchEngine, model: ZooModel) -> list[tuple[list[in
 @pytest.mark.parametrize("case", ["llama", "llama-gqa", "gpt2", "mistral-window"])
 def test_blocks_are_read_in_place_and_batches_recorded(zoo: Zoo, case: str) -> None:
     engine = _load_graphed(zoo[case])
-    assert engine.recorded_sizes == (1, 2, 4, 8, 11)
+    assert engine.recorded.generation_sizes == (1, 2, 4, 8, 11)
 
 
 @pytest.mark.skipif(not AMPERE, reason="FlashAttention is for processors from Ampere on")

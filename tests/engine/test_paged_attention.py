@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import AuxRequest
 from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.packing import PackedBatch
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
@@ -22,6 +23,7 @@ from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
+from tests.engine.fixed_rows import FixedRowsAttention
 from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, load, serve
 from tests.engine.varlen import ReferenceVarlen
@@ -142,7 +144,25 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
         check_attention(attention, decoder, 16, (None,), torch.float32, CPU)
 
 
-def no_other() -> Any:
+class Misplaced(FixedRowsAttention):
+    """Begins chunks of a recorded batch a row too early."""
+
+    def plan(self, packed: PackedBatch, *arguments: Any) -> Any:
+        if packed.fixed is not None:
+            tiles = packed.fixed.tiles - torch.tensor([0, 0, 0, 1])
+            packed = replace(packed, fixed=replace(packed.fixed, tiles=tiles))
+        return super().plan(packed, *arguments)
+
+
+def test_recorded_batches_are_tried_too(zoo: Zoo) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    windows = (None, AttentionWindow(20))
+    check_attention(FixedRowsAttention(), decoder, 16, windows, torch.float32, CPU)
+    with pytest.raises(CannotAttend, match=r"off by .* with a chunk of"):
+        check_attention(Misplaced(), decoder, 16, windows, torch.float32, CPU)
+
+
+def no_other(for_chunks: Any) -> Any:
     raise CannotAttend("the package triton is not installed")
 
 
@@ -152,7 +172,7 @@ def find(zoo: Zoo, kernel: Any, other: Any = no_other) -> Any:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with (
         mock.patch("inflight.engine.torch.load_decoder.torch_paged_attention", lambda *_: kernel()),
-        mock.patch("inflight.engine.torch.load_decoder.triton_attention", lambda *_: other()),
+        mock.patch("inflight.engine.torch.load_decoder.triton_attention", lambda _, found: other(found)),
         mock.patch("inflight.engine.torch.load_decoder.check_attention", on_the_cpu),
     ):
         return find_attention(config, decoder, (None,), torch.float32, torch.device("cuda"))
@@ -162,9 +182,29 @@ def on_the_cpu(*arguments: Any) -> None:
     check_attention(*arguments[:-1], CPU)
 
 
-def test_on_a_gpu_blocks_are_read_in_place(zoo: Zoo) -> None:
+def test_kernels_in_tritons_language_come_first_and_torchs_is_for_chunks(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    torchs, others = paged(), []
+
+    def other(for_chunks: Any) -> Attention:
+        others.append(for_chunks)
+        return FixedRowsAttention()
+
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(find(zoo, lambda: torchs, other), FixedRowsAttention)
+        assert isinstance(find(zoo, lambda: paged(block_multiple=256), other), FixedRowsAttention)
+    assert others == [torchs, None] and not caplog.records
+
+
+def test_torchs_alone_reads_blocks_in_place(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     attention = paged()
-    assert find(zoo, lambda: attention) is attention
+    with caplog.at_level(logging.WARNING):
+        assert find(zoo, lambda: attention) is attention
+        assert find(zoo, lambda: attention, lambda _: paged(dtypes=())) is attention
+    first, second = caplog.messages
+    assert "only generation is recorded" in first and "triton is not installed" in first
+    assert "only support fp16" in second
 
 
 def test_what_cannot_read_in_place_gathers_and_says_so_once(
@@ -174,18 +214,6 @@ def test_what_cannot_read_in_place_gathers_and_says_so_once(
         assert find(zoo, lambda: paged(block_multiple=256)) is GATHERING
     (record,) = caplog.records
     assert "blocks of 32 tokens" in record.message and "must be divisible by 256" in record.message
-
-
-def test_what_torch_cannot_do_the_kernels_in_tritons_language_do(
-    zoo: Zoo, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = paged()
-    with caplog.at_level(logging.WARNING):
-        assert find(zoo, lambda: paged(block_multiple=256), lambda: other) is other
-    (record,) = caplog.records
-    assert "in Triton's language" in record.message and "must be divisible by 256" in record.message
-    with caplog.at_level(logging.WARNING):
-        assert find(zoo, lambda: paged(block_multiple=256), lambda: paged(dtypes=())) is GATHERING
 
 
 def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
@@ -219,6 +247,7 @@ class IgnoringSinks:
 
     attention: Attention
     has_fixed_shapes: bool = False
+    takes_fixed_rows: bool = False
     name: str = "another"
 
     def plan(self, *args: Any) -> Any:

@@ -57,7 +57,7 @@ def test_they_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) ->
     from inflight.engine.torch.kernels import attention as kernels
 
     pointers = dict.fromkeys(("queries", "keys", "values", "results", "sinks"), f"*{dtype}")
-    pointers |= dict.fromkeys(("tables", "slots", "positions", "tiles"), "*i64")
+    pointers |= dict.fromkeys(("tables", "rows", "slots", "positions", "tiles"), "*i64")
     pointers |= dict.fromkeys(("parts_read", "parts_best", "parts_total"), "*fp32")
     constants = {
         "RECENT": 4096,

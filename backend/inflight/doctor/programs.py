@@ -95,10 +95,10 @@ def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Fi
         yield yellow("attention", "; ".join(reasons), "a newer torch, or another dtype (--dtype bfloat16)")
         return
     is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-    if found.name == "FlashAttention 2" and is_hopper:
+    if "FlashAttention 2" in found.name and is_hopper:
         yield yellow(
             "attention",
-            "FlashAttention 2, KV blocks in place: FlashAttention 3 is for this GPU, and not installed",
+            f"{found.name}, KV blocks in place: FlashAttention 3 is for this GPU, and not installed",
             "install the package flash_attn_interface (FlashAttention 3, built for this torch)",
         )
     else:

@@ -16,7 +16,6 @@ from torch import Tensor
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ContextDetails, ScheduledBatch
 from inflight.engine.additional_outputs import AdditionalOutputs, LayerOutputs
-from inflight.engine.packing import PackedChunk
 
 MakeLogits = Callable[[Tensor, Tensor], Tensor]
 """Logits [n, vocab_size] float32 from hidden states [rows, hidden_size], of the rows [n] int64."""
@@ -53,7 +52,6 @@ class ContextOutputs:
     def compute(
         self,
         batch: ScheduledBatch,
-        chunks: tuple[PackedChunk, ...],
         layers: LayerOutputs,
         make_logits: MakeLogits,
     ) -> dict[int, ContextDetails]:
@@ -61,15 +59,16 @@ class ContextOutputs:
 
         Args:
             batch: Whose slots `apply` has taken over.
-            chunks: Where the chunks of `batch.context` are among its rows.
-            layers: Of its rows.
+            layers: Of its rows, laid out as `pack` does.
             make_logits: The model's.
         """
-        return {
-            chunk.slot: self._details(chunk, layers, packed.begin, make_logits)
-            for chunk, packed in zip(batch.context, chunks, strict=True)
-            if chunk.wants_context
-        }
+        details: dict[int, ContextDetails] = {}
+        first_row = 0
+        for chunk in batch.context:
+            if chunk.wants_context:
+                details[chunk.slot] = self._details(chunk, layers, first_row, make_logits)
+            first_row += len(chunk.token_ids)
+        return details
 
     def _details(
         self, chunk: ContextChunk, layers: LayerOutputs, first_row: int, make_logits: MakeLogits

@@ -9,7 +9,7 @@ is known on the host travels to the device in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,9 @@ from inflight.decoding.transfer import upload
 from inflight.engine.prompt_tables import VirtualRows
 from inflight.engine.slots import SlotTable
 
+TILE_ROWS = 64
+"""Rows of a chunk that attention for fixed shapes computes together."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
@@ -31,6 +34,22 @@ class PackedChunk:
     begin: int
     end: int
     start: int
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """Which rows are a chunk's and which generate, in tensors whose shapes say nothing of it.
+
+    A recorded forward pass reads it from the same memory at every replay. Rows that are in neither fill it up.
+
+    Attributes:
+        tiles: [tiles, 4] int64 on the device, of at most TILE_ROWS rows of a chunk each: first row, row after the
+            last, slot, the first row's position; zeros: none.
+        generation_rows: [sequences] int64 on the device: generation rows; -1: none.
+    """
+
+    tiles: Tensor
+    generation_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,8 @@ class PackedBatch:
         block_tables: The slots', as in `SlotTable`.
         adapters: [rows] on the host: the first page of each row's adapter, -1 for none; None if no row has one.
         virtual: Rows of prompt tables; None if no row is one.
+        fixed: Which rows are what, if that is not to be taken from the lengths above: `chunks` is empty then,
+            `generation_begin` 0, and every row counts as a generation row of its own.
     """
 
     token_ids: Tensor
@@ -63,10 +84,35 @@ class PackedBatch:
     block_tables: Tensor
     adapters: NDArray[np.int64] | None = None
     virtual: VirtualRows | None = None
+    fixed: FixedRows | None = None
 
 
-def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = None) -> PackedBatch:
-    """Lay out a batch whose slots and blocks `table` has taken over; `virtual` are its virtual tokens.
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The rows of a batch, on the host.
+
+    Attributes:
+        chunks: Context chunks; their rows come first.
+        slots: Of each row.
+        positions: Of each row.
+        known_ids: Token ids of the first so many rows: all, or the chunks' where only the device knows others.
+        sampled: As `PackedBatch.sampled_rows`.
+    """
+
+    chunks: tuple[PackedChunk, ...]
+    slots: list[int]
+    positions: list[int]
+    known_ids: list[int]
+    sampled: list[int]
+
+    @property
+    def generation_begin(self) -> int:
+        """The first generation row."""
+        return self.chunks[-1].end if self.chunks else 0
+
+
+def lay_out(batch: ScheduledBatch, table: SlotTable) -> RowLayout:
+    """The rows of a batch whose slots and blocks `table` has taken over; generation rows longest first.
 
     Raises:
         ValueError: A row's block table does not reach its position.
@@ -84,16 +130,23 @@ def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = 
         row_of_generation[index] = row
     sampled += row_of_generation
 
-    num_rows = len(slots)
-    begins = [chunk.begin for chunk in chunks]
-    begins += range(generation_begin, num_rows + 1)  # each generation row ends where the next one begins
     known_ids = context_ids + table.last_on_host(slots[generation_begin:])
-    on_host = np.array(slots + positions + sampled + begins + known_ids, dtype=np.int64)
+    return RowLayout(chunks, slots, positions, known_ids, sampled)
+
+
+def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = None) -> PackedBatch:
+    """Lay out a batch, and send it to the device; `virtual` are its virtual tokens. ValueError as `lay_out`."""
+    rows = lay_out(batch, table)
+    num_rows, generation_begin = len(rows.slots), rows.generation_begin
+    begins = [chunk.begin for chunk in rows.chunks]
+    begins += range(generation_begin, num_rows + 1)  # each generation row ends where the next one begins
+    numbers = rows.slots + rows.positions + rows.sampled + begins + rows.known_ids
+    on_host = np.array(numbers, dtype=np.int64)
     parts = upload(on_host, table.last_tokens.device).split(
-        [num_rows, num_rows, len(sampled), len(begins), len(known_ids)]
+        [num_rows, num_rows, len(rows.sampled), len(begins), len(rows.known_ids)]
     )
     slot_rows, position_rows, sampled_rows, bounds, token_ids = parts
-    if len(known_ids) < num_rows:
+    if len(rows.known_ids) < num_rows:
         fed_back = table.last_tokens.index_select(0, slot_rows[generation_begin:])
         token_ids = torch.cat([token_ids, fed_back]) if generation_begin else fed_back
     return PackedBatch(
@@ -102,11 +155,11 @@ def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = 
         slots=slot_rows,
         sampled_rows=sampled_rows,
         bounds=bounds,
-        chunks=chunks,
+        chunks=rows.chunks,
         generation_begin=generation_begin,
         generation_lengths=on_host[num_rows + generation_begin : 2 * num_rows] + 1,
         block_tables=table.block_tables,
-        adapters=adapters_of(slots, table),
+        adapters=adapters_of(rows.slots, table),
         virtual=virtual,
     )
 
@@ -116,6 +169,15 @@ def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64
     positions = _positions(batch.generation_slots, table)
     _check_blocks(batch.generation_slots, positions, table)
     return np.array([batch.generation_slots, positions], dtype=np.int64)
+
+
+def cut_into_tiles(chunks: Iterable[PackedChunk]) -> list[list[int]]:
+    """The chunks' rows as `FixedRows.tiles` has them."""
+    return [
+        [first, min(first + TILE_ROWS, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
+        for chunk in chunks
+        for first in range(chunk.begin, chunk.end, TILE_ROWS)
+    ]
 
 
 def adapters_of(slots: Sequence[int] | NDArray[np.int64], table: SlotTable) -> NDArray[np.int64] | None:

@@ -373,7 +373,7 @@ _PARTS_OF_CONFIGURATION = [
         ExtendedRuntimePerfKnobConfig,
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
-        cuda_graph_mode=_ignored("on one GPU, iterations that only generate are recorded in any case", False),
+        cuda_graph_mode=_ignored("on a GPU, iterations of up to 1,024 rows are recorded in any case", False),
         cuda_graph_cache_size=_ignored("every number of rows that was recorded stays so"),
     ),
     *_of(

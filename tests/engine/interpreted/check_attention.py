@@ -12,18 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight.engine import packing
 from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.attention import by_plain_products
-from inflight.engine.torch.attention_check import CannotAttend, pack_rows
+from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.kernels import attention as kernels
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, read_model_description
 from tests.engine.driver import Driver, alone
 from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, serve
 from tests.engine.test_paged_attention import requests_of
+from tests.engine.varlen import ReferenceVarlen
 from tests.models.zoo import Zoo
 
 CPU = torch.device("cpu")
@@ -41,7 +44,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, a program takes as long as the tiles that it has."""
-    monkeypatch.setattr(kernels, "_TILE_ROWS", 16)
+    for module in (kernels, packing):
+        monkeypatch.setattr(module, "TILE_ROWS", 16)
 
 
 class Rows:
@@ -191,14 +195,30 @@ def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
         return lambda: replays.append(1) or operations()
 
     attention = KernelAttention(read_model_description(model.folder).decoder)
-    driver = Driver(load_paged(model.folder, 40, 3, capture, attention))
+    driver = Driver(load_paged(model.folder, 40, 4, capture, attention, max_num_tokens=40))
     rows = [driver.start(model.prompt(5 + 6 * number, number)) for number in range(3)]
     driver.step({row: len(row.tokens) for row in rows})
     for count in (3, 2, 1, 3, 2):
         driver.step(generation=rows[:count])
+    rows.append(driver.start(model.prompt(30, 9)))
+    driver.step({rows[-1]: 17}, rows[:2])
+    driver.step({rows[-1]: 13}, rows[:1])
+    driver.step(generation=rows)
     for row in rows:
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
-    assert len(replays) == 5
+    assert len(replays) == 9, "of the first prompts together, and of the last in two chunks, too"
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+@pytest.mark.parametrize("windows", [(None,), (None, AttentionWindow(20, 3))])
+def test_chunks_by_another_and_as_they_are_recorded(zoo: Zoo, windows: Any) -> None:
+    """What a load tries: batches with chunks by both, and the same with room for more in what they read."""
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inflight.engine.torch.attention_check._CHUNK_ROWS", (1, 17))
+        patch.setattr("inflight.engine.torch.attention_check._LONG", (70, 17, 16))
+        check_attention(KernelAttention(decoder, for_chunks), decoder, 8, windows, torch.float32, CPU)
 
 
 def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:

@@ -41,10 +41,12 @@ class Attention(Protocol):
     Attributes:
         has_fixed_shapes: Whether plans and results of generation batches follow from the number of rows alone, and
             nothing is asked of the host.
+        takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that the same is true of batches with chunks.
         name: What a log calls it.
     """
 
     has_fixed_shapes: bool
+    takes_fixed_rows: bool
     name: str
 
     def plan(
@@ -142,6 +144,7 @@ class GatheringAttention:
     """
 
     has_fixed_shapes = False
+    takes_fixed_rows = False
     name = "over gathered KV blocks"
 
     def __init__(self, kernel: Kernel) -> None:

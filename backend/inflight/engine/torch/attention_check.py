@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.engine.packing import PackedBatch, PackedChunk
+from inflight.engine.packing import FixedRows, PackedBatch, PackedChunk, cut_into_tiles
 from inflight.engine.torch.attention import Attention, by_plain_products
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
@@ -73,15 +73,11 @@ def check_attention(
     for packed in _batches(tokens_per_block, tables):
         blocks = tables[packed.slots, packed.positions // tokens_per_block]
         rows = blocks * tokens_per_block + packed.positions % tokens_per_block
-        _compare(
-            attention,
-            by_plain_products(decoder),
-            (queries[rows], keys[rows], values[rows]),
-            sinks,
-            packed,
-            windows,
-            cache,
-        )
+        given = (queries[rows], keys[rows], values[rows]), sinks
+        _compare(attention, by_plain_products(decoder), *given, packed, packed, windows, cache)
+        if attention.takes_fixed_rows:
+            recorded = replace(packed, chunks=(), generation_begin=0, fixed=_fixed_rows(packed))
+            _compare(attention, by_plain_products(decoder), *given, packed, recorded, windows, cache)
 
 
 def _prefix(tokens_per_block: int) -> int:
@@ -119,18 +115,28 @@ def pack_rows(
     )
 
 
+def _fixed_rows(packed: PackedBatch) -> FixedRows:
+    """The same rows, and room for others that the batch does not have."""
+    device, begin, count = packed.positions.device, packed.generation_begin, len(packed.positions)
+    tiles = [*cut_into_tiles(packed.chunks), [0, 0, 0, 0]]
+    rows = [*range(begin, count), -1]
+    return FixedRows(torch.tensor(tiles, device=device), torch.tensor(rows, device=device))
+
+
 def _compare(
     attention: Attention,
     oracle: Attention,
     heads: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
     packed: PackedBatch,
+    given: PackedBatch,
     windows: Sequence[AttentionWindow | None],
     cache: KvCache,
 ) -> None:
+    """`given` is what `attention` takes: `packed`, or the same as it is recorded."""
     expected = oracle.plan(packed, cache, windows)
     try:
-        plans = attention.plan(packed, cache, windows)
+        plans = attention.plan(given, cache, windows)
         found = {window: attention.attend(*heads, 0, plans[window], cache, sinks) for window in windows}
     except Exception as error:  # a kernel that cannot do it may raise anything
         raise CannotAttend(str(error).split("\n")[0]) from error

@@ -54,8 +54,10 @@ def torch_paged_attention(device: torch.device, decoder: DecoderConfig) -> Paged
     return PagedAttention(kernel, takes_key_bounds=current_flash_attention_impl() is None)
 
 
-def triton_attention(decoder: DecoderConfig) -> Attention:
+def triton_attention(decoder: DecoderConfig, for_chunks: PagedAttention | None = None) -> Attention:
     """Attention by the kernels in Triton's language, over blocks of any size.
+
+    `for_chunks` computes the chunks of batches that are not recorded, if there is one.
 
     Raises:
         CannotAttend: There is no package `triton`, or the model's heads are too wide.
@@ -64,7 +66,7 @@ def triton_attention(decoder: DecoderConfig) -> Attention:
         raise CannotAttend("the package triton is not installed")
     from inflight.engine.torch.kernels.paged_attention import KernelAttention  # imports triton
 
-    return KernelAttention(decoder)
+    return KernelAttention(decoder, for_chunks)
 
 
 def _try(activate: Callable[[], None]) -> None:

@@ -64,6 +64,7 @@ class Decoder:
         dtype: Of activations and KV cache, and of weights that are not quantized.
         adapters: Where its LoRA adapters are; None: it takes none.
         has_fixed_shapes: As `attention` says.
+        takes_fixed_rows: Likewise.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
         row_kernels: Computes over its rows of logits when tokens are chosen.
     """
@@ -86,6 +87,7 @@ class Decoder:
         self.adapters: AdapterPool | None = None
         # Which experts have rows is asked of the host.
         self.has_fixed_shapes = attention.has_fixed_shapes and config.experts is None
+        self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
         self._attention = attention
         self._part = part
         self._held = part.held_config(config)
@@ -458,10 +460,12 @@ def embed(
         x = look_up(known)
     else:
         begin, end = here
-        is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
-        found = look_up(packed.token_ids[is_here] - begin)
-        x = found.new_zeros((len(packed.token_ids), found.shape[1]))
-        x[is_here] = found
+        if begin == end:
+            x = look_up(packed.token_ids[:0]).new_zeros((len(packed.token_ids), config.hidden_size))
+        else:  # a row for every token: how many are here, only the device knows
+            x = look_up((packed.token_ids - begin).clamp(0, end - begin - 1))
+            is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
+            x = x.masked_fill(~is_here[:, None], 0)
         x = collectives.all_reduce(x)
     if virtual is not None:
         x = x.index_copy(0, virtual.rows, virtual.embeddings)

@@ -2,8 +2,8 @@
 
 Owns the weights, the KV cache and the slots; how tokens are chosen, `inflight.decoding` owns. One thread calls it,
 the loop's. On a GPU `forward` waits for the device only where context outputs are wanted (or a top-p comes with a
-top-k that keeps the whole vocabulary), generation batches are recorded once and replayed (`generation_graphs.py`),
-and the next batch is forwarded while one is computed.
+top-k that keeps the whole vocabulary), iterations are recorded once and replayed (`iteration_graphs.py`), and the
+next batch is forwarded while one is computed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from inflight.engine.memory import (
     plan_adapter_pages,
     plan_kv_cache,
 )
-from inflight.engine.packing import PackedBatch, generation_rows, pack
+from inflight.engine.packing import PackedBatch, pack
 from inflight.engine.prompt_tables import PromptTables
 from inflight.engine.slots import SlotTable
 from inflight.engine.torch.adapters import page_bytes
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.generation_graphs import Capture, GenerationGraphs, graph_bytes
+from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.load_decoder import AnyDecoder, computed_dtype, find_model, load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
@@ -91,15 +91,15 @@ class TorchRunner(Runner):
         limits: What requests and batches may ask for.
         max_num_tokens: Most rows of a forward pass.
         mapping: Which rank's part this is.
-        capture: Records generation batches, if they are to be recorded; `decoder` is then all of a model and has
-            fixed shapes.
+        capture: Records iterations, if they are to be recorded; `decoder` is then all of a model and has fixed
+            shapes.
         debug_tensors: Writes iterations down, none of which is replayed then.
 
     Attributes:
         decoder_config: What the checkpoint says of the model.
         dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
         kernels: What computes the layers: "native", "torch" or "transformers".
-        recorded_sizes: Of which numbers of rows generation batches are recorded; empty: none are.
+        recorded: Of which iterations there are recordings.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class TorchRunner(Runner):
         self._max_num_tokens = max_num_tokens
         self._graphs = None
         if capture is not None and debug_tensors is None and isinstance(decoder, Decoder):
-            self._graphs = _record(decoder, slots, cache, capture)
-        self.recorded_sizes = () if self._graphs is None else self._graphs.sizes
+            self._graphs = _record(decoder, slots, cache, capture, max_num_tokens)
+        self.recorded = RecordedKinds(()) if self._graphs is None else self._graphs.kinds
         self._is_last_stage, self._is_sampler = mapping.is_last_stage, mapping.is_sampler
         self.additional_outputs = AdditionalOutputs(decoder.config.num_layers)
         self.context_outputs = ContextOutputs(limits.vocab_size, mapping.is_sampler, self.additional_outputs)
@@ -152,6 +152,12 @@ class TorchRunner(Runner):
         self.slots.advance(batch)
         return computed
 
+    def drop_recordings(self) -> None:
+        """Launch the operations of all iterations one by one from now on."""
+        if self._graphs is not None:
+            _logger.warning("iterations run without CUDA graphs, because another rank cannot record them")
+        self._graphs, self.recorded = None, RecordedKinds(())
+
     def close(self) -> None:
         """As `Runner.close`."""
         for name in (
@@ -163,11 +169,12 @@ class TorchRunner(Runner):
         between = HiddenStates()
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
-        if self._graphs is not None and batch.generation_slots and not batch.context and not between.wanted:
-            computed = self._graphs.forward(generation_rows(batch, self.slots))
-            if computed is not None:
-                return self._outputs(batch, *computed, between, are_wanted)
-        packed = pack(batch, self.slots, self.prompt_tables.virtual_rows(batch))
+        virtual = self.prompt_tables.virtual_rows(batch)
+        if self._graphs is not None and batch.num_tokens and virtual is None and not between.wanted:
+            replayed = self._graphs.forward(batch)
+            if replayed is not None:
+                return self._outputs(batch, *replayed, between, are_wanted)
+        packed = pack(batch, self.slots, virtual)
         outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)
         if self.debug_tensors is not None:
             logits = outputs.rows if self._is_last_stage else None
@@ -185,16 +192,10 @@ class TorchRunner(Runner):
         arguments = (packed, self.cache, hidden)
         if not self._is_last_stage:
             return RowOutputs(self.decoder.forward(*arguments))
-        wants_context = any(chunk.wants_context for chunk in batch.context)
-        if not (wants_context or are_wanted):
+        if not (are_wanted or any(chunk.wants_context for chunk in batch.context)):
             return RowOutputs(self.decoder.forward_to_logits(*arguments))
         hidden = self.decoder.forward(*arguments, between)
-        context: dict[int, ContextDetails] = {}
-        if wants_context:
-            layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
-            context = self.context_outputs.compute(batch, packed.chunks, layers, self.decoder.logits)
-        outputs = self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
-        return replace(outputs, context=context)
+        return self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
 
     def _outputs(
         self,
@@ -205,12 +206,15 @@ class TorchRunner(Runner):
         are_wanted: bool,
     ) -> RowOutputs:
         """The logits of rows that choose tokens, and what is wanted beside, of what the last layer returned."""
+        layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
+        context: dict[int, ContextDetails] = {}
+        if any(chunk.wants_context for chunk in batch.context):
+            context = self.context_outputs.compute(batch, layers, self.decoder.logits)
         logits = self.decoder.logits(hidden, sampled_rows)
         if not (are_wanted and self._is_sampler):
-            return RowOutputs(logits)
-        layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
+            return RowOutputs(logits, context)
         additional = self.additional_outputs.of_tokens(batch, layers, sampled_rows, logits)
-        return RowOutputs(logits, additional=additional)
+        return RowOutputs(logits, context, additional)
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
         """Copy blocks, then clear new ones: a block that is copied may not be cleared or written before."""
@@ -230,7 +234,7 @@ class TorchEngine(ModelEngine):
         dtype: As the runner's.
         eos_token_ids: As the runner's.
         kernels: As the runner's.
-        recorded_sizes: As the runner's.
+        recorded: As the runner's.
     """
 
     runner: TorchRunner
@@ -258,7 +262,7 @@ class TorchEngine(ModelEngine):
         self.dtype = runner.dtype
         self.eos_token_ids = runner.eos_token_ids
         self.kernels = runner.kernels
-        self.recorded_sizes = runner.recorded_sizes
+        self.recorded = runner.recorded
 
     @classmethod
     def load(
@@ -317,7 +321,8 @@ def load_stage(
         mapping: Which rank this is of those that hold the model together.
         collectives: Connects the ranks of this one's pipeline stage.
         agree: Called with the number of pages for adapters that this rank has room for, then with its number of
-            KV blocks; returns the least of all ranks'. With its ConfigError, this one's load fails too.
+            KV blocks, on a GPU also with whether it is to record iterations, and whether it has; returns the least
+            of all ranks'. With its ConfigError, this one's load fails too.
         processors: What requests may name; those of all ranks have the same names.
         make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
 
@@ -374,7 +379,14 @@ def _load_runner(
         ):
             decoder.reserve_adapters(num_adapter_pages, page_rank)
     capture = _find_capture(config, decoder, mapping, device, debug_tensors is not None)
-    reserved = 0 if capture is None else graph_bytes(config.max_num_sequences, bool(num_adapter_pages))
+    if device.type == "cuda" and not agree(int(capture is not None)):
+        capture = None
+    reserved = 0
+    if capture is not None and isinstance(decoder, Decoder):
+        kinds = RecordedKinds.of(
+            decoder, config.max_num_sequences, config.max_num_tokens, bool(num_adapter_pages)
+        )
+        reserved = kinds.num_bytes
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
     cache_bytes = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
     with allocating("the KV cache", lambda: cache_bytes, device, _LESS_CACHE):
@@ -395,7 +407,11 @@ def _load_runner(
         adapter_page_rank=config.lora_cache_optimal_adapter_size,
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
     )
-    return TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+    runner = TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+    # A replayed batch has its rows in an order of its own, and the ranks of a stage add up theirs row by row.
+    if device.type == "cuda" and not agree(len(runner.recorded.generation_sizes)):
+        runner.drop_recordings()
+    return runner
 
 
 def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, mapping: Mapping) -> int:
@@ -442,35 +458,40 @@ def _find_capture(
     device: torch.device,
     has_debug_tensors: bool,
 ) -> Capture | None:
-    """Records generation batches; None if they are not to be recorded, and the log says why."""
+    """Records iterations; None if they are not to be recorded, and the log says why."""
     if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
         return None
-    if config.cuda_graph_mode and mapping.world_size == 1 and not has_debug_tensors:
+    if config.cuda_graph_mode and mapping.pp_size == 1 and not has_debug_tensors:
         if any(output.name.startswith("hidden_states_") for output in config.additional_model_outputs):
             _logger.info("iterations with a request that wants hidden_states_<i> run without CUDA graphs")
         return GraphCapture(device)
     _logger.info(
-        "generation runs without CUDA graphs: %s",
+        "iterations run without CUDA graphs: %s",
         "they are turned off"
         if not config.cuda_graph_mode
         else "debug tensors are written down"
         if has_debug_tensors
-        else "what several ranks tell each other is not recorded",
+        else "what pipeline stages hand on is not recorded",
     )
     return None
 
 
-def _record(decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture) -> GenerationGraphs | None:
+def _record(
+    decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture, max_num_tokens: int
+) -> IterationGraphs | None:
     started = time.monotonic()
     try:
-        graphs = GenerationGraphs(decoder, slots, cache, capture)
+        graphs = IterationGraphs(decoder, slots, cache, capture, max_num_tokens)
     except RuntimeError as error:  # what a device raises
-        _logger.warning("generation runs without CUDA graphs, because they cannot be recorded: %s", error)
+        _logger.warning("iterations run without CUDA graphs, because they cannot be recorded: %s", error)
         return None
-    sizes = graphs.sizes
-    took = time.monotonic() - started
+    kinds, took = graphs.kinds, time.monotonic() - started
     _logger.info(
-        "generation of up to %d rows in %d CUDA graphs, recorded in %.1f s", sizes[-1], graphs.count, took
+        "generation of up to %d rows, and iterations with chunks %s, in %d CUDA graphs, recorded in %.1f s",
+        kinds.generation_sizes[-1],
+        f"of up to {kinds.mixed_sizes[-1]}" if kinds.mixed_sizes else "not",
+        graphs.count,
+        took,
     )
     if graphs.adapter_ranks:
         _logger.info(

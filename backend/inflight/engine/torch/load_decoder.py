@@ -11,7 +11,7 @@ import ctypes
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of native/source/attention.h
 _INSTALL = "pip install -e '.[transformers]' in the checkout"
 
+_Found = TypeVar("_Found", bound=Attention)
 AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
 
 
@@ -156,8 +157,8 @@ def find_attention(
     device: torch.device,
     say: Callable[..., None] = _log.warning,
 ) -> Attention:
-    """The first attention that computes this model correctly there: in place, by torch's kernel or those in
-    Triton's language; gathered; or by plain products.
+    """The first attention that computes this model correctly there: over blocks in place, by kernels in Triton's
+    language (and torch's for chunks that are not recorded) or by torch's alone; gathered; or by plain products.
 
     On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is not the one before.
     """
@@ -166,23 +167,32 @@ def find_attention(
         return gathered
     tried = held, config.tokens_per_block, windows, dtype, device
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
-    reasons: list[CannotAttend] = []
-    for find in (partial(torch_paged_attention, device, held), partial(triton_attention, held)):
+    reasons: list[str] = []
+
+    def find(make: Callable[[], _Found]) -> _Found | None:
         try:
-            attention = find()
+            attention = make()
             check_attention(attention, *tried)
+            return attention
         except CannotAttend as reason:
-            reasons.append(reason)
-            continue
-        if reasons:
-            say(
-                "attention of %s is by kernels in Triton's language; torch's is of no use here: %s",
-                of_blocks,
-                reasons[0],
-            )
-        return attention
+            reasons.append(str(reason))
+            return None
+
+    torchs = find(lambda: torch_paged_attention(device, held))
+    if (kernels := find(lambda: triton_attention(held, torchs))) is not None:
+        _log.info("attention of %s is by %s", of_blocks, kernels.name)
+        return kernels
+    if torchs is not None:
+        say(
+            "attention of %s is by %s, and only generation is recorded as CUDA graphs: kernels in Triton's "
+            "language cannot be used (%s)",
+            of_blocks,
+            torchs.name,
+            reasons[0],
+        )
+        return torchs
     say(
-        "KV blocks are copied together before they are read, which is slower, and generation runs without CUDA "
+        "KV blocks are copied together before they are read, which is slower, and nothing is recorded as CUDA "
         "graphs: torch's attention of %s is of no use here (%s), nor are kernels in Triton's language (%s)",
         of_blocks,
         *reasons,

@@ -64,6 +64,7 @@ class PagedAttention:
     """
 
     has_fixed_shapes = True
+    takes_fixed_rows = False
 
     def __init__(self, varlen: VarlenAttention, takes_key_bounds: bool) -> None:
         self._varlen = varlen

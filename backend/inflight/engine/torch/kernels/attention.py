@@ -10,7 +10,6 @@ the last row of a sequence are never read, so that blocks may hold anything ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.engine.packing import PackedChunk
+from inflight.engine.packing import TILE_ROWS
 from inflight.engine.windows import AttentionWindow
 
 MAX_HEAD_DIM = 256
@@ -27,7 +26,6 @@ MAX_HEAD_DIM = 256
 _TILE_KEYS = 64
 _LEAST_PART = 256  # keys; shorter parts cost more to add up than they save
 _PROGRAMS = 1024  # enough to fill the processors of a GPU several times
-_TILE_ROWS = 64
 _LEAST_DOT = 16  # rows of the smallest product that Triton compiles
 
 
@@ -74,7 +72,7 @@ def _see(
 
 @triton.jit
 def _attend_generation(
-    queries, keys, values, tables, slots, positions, parts_read, parts_best, parts_total, scale,
+    queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
     RECENT: tl.constexpr, SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -82,12 +80,15 @@ def _attend_generation(
 ):  # fmt: skip
     """A row's query heads of one key head, over every so many-th part of its keys.
 
-    Grid: rows, key heads, programs that share the parts. A part's softmax goes to `parts_read` [rows, heads,
-    NUM_PARTS, HEAD_DIM], `parts_best` and `parts_total` [rows, heads, NUM_PARTS], float32.
+    Grid: generation rows, key heads, programs that share the parts. A part's softmax goes to `parts_read`
+    [generation rows, heads, NUM_PARTS, HEAD_DIM], `parts_best` and `parts_total` [generation rows, heads,
+    NUM_PARTS], float32.
     """
-    row = tl.program_id(0)
+    index = tl.program_id(0)
     kv_head = tl.program_id(1)
-    position = tl.load(positions + row)
+    row = tl.load(rows + index)
+    position = tl.load(positions + row, mask=row >= 0, other=-1)  # -1: no row, and so no keys
+    row = tl.maximum(row, 0)
     table = tables + tl.load(slots + row) * table_row
     first = position * 0  # of the same dtype
     if RECENT > 0:
@@ -100,7 +101,7 @@ def _attend_generation(
     heads = kv_head * GROUP + in_group
     inside = is_head[:, None] & (columns < HEAD_DIM)[None, :]
     query = tl.load(
-        queries + row.to(tl.int64) * query_row + heads[:, None] * query_head + columns[None, :],
+        queries + row * query_row + heads[:, None] * query_head + columns[None, :],
         mask=inside, other=0.0,
     )  # fmt: skip
     key_page = keys + kv_head * key_head
@@ -130,7 +131,7 @@ def _attend_generation(
                 key_block, key_token, value_block, value_token,
                         SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
             )  # fmt: skip
-        place = (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_PARTS + part
+        place = (index.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_PARTS + part
         tl.store(parts_best + place, best, mask=is_head)
         tl.store(parts_total + place, total, mask=is_head)
         tl.store(parts_read + place[:, None] * HEAD_DIM + columns[None, :], read, mask=inside)
@@ -138,14 +139,18 @@ def _attend_generation(
 
 @triton.jit
 def _add_up(
-    results, positions, parts_read, parts_best, parts_total, sinks,
+    results, rows, positions, parts_read, parts_best, parts_total, sinks,
     RECENT: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One softmax of the parts' of a row and head, into `results` [rows, heads, HEAD_DIM]. Grid: rows, heads."""
-    row = tl.program_id(0)
+    """One softmax of the parts' of a row and head, into `results` [rows, heads, HEAD_DIM].
+
+    Grid: generation rows, heads.
+    """
+    index = tl.program_id(0)
     head = tl.program_id(1)
-    position = tl.load(positions + row)
+    row = tl.load(rows + index)
+    position = tl.load(positions + row, mask=row >= 0, other=-1)
     span = position + 1
     if RECENT > 0:
         span = tl.minimum(span, RECENT)
@@ -153,8 +158,7 @@ def _add_up(
     parts = tl.arange(0, NUM_PARTS)
     columns = tl.arange(0, WIDTH)
     is_part = parts < tl.cdiv(span, part_size)
-    of_row = row.to(tl.int64) * tl.num_programs(1) + head
-    place = of_row * NUM_PARTS + parts
+    place = (index.to(tl.int64) * tl.num_programs(1) + head) * NUM_PARTS + parts
     bests = tl.load(parts_best + place, mask=is_part, other=float("-inf"))
     best = tl.max(bests, axis=0)
     kept = tl.exp(bests - best)
@@ -164,8 +168,8 @@ def _add_up(
     inside = is_part[:, None] & (columns < HEAD_DIM)[None, :]
     read = tl.load(parts_read + place[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     result = tl.sum(read * kept[:, None], axis=0) / total
-    target = results + of_row * HEAD_DIM + columns
-    tl.store(target, result.to(results.dtype.element_ty), mask=columns < HEAD_DIM)
+    target = results + (row * tl.num_programs(1) + head) * HEAD_DIM + columns
+    tl.store(target, result.to(results.dtype.element_ty), mask=(columns < HEAD_DIM) & (row >= 0))
 
 
 @triton.jit
@@ -178,7 +182,7 @@ def _attend_chunk(
 ):  # fmt: skip
     """A tile of a chunk's rows, for one query head. Grid: tiles, heads.
 
-    `results` are [rows, heads, HEAD_DIM]; `tiles` [tiles, 4] int64 as `cut_into_tiles` makes them.
+    `results` are [rows, heads, HEAD_DIM]; `tiles` are `FixedRows.tiles`.
     """
     of_tile = tiles + tl.program_id(0) * 4
     head = tl.program_id(1)
@@ -236,6 +240,7 @@ def attend_generation(
     queries: Tensor,
     pages: tuple[Tensor, Tensor],
     tables: Tensor,
+    rows: Tensor,
     slots: Tensor,
     positions: Tensor,
     window: AttentionWindow | None,
@@ -246,18 +251,19 @@ def attend_generation(
     """Generation rows' attention. Nothing is asked of the host, and the grid follows from the shapes.
 
     Args:
-        results: [rows, heads, head_dim], contiguous; is written.
-        queries: [rows, heads, head_dim], the last dimension contiguous; float32, bfloat16 or float16.
+        results: [all rows, heads, head_dim], contiguous; is written where `rows` says.
+        queries: [all rows, heads, head_dim], the last dimension contiguous; float32, bfloat16 or float16.
         pages: Keys and values, [blocks, tokens_per_block, kv_heads, head_dim], the last dimension contiguous.
         tables: [slots, blocks] int64, contiguous: which blocks a slot's sequence has.
-        slots: [rows] int64, contiguous.
-        positions: [rows] int64, contiguous, of the rows' own tokens, whose keys are in the pages.
+        rows: [generation rows] int64, contiguous: which rows they are; -1: none.
+        slots: [all rows] int64, contiguous.
+        positions: [all rows] int64, contiguous, of the rows' own tokens, whose keys are in the pages.
         window: What a row sees; None: all up to itself.
         scale: Multiplies scores.
         soft_cap: Scores become cap * tanh(score / cap); None: they stay.
         sinks: [heads], each head's learned score.
     """
-    num_rows, num_heads, head_dim = queries.shape
+    num_rows, (_, num_heads, head_dim) = len(rows), queries.shape
     keys, values = pages
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
@@ -271,7 +277,7 @@ def attend_generation(
     split = {"NUM_PARTS": parts, "LEAST_PART": _LEAST_PART, "TILE": _tile_keys(width)}
     _launch(
         _attend_generation, (num_rows, num_kv_heads, sharing),
-        queries, keys, values, tables, slots, positions, parts_read, parts_best, parts_total, scale,
+        queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         RECENT=recent, SINKS=num_sinks, SOFT_CAP=soft_cap or 0.0, TOKENS_PER_BLOCK=keys.shape[1],
         GROUP=group, HEAD_DIM=head_dim, ROWS=max(_LEAST_DOT, _power_of_two(group)), WIDTH=width,
@@ -279,7 +285,7 @@ def attend_generation(
     )  # fmt: skip
     _launch(
         _add_up, (num_rows, num_heads),
-        results, positions, parts_read, parts_best, parts_total, _or_nothing(sinks, results),
+        results, rows, positions, parts_read, parts_best, parts_total, _or_nothing(sinks, results),
         RECENT=recent, HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, WIDTH=width, **split,
     )  # fmt: skip
 
@@ -302,7 +308,7 @@ def attend_chunks(
         queries: Of these and any other rows.
         pages: Keys and values, those of the chunks themselves among them.
         tables: As there.
-        tiles: [tiles, 4] int64, as `cut_into_tiles` makes them, on the device.
+        tiles: As `FixedRows.tiles`.
         window: As there.
         scale: As there.
         soft_cap: As there.
@@ -317,18 +323,9 @@ def attend_chunks(
         results, queries, keys, values, tables, tiles, _or_nothing(sinks, results), scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         RECENT=recent, SINKS=num_sinks, HAS_SINKS=sinks is not None, SOFT_CAP=soft_cap or 0.0,
-        TOKENS_PER_BLOCK=keys.shape[1], GROUP=num_heads // keys.shape[2], HEAD_DIM=head_dim, ROWS=_TILE_ROWS,
+        TOKENS_PER_BLOCK=keys.shape[1], GROUP=num_heads // keys.shape[2], HEAD_DIM=head_dim, ROWS=TILE_ROWS,
         WIDTH=width, TILE=_tile_keys(width),
     )  # fmt: skip
-
-
-def cut_into_tiles(chunks: Iterable[PackedChunk]) -> list[list[int]]:
-    """Of chunks what `attend_chunks` takes: [first row, row after the last, slot, first position] each."""
-    return [
-        [first, min(first + _TILE_ROWS, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
-        for chunk in chunks
-        for first in range(chunk.begin, chunk.end, _TILE_ROWS)
-    ]
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.generation_graphs import GenerationGraphs, graph_bytes, recorded_sizes
+from inflight.engine.torch.iteration_graphs import IterationGraphs, RecordedKinds, mixed_sizes, recorded_sizes
 from tests.engine.driver import Driver, load_engine
+from tests.engine.fixed_rows import FixedRowsAttention
 from tests.engine.lora import make_adapter, stored
 from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, serve
@@ -35,7 +36,7 @@ from tests.models.zoo import Zoo, ZooModel
 )
 def test_few_sizes_are_recorded_up_to_the_number_of_slots(most: int, sizes: list[int]) -> None:
     assert recorded_sizes(most) == sizes
-    assert graph_bytes(most) == len(sizes) << 25
+    assert RecordedKinds(tuple(sizes)).num_bytes == len(sizes) << 25
 
 
 def test_sizes_waste_at_most_a_quarter() -> None:
@@ -43,6 +44,22 @@ def test_sizes_waste_at_most_a_quarter() -> None:
         sizes = recorded_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
         assert all(after - before <= max(8, before / 4) for before, after in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (5, [5]),
+        (16, [16]),
+        (40, [16, 24, 32, 40]),
+        (8192, [*range(16, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 512, 64),
+                *range(512, 1025, 128)]),
+    ],
+)  # fmt: skip
+def test_batches_with_chunks_are_recorded_up_to_where_launching_is_hidden(
+    most: int, sizes: list[int]
+) -> None:
+    assert mixed_sizes(most) == sizes
 
 
 def replay_everything(engine: TorchEngine, model_prompt: Callable[[int, int], list[int]]) -> list[list[int]]:
@@ -75,6 +92,73 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
     )
     assert replayed == eager
     assert set(tape.replayed) == set(range(5)), "11, 8, 4, 2 and 1 rows, recorded in this order"
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
+def test_with_chunks_tokens_are_the_same_too(zoo: Zoo, case: str) -> None:
+    """What fills a batch up has NaN for attention, and reaches nobody."""
+    model, tape = zoo[case], Tape()
+    options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
+    engine = load_paged(model.folder, 200, 11, tape, **options)
+    replayed = replay_everything(engine, model.prompt)
+    eager = replay_everything(
+        load_engine(model.folder, max_num_sequences=11, kernels="torch", max_sequence_length=96), model.prompt
+    )
+    assert replayed == eager
+    assert engine.recorded.mixed_sizes == (16, 24, 32, 40, 48, 56, 64)
+    sizes = engine.recorded.generation_sizes + engine.recorded.mixed_sizes
+    of_replays = {sorted(sizes, reverse=True)[index] for index in tape.replayed}
+    assert len(tape.replayed) == 11 * 3 + 6 + 2 * 3, "every iteration"
+    assert of_replays == set(sizes) - {56, 64}
+
+
+def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
+    """Tiles of one, a full one and one more; rows that generate between them in the order of slots."""
+    model, tape = zoo["llama-gqa"], Tape()
+    options = {"attention": FixedRowsAttention(), "max_num_tokens": 256}
+    driver = Driver(load_paged(model.folder, 200, 8, tape, **options))
+    rows = [driver.start(model.prompt(length, length)) for length in (90, 65, 64, 7)]
+    driver.step({rows[0]: 64, rows[1]: 65, rows[3]: 6})
+    driver.step({rows[2]: 64, rows[0]: 26}, [rows[1]])
+    driver.step({rows[3]: 1}, rows[:3])
+    driver.step(generation=rows)
+    assert len(tape.replayed) == 4
+    for row in rows:
+        assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
+
+
+def test_what_has_more_rows_or_chunks_than_are_recorded_runs_without(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.engine.torch.iteration_graphs._MOST_CHUNKS", 2)
+    monkeypatch.setattr("inflight.engine.torch.iteration_graphs._MOST_ROWS", 40)
+    model, tape = zoo["llama"], Tape()
+    driver = Driver(load_paged(model.folder, 200, 8, tape, FixedRowsAttention()))
+    rows = [driver.start(model.prompt(5 + length, length)) for length in range(3)]
+    driver.step(dict.fromkeys(rows, 5))
+    assert not tape.replayed, "three tiles"
+    driver.step({rows[1]: 1, rows[2]: 2}, rows[:1])
+    assert len(tape.replayed) == 1
+    rows.append(driver.start(model.prompt(41, 9)))
+    driver.step({rows[-1]: 39}, rows[:2])
+    assert len(tape.replayed) == 1, "41 rows"
+    driver.step({rows[-1]: 2}, rows[:3])
+    assert len(tape.replayed) == 2
+    for row in rows:
+        assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse", "chunked"])
+def test_everything_that_is_served_is_the_same_with_recorded_chunks(zoo: Zoo, way: str) -> None:
+    model = zoo["llama-gqa"]
+    requests, tape = requests_of(model), Tape()
+    expected = serve(load_paged(model.folder, 60), config_of(way), requests)
+    served = serve(
+        load_paged(model.folder, 60, capture=tape, attention=FixedRowsAttention()), config_of(way), requests
+    )
+    for request in requests:
+        assert served.beams(request) == expected.beams(request)
+    assert tape.replayed
 
 
 def serve_adapters(engine: TorchEngine, model: ZooModel, ranks: list[int], **options: Any) -> list[list[int]]:
@@ -162,17 +246,22 @@ def test_what_cannot_be_recorded_runs_without_and_says_so(zoo: Zoo, caplog: pyte
 
 
 def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
-    sizes = []
+    sizes: list[int] = []
 
-    class Spy(GenerationGraphs):
-        def _run(self, size: int, with_adapters: bool) -> None:
-            sizes.append(size)
-            super()._run(size, with_adapters)
+    class Spy(IterationGraphs):
+        def _run(self, recording: Any) -> None:
+            sizes.append(recording.size)
+            super()._run(recording)
 
-    engine = load_paged(zoo["llama"].folder)
-    with torch.inference_mode():
-        Spy(engine.runner.decoder, engine.runner.slots, engine.runner.cache, Tape())
-    assert sizes == [6, 6, 4, 4, 2, 2, 1, 1]
+    for attention, expected in (
+        (None, [6, 6, 4, 4, 2, 2, 1, 1]),
+        (FixedRowsAttention(), [30, 30, 24, 24, 16, 16, 6, 6, 4, 4, 2, 2, 1, 1]),
+    ):
+        sizes.clear()
+        engine = load_paged(zoo["llama"].folder, attention=attention)
+        with torch.inference_mode():
+            Spy(engine.runner.decoder, engine.runner.slots, engine.runner.cache, Tape(), 30)
+        assert sizes == expected
 
 
 @pytest.mark.parametrize(("ranks", "options"), [([64, 64, 8], {}), ([8], {"use_dora": True})])
@@ -217,4 +306,5 @@ def test_rows_that_fill_a_batch_up_have_no_adapter(zoo: Zoo) -> None:
 
 
 def test_with_adapters_every_size_is_recorded_twice() -> None:
-    assert graph_bytes(8, with_adapters=True) == 2 * graph_bytes(8)
+    kinds = {"generation_sizes": (1, 2, 4, 8), "mixed_sizes": (16, 24)}
+    assert RecordedKinds(**kinds, with_adapters=True).num_bytes == 2 * RecordedKinds(**kinds).num_bytes

@@ -1,0 +1,75 @@
+"""Attention by `FixedRows`, on any device and slowly: what a recorded batch with chunks is attended to by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inflight.engine.packing import FixedRows, PackedBatch, cut_into_tiles
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.windows import AttentionWindow
+
+Plan = tuple[Tensor, Tensor, Tensor, Tensor, AttentionWindow | None]
+
+
+class FixedRowsAttention:
+    """In tensor operations alone, so that it can be recorded.
+
+    Rows that are neither a chunk's nor generate get NaN.
+
+    Attributes:
+        num_rows: Of every batch that was planned.
+    """
+
+    has_fixed_shapes = takes_fixed_rows = True
+    name = "by fixed rows"
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def plan(
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
+    ) -> Mapping[AttentionWindow | None, Plan]:
+        rows = torch.arange(len(packed.positions), device=packed.positions.device)
+        self.num_rows.append(len(rows))
+        fixed = packed.fixed
+        if fixed is None:
+            tiles = torch.tensor(cut_into_tiles(packed.chunks), dtype=torch.int64).reshape(-1, 4)
+            fixed = FixedRows(tiles.to(rows.device), rows[packed.generation_begin :])
+        first, end, slots, starts = fixed.tiles.unbind(1)
+        inside = (rows[:, None] >= first) & (rows[:, None] < end)
+        generates = (rows[:, None] == fixed.generation_rows).any(1)
+        positions = ((starts + rows[:, None] - first) * inside).sum(1) + packed.positions * generates
+        slots = (slots * inside).sum(1) + packed.slots * generates
+        tables = packed.block_tables[slots]
+        return {window: (tables, positions, inside.any(1), generates, window) for window in windows}
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        plan: Plan,
+        cache: KvCache,
+        sinks: Any = None,
+    ) -> Tensor:
+        tables, positions, in_chunk, generates, window = plan
+        _, heads, head_dim = queries.shape
+        read, written = (
+            page[tables].flatten(1, 2).repeat_interleave(heads // page.shape[2], dim=2, output_size=heads)
+            for page in cache.pages(layer)
+        )
+        places = torch.arange(read.shape[1], device=queries.device)
+        visible = places <= positions[:, None]
+        if window is not None:
+            visible = visible & ((places > positions[:, None] - window.recent) | (places < window.sinks))
+        scores = torch.einsum("rhd,rkhd->rhk", queries, read) * head_dim**-0.5
+        weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+        written = written.masked_fill(~visible[:, :, None, None], 0)
+        found = torch.einsum("rhk,rkhd->rhd", weights, written)
+        used = in_chunk | generates
+        return found.masked_fill(~used[:, None, None], torch.nan).flatten(1)
