@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,11 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.decoding import LogitsPostProcessors
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
-from inflight.engine.torch.attention_check import check_attention
+from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
+from inflight.engine.torch.quantized_linear import QuantizedLinear, Quantizing, quantize_float8
 from inflight.engine.windows import AttentionWindow
-from inflight.models import read_model_description
+from inflight.models import Linear, read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.lora import make_adapter, stored
 from tests.engine.serving import Served, config_of, load, serve, to_torch
@@ -31,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+_TRITON = "inflight.engine.torch.load_decoder.triton_attention"
 AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
 
 
@@ -70,6 +73,21 @@ def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, to
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens_per_block", [8, 32])
+def test_kernels_at_edges_of_blocks(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
+    """Generation rows behind 31, 32 and 33 blocks, and a token more."""
+    decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=64)
+    windows = (None, AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(257))
+    for more in (0, 1):
+        lengths = tuple(blocks * tokens_per_block + more for blocks in (33, 32, 31))
+        with mock.patch("inflight.engine.torch.attention_check._LONG", lengths):
+            check_attention(
+                triton_attention(decoder), decoder, tokens_per_block, windows, dtype, torch.device("cuda")
+            )
+
+
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 17, 33, 63, 64, 65, 128, 129])
 @pytest.mark.parametrize(
     ("case", "windows"),
@@ -80,7 +98,9 @@ def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, to
         ("mistral-window", {}),
     ],
 )
-def test_chunks_at_the_edges_of_tiles(zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int) -> None:
+def test_chunks_at_the_edges_of_tiles(
+    zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int, recorded: bool
+) -> None:
     """A chunk's last row is the one that chooses: behind a part of its prompt, and with none before it."""
     model = zoo[case]
     logits = []
@@ -91,8 +111,10 @@ def test_chunks_at_the_edges_of_tiles(zoo: Zoo, case: str, windows: dict[str, An
             kernels="torch",
             max_tokens_in_paged_kv_cache=4096,
             max_num_tokens=256,
+            cuda_graph_mode=recorded,
             **windows,
         )
+        assert bool(engine.recorded.mixed_sizes) == (recorded and device == "cuda")
         driver = Driver(engine)
         first, second = (driver.start(model.prompt(num_rows + before, before)) for before in (0, 23))
         driver.step({first: num_rows, second: 23})
@@ -146,7 +168,7 @@ GRAPHED = {"dtype": "bfloat16", "device": "cuda", "max_num_sequences": 11, "max_
 
 
 def _load_graphed(model: ZooModel, **changes: Any) -> TorchEngine:
-    """With blocks that FlashAttention 2 reads in place too: it takes no smaller ones."""
+    """With blocks that FlashAttention 2 takes too, for chunks that are launched: it takes no smaller ones."""
     values = {**GRAPHED, "tokens_per_block": 256, "max_tokens_in_paged_kv_cache": 256 * 40, **changes}
     return load_engine(model.folder, **values)
 
@@ -168,11 +190,28 @@ def _grow_and_shrink(engine: TorchEngine, model: ZooModel) -> list[tuple[list[in
     return [(row.generated, torch.stack(row.logits)) for row in ended]
 
 
+@pytest.mark.parametrize("tokens_per_block", [32, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", ["llama", "llama-gqa", "gpt2", "mistral-window"])
+def test_blocks_are_read_in_place_and_batches_recorded(
+    zoo: Zoo, case: str, dtype: str, tokens_per_block: int
+) -> None:
+    engine = _load_graphed(zoo[case], dtype=dtype, tokens_per_block=tokens_per_block, max_num_tokens=100)
+    assert engine.recorded.generation_sizes == (1, 2, 4, 8, 11)
+    assert engine.recorded.mixed_sizes == (16, 24, 32, 40, 48, 56, 64, 80, 96, 100)
+
+
 @pytest.mark.skipif(not AMPERE, reason="FlashAttention is for processors from Ampere on")
 @pytest.mark.parametrize("case", ["llama", "llama-gqa", "gpt2", "mistral-window"])
-def test_blocks_are_read_in_place_and_batches_recorded(zoo: Zoo, case: str) -> None:
-    engine = _load_graphed(zoo[case])
-    assert engine.recorded.generation_sizes == (1, 2, 4, 8, 11)
+def test_without_the_kernels_torchs_attention_reads_in_place_and_generation_is_recorded(
+    zoo: Zoo, case: str
+) -> None:
+    with mock.patch(_TRITON, side_effect=CannotAttend("there is none")):
+        engine = _load_graphed(zoo[case])
+        assert engine.recorded.generation_sizes == (1, 2, 4, 8, 11) and not engine.recorded.mixed_sizes
+        row = alone(engine, zoo[case].prompt(60), 20)
+    exact = zoo[case].logits(row.tokens)[59:-1]
+    assert (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std() < 0.15
 
 
 @pytest.mark.skipif(not AMPERE, reason="FlashAttention is for processors from Ampere on")
@@ -233,11 +272,44 @@ def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) ->
     """Recorded, launched one by one, and gathered, each against float32 logits of the tokens that it chose."""
     model = zoo[case]
     gathered = {"tokens_per_block": 8}  # FlashAttention 2 refuses them
-    for changes in ({}, {"cuda_graph_mode": False}, gathered):
-        row = alone(_load_graphed(model, **changes), model.prompt(60), 60)
+    for changes, why_not in (
+        ({}, None),
+        ({"cuda_graph_mode": False}, None),
+        (gathered, CannotAttend("none")),
+    ):
+        with mock.patch(_TRITON, side_effect=why_not) if why_not else contextlib.nullcontext():
+            row = alone(_load_graphed(model, **changes), model.prompt(60), 60)
         exact = model.logits(row.tokens)[59:-1]
         error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
         assert error < 0.15, changes
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.15), ("fp8", 0.4)])
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2"])
+def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> None:
+    """Recorded, in bfloat16, against the unrounded weights."""
+    model = zoo[case]
+    row = alone(_load_graphed(model, dtype=kind), model.prompt(60), 30)
+    exact = model.logits(row.tokens)[59:-1]
+    assert (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std() < most
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 129])
+def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
+    """Against float64, of sizes for which processors have operators of their own."""
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(num_rows)
+    weight, x = (torch.randn((rows, 512), generator=generator, device=device) for rows in (768, num_rows))
+    linear = Quantizing(kind, torch.bfloat16, device).linear(Linear(weight.bfloat16()))
+    assert isinstance(linear, QuantizedLinear)
+    taken = x.bfloat16().float()
+    if kind == "fp8":
+        levels, scales = quantize_float8(taken)
+        taken = levels.float() * scales[:, None]
+    exact = taken.double() @ linear.dequantized().double().T
+    error = (linear(x.bfloat16()).double() - exact).square().mean().sqrt() / exact.std()
+    assert error < 0.01
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])
