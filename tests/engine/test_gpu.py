@@ -284,7 +284,7 @@ def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) ->
         assert error < 0.15, changes
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.15), ("fp8", 0.4)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.2), ("fp8", 0.6)])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2"])
 def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> None:
     """Recorded, in bfloat16, against the unrounded weights."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine import memory
@@ -53,6 +54,17 @@ def test_a_load_says_what_the_weights_want(
     said = str(caught.value)
     assert f"about {wanted / 2**20:.1f} MiB are wanted, and 7.0 MiB were free on cpu before" in said
     assert "smaller dtype" in said and type(error).__name__ in said and "more" not in said.split("(")[-1]
+
+
+@pytest.mark.parametrize("error", SAID, ids=lambda error: type(error).__name__)
+def test_so_does_one_by_transformers(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    folder = zoo["llama"].folder
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", raising(error))
+    monkeypatch.setattr(memory, "free_memory", lambda device: 7 << 20)
+    with pytest.raises(ConfigError, match="too little memory for the weights") as caught:
+        load_engine(folder, implementation="transformers")
+    wanted = (folder / "model.safetensors").stat().st_size
+    assert f"about {wanted / 2**20:.1f} MiB are wanted" in str(caught.value)
 
 
 def test_a_load_says_what_the_cache_and_adapters_want(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, me
     try:
         yield
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(
             f"there is too little memory for {what}: about {num_bytes() / 2**20:.1f} MiB are wanted, and "
@@ -159,7 +159,7 @@ def computing(num_rows: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise StepFailed(
             f"there was too little memory for an iteration of {num_rows} rows: a shorter prompt or fewer outputs "
@@ -168,7 +168,8 @@ def computing(num_rows: int) -> Iterator[None]:
         ) from None
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is too little memory, on whichever device."""
     import torch
 
     if isinstance(error, OSError):  # of mapped memory

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -351,7 +352,8 @@ def _load_runner(
     if config.engine_threads is not None:
         torch.set_num_threads(config.engine_threads)
     assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
-    model = find_model(config, device, mapping.world_size)
+    with allocating("the weights", partial(_stored_bytes, config), device, _LESS_WEIGHTS):
+        model = find_model(config, device, mapping.world_size)
     if isinstance(model, TransformersModel):  # which takes no adapters
         config = replace(config, lora_cache_gpu_memory_fraction=0.0)
     else:
@@ -412,6 +414,11 @@ def _load_runner(
     if device.type == "cuda" and not agree(len(runner.recorded.generation_sizes)):
         runner.drop_recordings()
     return runner
+
+
+def _stored_bytes(config: EngineConfig) -> int:
+    """What the checkpoint's weights take on disk, and about that in memory if transformers reads them."""
+    return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
 
 
 def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, mapping: Mapping) -> int:

@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from inflight.config import QUANTIZED, EngineConfig
+from inflight.engine.memory import is_out_of_memory
 from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.transformers_decoder import (
     EXAMPLE_LENGTHS,
@@ -61,6 +62,7 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     Raises:
         ConfigError: A parameter asks for what this engine has not, or the checkpoint cannot be served by it; the
             message names the model's type and why.
+        Exception: There is too little memory, as `is_out_of_memory` says.
     """
     _check_parameters(config, num_ranks)
     file = read_config_file(str(config.gpt_model_path))
@@ -73,6 +75,8 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     except ConfigError:
         raise
     except Exception as error:  # modelling code that was not made for this may raise anything
+        if is_out_of_memory(error):
+            raise
         raise refuse(f"it fails when it is tried: {_first_line(error)}") from error
 
 
@@ -201,6 +205,8 @@ def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Re
             output_loading_info=True,
         )
     except Exception as error:  # whatever is wrong with a checkpoint, in every class of error
+        if is_out_of_memory(error):
+            raise
         raise refuse(f"transformers cannot load it: {_first_line(error)}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, found.get(what) or ())):
