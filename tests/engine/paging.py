@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.varlen import AuxRequest
 
 from inflight.core.schedule.batch import EngineLimits
+from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
@@ -17,6 +18,7 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.engine import TorchRunner
 from inflight.engine.torch.iteration_graphs import Capture
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.layer_operations import LayerOperations
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import layer_windows
 from inflight.models import load_weights, read_model_description
@@ -39,6 +41,8 @@ def load_paged(
     max_num_tokens: int = 512,
     part: Part | None = None,
     collectives: Collectives = ALONE,
+    operations: LayerOperations | None = None,
+    row_kernels: RowKernels | None = None,
     **windows: Any,
 ) -> TorchEngine:
     """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
@@ -55,6 +59,8 @@ def load_paged(
         part,
         collectives,
         attention or PagedAttention(kernel, takes_key_bounds=True),
+        operations,
+        row_kernels or RowKernels(),
     )
     cache = KvCache(part.held_config(model.decoder), num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
     limits = EngineLimits(

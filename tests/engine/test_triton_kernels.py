@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,21 +45,33 @@ def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         triton_attention(decoder)
 
 
-@pytest.mark.parametrize(
+TARGETS = pytest.mark.parametrize(
     ("capability", "shared_kib", "dtype"),
     [(80, 163, "bf16"), (90, 227, "bf16"), (90, 227, "fp32"), (120, 99, "bf16")],
 )
-def test_they_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
-    """To machine code, which Triton does without one; and a processor's shared memory is enough."""
+
+
+def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    """To machine code, which Triton does without a GPU; other arguments are int32."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    given = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    known = types | dict.fromkeys(given, "constexpr")
+    signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=given)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+@TARGETS
+def test_attention_compiles_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
+    """A processor's shared memory is enough."""
     from inflight.engine.torch.kernels import attention as kernels
 
-    pointers = dict.fromkeys(("queries", "keys", "values", "results", "sinks"), f"*{dtype}")
-    pointers |= dict.fromkeys(("tables", "rows", "slots", "positions", "tiles"), "*i64")
-    pointers |= dict.fromkeys(("parts_read", "parts_best", "parts_total"), "*fp32")
+    types = {"scale": "fp32"} | dict.fromkeys(("queries", "keys", "values", "results", "sinks"), f"*{dtype}")
+    types |= dict.fromkeys(("tables", "rows", "slots", "positions", "tiles"), "*i64")
+    types |= dict.fromkeys(("parts_read", "parts_best", "parts_total"), "*fp32")
     constants = {
         "RECENT": 4096,
         "SINKS": 4,
@@ -69,10 +82,32 @@ def test_they_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) ->
     }
     constants |= {"HEAD_DIM": 128, "WIDTH": 128, "NUM_PARTS": 32, "LEAST_PART": 256, "TILE": 64}
     for name, rows in (("_attend_generation", 16), ("_add_up", 16), ("_attend_chunk", 64)):
-        kernel = getattr(kernels, name)
-        given = {key: value for key, value in (constants | {"ROWS": rows}).items() if key in kernel.arg_names}
-        types = {"scale": "fp32"} | pointers | dict.fromkeys(given, "constexpr")
-        signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=given)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        assert compiled.asm["cubin"] and compiled.metadata.shared <= shared_kib << 10
+        made = compiled(getattr(kernels, name), capability, types, constants | {"ROWS": rows})
+        assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
+
+
+@TARGETS
+def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
+    from inflight.engine.torch.kernels import layers, peaks
+
+    names = ("x", "computed", "weight", "sums", "normed", "qkv", "turned", "query_weight", "key_weight")
+    types = dict.fromkeys((*names, "key_cache", "value_cache", "inner", "results"), f"*{dtype}")
+    types |= dict.fromkeys(("cosines", "sines", "logits", "highest", "block_highest"), "*fp32")
+    types |= dict.fromkeys(("positions", "places", "tokens", "block_tokens"), "*i64") | {"eps": "fp32"}
+    constants = {
+        "HEADS": 32,
+        "KV_HEADS": 8,
+        "HEAD_DIM": 128,
+        "WIDTH": 128,
+        "ROTARY_DIM": 96,
+        "HAS_NORMS": True,
+    }
+    constants |= {"BLOCK": 4096, "BLOCKS": 32}
+    for kernel in (
+        layers._add_norm, layers._rotate_and_write, peaks._peaks_of_blocks, peaks._peaks_of_rows,
+    ):  # fmt: skip
+        made = compiled(kernel, capability, types, constants)
+        assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
+    for activation in layers.ACTIVATIONS.values():
+        chosen = {"ACTIVATION": activation, "BLOCK": 1024}
+        assert compiled(layers._gated_activation, capability, types, chosen).asm["cubin"]

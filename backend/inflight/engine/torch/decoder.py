@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.layer_operations import LayerOperations, apply_norm, rotate
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
@@ -33,18 +33,8 @@ from inflight.models.decoder_weights import ExpertWeights, LatentWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
+_BY_TORCH = RowKernels()
 _LEAST_SUM = 1e-20  # of probabilities that are divided by their sum
-
-_Rotation = tuple[Tensor, Tensor]
-"""cos and signed sin of each row's angles, [rows, 1, rotary_dim] float32."""
 
 
 class Decoder:
@@ -58,6 +48,8 @@ class Decoder:
         part: Which part of the model this is; None: all of it.
         collectives: The ranks that have the other parts of these layers; all of them run the same batches.
         attention: How rows read keys and values.
+        operations: What there is between products and attention; None: in torch's operators.
+        row_kernels: As the attribute.
 
     Attributes:
         config: Of the whole model.
@@ -70,7 +62,6 @@ class Decoder:
     """
 
     needs_cleared_blocks = True
-    row_kernels = RowKernels()
 
     def __init__(
         self,
@@ -81,6 +72,8 @@ class Decoder:
         part: Part | None = None,
         collectives: Collectives = ALONE,
         attention: Attention = GATHERING,
+        operations: LayerOperations | None = None,
+        row_kernels: RowKernels = _BY_TORCH,
     ) -> None:
         part = part or Part.whole(config)
         self.config = config
@@ -91,13 +84,14 @@ class Decoder:
         self._attention = attention
         self._part = part
         self._held = part.held_config(config)
+        self._operations = operations or LayerOperations(self._held)
+        self.row_kernels = row_kernels
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._first_layer = part.layers[0]
         self._layer_windows = layer_windows[slice(*part.layers)]
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
-        self._activation = _ACTIVATIONS[config.activation]
         any_linear = weights.layers[0].qkv
         self.dtype, self._device = any_linear.dtype, any_linear.weight.device
         self._layer_ropes = config.ropes[slice(*part.layers)]
@@ -130,22 +124,27 @@ class Decoder:
         plans = self._attention.plan(packed, cache, self._windows)
         places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
-        rotations: dict[RopeConfig | None, _Rotation | None] = {
-            rope: _rotation(cos, sin, packed.positions) for rope, (cos, sin) in self._rope_tables.items()
+        rotations: dict[RopeConfig | None, Any] = {
+            rope: self._operations.rotation(cos, sin, packed.positions)
+            for rope, (cos, sin) in self._rope_tables.items()
         }
+        read = self._norm(x, weights.layers[0].attention_norm) if weights.layers else x
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
             plan = plans[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
-            read = self._norm(x, layer.attention_norm)
             rotation = rotations.get(self._layer_ropes[index])
             attended = self._attend(read, rotation, index, layer, places, plan, cache)
-            added = self._add(x, attended, layer.attention_post_norm)
-            mlp_input = x if self.config.parallel_residual else added
-            computed = self._mlp(self._norm(mlp_input, layer.mlp_norm), layer)
-            x = self._add(added, computed, layer.mlp_post_norm)
+            following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
+            if self.config.parallel_residual:
+                computed = self._mlp(self._norm(x, layer.mlp_norm), layer)
+                x, _ = self._add(x, attended, layer.attention_post_norm, None)
+            else:
+                x, read = self._add(x, attended, layer.attention_post_norm, layer.mlp_norm)
+                computed = self._mlp(read, layer)
+            x, read = self._add(x, computed, layer.mlp_post_norm, following)
         return x
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
@@ -196,7 +195,7 @@ class Decoder:
     def _attend(
         self,
         x: Tensor,
-        rotation: _Rotation | None,
+        rotation: Any,
         index: int,
         layer: LayerWeights,
         places: Tensor,
@@ -206,40 +205,34 @@ class Decoder:
         if self.config.latent is not None and layer.latent is not None:
             queries, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
             values = keys
+            cache.write(index, places, keys, values)
         else:
-            queries, keys, values = self._queries_keys_values(x, rotation, layer)
-        cache.write(index, places, keys, values)
+            queries, keys, values = self._queries_keys_values(x, rotation, index, layer, places, cache)
         read = self._attention.attend(queries, keys, values, index, plan, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)
         return self._row_parallel(layer.output, read)
 
     def _queries_keys_values(
-        self, x: Tensor, rotation: _Rotation | None, layer: LayerWeights
+        self, x: Tensor, rotation: Any, index: int, layer: LayerWeights, places: Tensor, cache: KvCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each [rows, heads, head_dim]."""
+        """Each [rows, heads, head_dim]; keys and values are in the cache then."""
         heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
         qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
-        queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = queries_keys.split((heads, kv_heads), dim=1)
-            if self.config.qk_norm == "heads":
-                pair = self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)
-            else:
-                pair = (
-                    self._norm_together(queries, layer.query_norm, self.config.num_heads),
-                    self._norm_together(keys, layer.key_norm, self.config.num_kv_heads),
-                )
-            queries_keys = torch.cat(pair, dim=1)
-        if rotation is not None:
-            queries_keys = _rotate(queries_keys, *rotation)
-        queries, keys = queries_keys.split((heads, kv_heads), dim=1)
-        return queries, keys, values
+            norms = layer.query_norm, layer.key_norm
+            if self.config.qk_norm != "heads":
+                queries, keys, values = qkv.split((heads, kv_heads, kv_heads), dim=1)
+                queries = self._norm_together(queries, layer.query_norm, self.config.num_heads)
+                keys = self._norm_together(keys, layer.key_norm, self.config.num_kv_heads)
+                qkv, norms = torch.cat((queries, keys, values), dim=1), None
+        return self._operations.heads(qkv, norms, rotation, places, index, cache)
 
     def _compress(
         self,
         x: Tensor,
-        rotation: _Rotation | None,
+        rotation: Any,
         down: Linear,
         weights: LatentWeights,
         config: LatentAttention,
@@ -261,7 +254,7 @@ class Decoder:
         if config.interleaved:
             turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
         if rotation is not None:
-            turned = _rotate(turned, *rotation)
+            turned = rotate(turned, *rotation)
         key_up, _ = self._by_head(weights, config)
         absorbed = (plain.transpose(0, 1) @ key_up).transpose(0, 1)
         latent = apply_norm(latent, weights.kv_norm, config.norm_eps)
@@ -287,34 +280,25 @@ class Decoder:
         if layer.experts is not None:
             return self._mix(x, layer, layer.experts)
         assert layer.up is not None and layer.down is not None, "a layer has experts or an MLP"
-        return self._row_parallel(layer.down, self._activate(layer.up(x)))
-
-    def _activate(self, inner: Tensor) -> Tensor:
-        """What the second projection of an MLP is given, of what the first gave."""
-        if not self.config.gated_mlp:
-            return self._activation(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        if (swiglu := self.config.clamped_swiglu) is not None:
-            gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
-            return gate.mul(torch.sigmoid(gate * swiglu.alpha)).mul_(up + 1)
-        return self._activation(gate).mul_(up)
+        return self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
 
     def _mix(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights[Linear]) -> Tensor:
         """A layer's experts, and the MLP beside them. Of a sum over ranks each has computed what it holds."""
         config = self._held.experts
         assert config is not None, "the layer has experts"
-        given = mix_experts(x, experts, config, self._activate)
+        given = mix_experts(x, experts, config, self._operations.activate)
         if layer.up is not None and layer.down is not None:
-            shared = layer.down(self._activate(layer.up(x)))
+            shared = layer.down(self._operations.activate(layer.up(x)))
             if experts.shared_gate is not None:
                 shared = torch.sigmoid(experts.shared_gate(x)) * shared
             given = given + shared
         return self._collectives.all_reduce(given) if self._collectives.size > 1 else given
 
-    def _add(self, x: Tensor, computed: Tensor, post_norm: Norm | None) -> Tensor:
-        """The residual stream with what attention or MLP gave."""
-        computed = self._norm(computed, post_norm)
-        return x + computed if self.config.residual_scale == 1 else x + computed * self.config.residual_scale
+    def _add(
+        self, x: Tensor, computed: Tensor, post_norm: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with what attention or MLP gave, and that as `norm` hands it on."""
+        return self._operations.add_norm(x, self._norm(computed, post_norm), norm)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else apply_norm(x, norm, self.config.norm_eps)
@@ -399,39 +383,10 @@ def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
     return logits
 
 
-def _rotation(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> _Rotation:
-    """cos and signed sin of each row's angles, [rows, 1, rotary_dim] float32, as `_rotate` takes them."""
-    cos, sin = all_cos[positions], all_sin[positions]
-    return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
-
-
 def cache_places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
     """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
     blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
     return blocks * tokens_per_block + packed.positions % tokens_per_block
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + rotary_dim / 2) of the heads [rows, heads, head_dim], computed in float32.
-
-    Dimensions from rotary_dim on stay as they are.
-    """
-    rotary_dim = cos.shape[-1]
-    if rotary_dim < x.shape[-1]:
-        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        return torch.cat([_rotate(turned, cos, signed_sin), rest], dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    swapped = torch.cat([second, first], dim=-1)
-    return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
-
-
-def apply_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    """An RMSNorm or a LayerNorm over the last dimension, in float32 where the norm's weights are."""
-    if norm.weight.dtype != x.dtype:
-        return apply_norm(x.to(norm.weight.dtype), norm, eps).to(x.dtype)
-    if norm.bias is None:
-        return F.rms_norm(x, x.shape[-1:], norm.weight, eps)
-    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
 
 
 def embed(

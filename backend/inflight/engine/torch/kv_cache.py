@@ -88,6 +88,11 @@ class KvCache:
         for part, rows in zip(self._tokens[layer], (keys, values)):
             part.index_copy_(0, places, rows)
 
+    def tokens(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values by the places that `write` takes: [tokens, kv_heads, head_dim], contiguous."""
+        parts = self._tokens[layer]
+        return parts[0], parts[-1]
+
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the blocks one after another, each [blocks * tokens_per_block, kv_heads, head_dim].
 

@@ -23,6 +23,7 @@ from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.host_memory import zeros
+from inflight.engine.torch.layer_check import find_operations, find_row_kernels
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
 from inflight.engine.torch.native.packing import PackedLayer, PackedLinear, Packer
@@ -120,8 +121,12 @@ def load_decoder(
             )
         else:
             weights = load_weights(model, dtype, device, part)
-        attention = find_attention(config, part.held_config(model.decoder), windows, dtype, device)
-        return Decoder(model.decoder, weights, windows, max_sequence_length, part, collectives, attention)
+        held = part.held_config(model.decoder)
+        attention = find_attention(config, held, windows, dtype, device)
+        operations = find_operations(held, dtype, device)
+        row_kernels = find_row_kernels(model.decoder.vocab_size, device)
+        parts = part, collectives, attention, operations, row_kernels
+        return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
     packer = Packer(library, dtype, is_int8, torch.get_num_threads())
     weights = load_finished_weights(model, dtype, device, part, _Packing(packer))
     return NativeDecoder(

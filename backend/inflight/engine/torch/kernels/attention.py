@@ -10,14 +10,13 @@ the last row of a sequence are never read, so that blocks may hold anything ther
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from inflight.engine.packing import TILE_ROWS
+from inflight.engine.torch.kernels.launching import launch, power_of_two
 from inflight.engine.windows import AttentionWindow
 
 MAX_HEAD_DIM = 256
@@ -34,8 +33,8 @@ def num_parts(num_kv_heads: int, longest: int) -> int:
 
     Sequences of at most `longest` tokens do not have more parts than that is long.
     """
-    parts = max(4, min(64, _power_of_two(256 // num_kv_heads)))
-    return min(parts, _power_of_two(-(-longest // _LEAST_PART)))
+    parts = max(4, min(64, power_of_two(256 // num_kv_heads)))
+    return min(parts, power_of_two(-(-longest // _LEAST_PART)))
 
 
 @triton.jit
@@ -271,19 +270,19 @@ def attend_generation(
     shape = (num_rows, num_heads, parts)
     parts_read = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
     parts_best, parts_total = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
-    width = max(_LEAST_DOT, _power_of_two(head_dim))
+    width = max(_LEAST_DOT, power_of_two(head_dim))
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
     sharing = max(1, min(parts, _PROGRAMS // (num_rows * num_kv_heads)))
     split = {"NUM_PARTS": parts, "LEAST_PART": _LEAST_PART, "TILE": _tile_keys(width)}
-    _launch(
+    launch(
         _attend_generation, (num_rows, num_kv_heads, sharing),
         queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         RECENT=recent, SINKS=num_sinks, SOFT_CAP=soft_cap or 0.0, TOKENS_PER_BLOCK=keys.shape[1],
-        GROUP=group, HEAD_DIM=head_dim, ROWS=max(_LEAST_DOT, _power_of_two(group)), WIDTH=width,
+        GROUP=group, HEAD_DIM=head_dim, ROWS=max(_LEAST_DOT, power_of_two(group)), WIDTH=width,
         **split,
     )  # fmt: skip
-    _launch(
+    launch(
         _add_up, (num_rows, num_heads),
         results, rows, positions, parts_read, parts_best, parts_total, _or_nothing(sinks, results),
         RECENT=recent, HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, WIDTH=width, **split,
@@ -317,8 +316,8 @@ def attend_chunks(
     _, num_heads, head_dim = queries.shape
     keys, values = pages
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
-    width = max(_LEAST_DOT, _power_of_two(head_dim))
-    _launch(
+    width = max(_LEAST_DOT, power_of_two(head_dim))
+    launch(
         _attend_chunk, (len(tiles), num_heads),
         results, queries, keys, values, tables, tiles, _or_nothing(sinks, results), scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
@@ -326,15 +325,6 @@ def attend_chunks(
         TOKENS_PER_BLOCK=keys.shape[1], GROUP=num_heads // keys.shape[2], HEAD_DIM=head_dim, ROWS=TILE_ROWS,
         WIDTH=width, TILE=_tile_keys(width),
     )  # fmt: skip
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    kernel[grid](*arguments, **constants)
-
-
-def _power_of_two(number: int) -> int:
-    """The next one."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def _tile_keys(width: int) -> int:

@@ -18,9 +18,10 @@ from inflight.decoding.nan_check import Peaks
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.packing import PackedBatch
 from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.decoder import apply_norm, embed, join_logits
+from inflight.engine.torch.decoder import embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.layer_operations import apply_norm
 from inflight.engine.torch.native.adapters import Adapters
 from inflight.engine.torch.native.packing import Contribution, PackedLayer, PackedLinear, Packer
 from inflight.engine.torch.native.row_kernels import NativeRowKernels

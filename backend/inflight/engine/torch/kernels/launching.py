@@ -1,0 +1,15 @@
+"""What the modules of kernels share: starting one, and sizes of tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Start a kernel of Triton's, whose types it does not declare."""
+    kernel[grid](*arguments, **constants)
+
+
+def power_of_two(number: int) -> int:
+    """The next one: tiles are of such sizes."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,193 @@
+"""Kernels for what is between a layer's products, interpreted: as torch's operators, whatever the sizes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.decoding.nan_check import Peaks, find_peaks
+from inflight.decoding.row_kernels import RowKernels
+from inflight.engine.torch import layer_check
+from inflight.engine.torch.attention import by_plain_products
+from inflight.engine.torch.kernels import layer_operations, layers, peaks
+from inflight.engine.torch.kernels.layer_operations import ACTIVATION, ADD_NORM, HEADS, KernelLayerOperations
+from inflight.engine.torch.kernels.peaks import KernelRowKernels
+from inflight.engine.torch.layer_check import (
+    IsOff,
+    check_operations,
+    check_peaks_of,
+    find_operations,
+    find_row_kernels,
+)
+from inflight.engine.torch.layer_operations import LayerOperations
+from inflight.models import DecoderConfig, read_model_description
+from inflight.models.decoder_config import RopeConfig
+from tests.engine.driver import Driver
+from tests.engine.paging import load_paged
+from tests.models.zoo import Zoo
+
+CPU = torch.device("cpu")
+BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-2}
+
+
+def shapes() -> Iterator[tuple[dict[str, Any], torch.dtype]]:
+    draw = random.Random(0)
+    for _ in range(14):
+        kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 24, 64, 80])
+        changes = {
+            "num_heads": kv_heads * draw.choice([1, 2, 4, 7]),
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "ropes": (RopeConfig(1e4, partial_factor=draw.choice([0.5, 1.0])),) * 3,
+            "hidden_size": draw.choice([7, 64, 100, 2048]),
+            "intermediate_size": draw.choice([5, 64, 1500]),
+            "activation": draw.choice(["silu", "gelu", "gelu_tanh", "relu"]),
+            "qk_norm": draw.choice([None, "heads"]),
+        }
+        yield changes, draw.choice([torch.float32, torch.float16])
+
+
+def decoder_of(zoo: Zoo, case: str = "llama-gqa", **changes: Any) -> DecoderConfig:
+    return replace(read_model_description(zoo[case].folder).decoder, **changes)
+
+
+@pytest.mark.parametrize(("changes", "dtype"), list(shapes()))
+def test_results_are_those_of_torchs_operators(
+    zoo: Zoo, changes: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.engine.torch.layer_check._ROWS", (1, 5, 17))
+    monkeypatch.setattr("inflight.engine.torch.layer_check._TOLERANCE", BOUNDS[dtype])
+    decoder = decoder_of(zoo, **changes)
+    operations = KernelLayerOperations(decoder)
+    assert operations.parts == {ADD_NORM, HEADS, ACTIVATION}
+    check_operations(operations, LayerOperations(decoder), dtype, CPU)
+
+
+def off(function: Any) -> Any:
+    """The same function, with a number of its first result changed."""
+
+    def changed(*arguments: Any) -> Any:
+        results = function(*arguments)
+        first = results if isinstance(results, Tensor) else results[0]
+        first[-1, -1] += 0.3
+        return results
+
+    return changed
+
+
+@pytest.mark.parametrize("name", ["add_norm", "rotate_and_write", "gated_activation"])
+def test_a_load_notices_each_that_is_off_or_raises(
+    zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.engine.torch.layer_check._ROWS", (3,))
+    decoder = decoder_of(zoo)
+    given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU
+    check_operations(*given)
+    monkeypatch.setattr(layer_operations, name, off(getattr(layers, name)))
+    with pytest.raises(IsOff, match=r"of 3 rows is off by 0\.3"):
+        check_operations(*given)
+    monkeypatch.setattr(layer_operations, name, lambda *_: 1 / 0)
+    with pytest.raises(IsOff, match="division"):
+        check_operations(*given)
+
+
+def test_what_a_kernel_stores_in_the_cache_is_looked_at(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.engine.torch.layer_check._ROWS", (3,))
+    decoder = decoder_of(zoo)
+
+    def misplace(*arguments: Any) -> Any:
+        *others, places, caches = arguments
+        return layers.rotate_and_write(*others, (places + 1) % 3, caches)
+
+    monkeypatch.setattr(layer_operations, "rotate_and_write", misplace)
+    with pytest.raises(IsOff, match=r"keys in the cache, .* of 3 rows"):
+        check_operations(KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU)
+
+
+def test_one_that_is_off_is_left_out_alone_and_the_log_says_why(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is found for a GPU, which the CPU stands in for."""
+    decoder, gpu = decoder_of(zoo), torch.device("cuda")
+    monkeypatch.setattr(layer_check, "_ROWS", (3,))
+    for name in ("check_operations", "check_peaks_of"):
+        on_the_cpu = partial(lambda check, *given: check(*given[:-1], CPU), getattr(layer_check, name))
+        monkeypatch.setattr(layer_check, name, on_the_cpu)
+    found = find_operations(decoder, torch.float32, gpu)
+    assert isinstance(found, KernelLayerOperations) and found.parts == {ADD_NORM, HEADS, ACTIVATION}
+    assert isinstance(find_row_kernels(300, gpu), KernelRowKernels) and not caplog.records
+
+    monkeypatch.setattr(layer_operations, "add_norm", off(layers.add_norm))
+    monkeypatch.setattr(layer_operations, "gated_activation", lambda *_: 1 / 0)
+    monkeypatch.setattr(peaks, "find_peaks", lambda logits: Peaks(logits[:, 0], logits[:, 0].long()))
+    found = find_operations(decoder, torch.float32, gpu)
+    assert isinstance(found, KernelLayerOperations) and found.parts == {HEADS}
+    assert type(find_row_kernels(300, gpu)) is RowKernels
+    first, second, third = caplog.messages
+    assert "kernel for activation is left out" in first and "division" in first
+    assert "kernel for sum and norm is left out" in second and "off by 0.3" in second
+    assert "kernel for the highest logit is left out" in third
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("llama-gqa", {ADD_NORM, HEADS, ACTIVATION}),
+        ("qwen3", {ADD_NORM, HEADS, ACTIVATION}),
+        ("gemma2", {ADD_NORM, HEADS, ACTIVATION}),
+        ("gpt2", {ADD_NORM, HEADS}),
+        ("granite", {HEADS, ACTIVATION}),
+        ("gpt-oss", {ADD_NORM, HEADS}),
+        ("deepseek-v3", {ADD_NORM, ACTIVATION}),
+    ],
+)
+def test_tokens_are_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
+    """The parts that a family has in a kernel's form are by it, the others are torch's."""
+    model = zoo[case]
+    operations = KernelLayerOperations(decoder_of(zoo, case))
+    assert operations.parts == parts
+    attention = by_plain_products(decoder_of(zoo, case))
+    driver = Driver(
+        load_paged(model.folder, attention=attention, operations=operations, row_kernels=KernelRowKernels())
+    )
+    rows = [driver.start(model.prompt(5 + 4 * number, number)) for number in range(2)]
+    driver.step({rows[0]: 5})
+    driver.step({rows[1]: 9}, rows[:1])
+    for _ in range(5):
+        driver.step(generation=rows)
+    for row in rows:
+        assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
+
+
+@pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097, 20_000])
+def test_peaks(size: int) -> None:
+    check_peaks_of(KernelRowKernels(), size, CPU)
+    logits = torch.randint(0, 50, (7, size)).float()
+    found, expected = peaks.find_peaks(logits), find_peaks(logits)
+    assert torch.equal(found.highest, expected.highest)
+    assert found.tokens.tolist() == np.argmax(logits.numpy(), axis=-1).tolist(), "of equal ones the first"
+    assert len(peaks.find_peaks(logits[:0]).tokens) == 0
+
+
+def test_a_row_with_nan_has_one() -> None:
+    logits = torch.randn(2, 9000)
+    logits[0, 8191] = torch.nan
+    logits[0, 17] = torch.inf
+    found = peaks.find_peaks(logits)
+    assert found.highest[0].isnan() and found.tokens[0] == 8191 and found.highest[1].isfinite()
+    with pytest.raises(IsOff, match="tokens with the highest"):
+        check_peaks_of(_LastOfEqual(), 100, CPU)
+
+
+class _LastOfEqual(KernelRowKernels):
+    def find_peaks(self, logits: Tensor) -> Any:
+        found = super().find_peaks(logits.flip(1))
+        return found._replace(tokens=logits.shape[1] - 1 - found.tokens)
