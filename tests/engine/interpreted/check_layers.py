@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight.decoding.nan_check import Peaks, find_peaks
 from inflight.decoding.row_kernels import RowKernels
+from inflight.engine.packing import pack
 from inflight.engine.torch import layer_check
 from inflight.engine.torch.attention import by_plain_products
-from inflight.engine.torch.kernels import layer_operations, layers, peaks
+from inflight.engine.torch.kernels import attention, layer_operations, layers, peaks
+from inflight.engine.torch.kernels.launching import launch
 from inflight.engine.torch.kernels.layer_operations import ACTIVATION, ADD_NORM, HEADS, KernelLayerOperations
+from inflight.engine.torch.kernels.paged_attention import KernelAttention
 from inflight.engine.torch.kernels.peaks import KernelRowKernels
 from inflight.engine.torch.layer_check import (
     IsOff,
@@ -30,6 +34,7 @@ from inflight.engine.torch.layer_check import (
 from inflight.engine.torch.layer_operations import LayerOperations
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import RopeConfig
+from inflight.models.sharding import Part
 from tests.engine.driver import Driver
 from tests.engine.paging import load_paged
 from tests.models.zoo import Zoo
@@ -165,6 +170,58 @@ def test_tokens_are_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
         driver.step(generation=rows)
     for row in rows:
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be asked for: our kernels, and torch's operators that are no views."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._is_inside = False
+        for module in (attention, layers):
+            monkeypatch.setattr(module, "launch", self._launch)
+
+    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        self.names.append(kernel.fn.__name__)
+        self._is_inside = True
+        launch(kernel, *arguments, **constants)
+        self._is_inside = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [each.alias_info for each in function._schema.returns]
+        is_view = all(alias is not None and not alias.is_write for alias in returned)
+        if not (self._is_inside or is_view or "empty" in str(function)):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("with_kernels", "count"), [(True, 10), (False, 17)])
+def test_a_layer_of_generation_rows_is_so_many_launches(
+    zoo: Zoo, with_kernels: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What docs/performance.md counts with, by what a layer makes of difference.
+
+    It is float32 here: in half precision torch's rotation is two more, which convert.
+    """
+    model = zoo["llama-gqa"]
+    decoder = decoder_of(zoo)
+    totals = []
+    for num_layers in (1, 2):
+        engine = load_paged(
+            model.folder,
+            attention=KernelAttention(decoder),
+            operations=KernelLayerOperations(decoder) if with_kernels else None,
+            part=Part(Part.whole(decoder).shard, (0, num_layers), True, True),
+        )
+        driver = Driver(engine)
+        row = driver.start(model.prompt(5))
+        driver.step({row: 5})
+        packed = pack(driver.batch({}, [row]), engine.runner.slots)
+        with torch.inference_mode(), Launches(monkeypatch) as launches:
+            engine.runner.decoder.forward(packed, engine.runner.cache)
+        totals.append(len(launches.names))
+    assert totals[1] - totals[0] == count
 
 
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097, 20_000])
