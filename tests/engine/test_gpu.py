@@ -18,7 +18,13 @@ from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
-from inflight.engine.torch.quantized_linear import QuantizedLinear, Quantizing, quantize_float8
+from inflight.engine.torch.layer_check import check_peaks_of, find_operations
+from inflight.engine.torch.quantized_linear import (
+    QuantizedLinear,
+    Quantizing,
+    find_float8_rounding,
+    quantize_float8,
+)
 from inflight.engine.windows import AttentionWindow
 from inflight.models import Linear, read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
@@ -85,6 +91,36 @@ def test_kernels_at_edges_of_blocks(zoo: Zoo, dtype: torch.dtype, tokens_per_blo
             check_attention(
                 triton_attention(decoder), decoder, tokens_per_block, windows, dtype, torch.device("cuda")
             )
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2", "gemma2", "granite", "gpt-oss"])
+def test_operations_of_layers(
+    zoo: Zoo, case: str, dtype: torch.dtype, head_dim: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a load tries them, at edges of tiles; none is left out."""
+    from inflight.engine.torch.kernels.layer_operations import KernelLayerOperations  # imports triton
+
+    decoder = read_model_description(zoo[case].folder).decoder
+    for hidden_size in (decoder.hidden_size, 2048, 4096):
+        shape = replace(
+            decoder, head_dim=head_dim, hidden_size=hidden_size, intermediate_size=3 * hidden_size
+        )
+        operations = find_operations(shape, dtype, torch.device("cuda"))
+        assert operations.parts == KernelLayerOperations(shape).parts
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("vocab_size", [5, 4096, 4097, 128_256])
+def test_the_highest_logits(vocab_size: int) -> None:
+    from inflight.engine.torch.kernels.peaks import KernelRowKernels  # imports triton
+
+    check_peaks_of(KernelRowKernels(), vocab_size, torch.device("cuda"))
+
+
+def test_rows_rounded_to_float8() -> None:
+    assert find_float8_rounding(torch.device("cuda"), torch.bfloat16) is not quantize_float8
 
 
 @pytest.mark.parametrize("recorded", [True, False])

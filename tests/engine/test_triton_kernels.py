@@ -88,7 +88,7 @@ def test_attention_compiles_for_a_gpu(capability: int, shared_kib: int, dtype: s
 
 @TARGETS
 def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
-    from inflight.engine.torch.kernels import layers, peaks
+    from inflight.engine.torch.kernels import layers, peaks, quantize
 
     names = ("x", "computed", "weight", "sums", "normed", "qkv", "turned", "query_weight", "key_weight")
     types = dict.fromkeys((*names, "key_cache", "value_cache", "inner", "results"), f"*{dtype}")
@@ -108,6 +108,10 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
     ):  # fmt: skip
         made = compiled(kernel, capability, types, constants)
         assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
+    rounding = {"LARGEST": 448.0, "LEAST": 1e-30, "BLOCK": 4096}
+    if capability >= 89:  # which have float8
+        pointers = {"x": f"*{dtype}", "levels": "*fp8e4nv", "scales": "*fp32"}
+        assert compiled(quantize._quantize_rows, capability, pointers, rounding).asm["cubin"]
     for activation in layers.ACTIVATIONS.values():
         chosen = {"ACTIVATION": activation, "BLOCK": 1024}
         assert compiled(layers._gated_activation, capability, types, chosen).asm["cubin"]

@@ -19,7 +19,7 @@ from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.packing import pack
 from inflight.engine.torch import layer_check
 from inflight.engine.torch.attention import by_plain_products
-from inflight.engine.torch.kernels import attention, layer_operations, layers, peaks
+from inflight.engine.torch.kernels import attention, layer_operations, layers, peaks, quantize
 from inflight.engine.torch.kernels.launching import launch
 from inflight.engine.torch.kernels.layer_operations import ACTIVATION, ADD_NORM, HEADS, KernelLayerOperations
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
@@ -32,6 +32,7 @@ from inflight.engine.torch.layer_check import (
     find_row_kernels,
 )
 from inflight.engine.torch.layer_operations import LayerOperations
+from inflight.engine.torch.quantized_linear import find_float8_rounding, quantize_float8
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import RopeConfig
 from inflight.models.sharding import Part
@@ -248,3 +249,30 @@ class _LastOfEqual(KernelRowKernels):
     def find_peaks(self, logits: Tensor) -> Any:
         found = super().find_peaks(logits.flip(1))
         return found._replace(tokens=logits.shape[1] - 1 - found.tokens)
+
+
+@pytest.mark.parametrize("size", [7, 64, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
+    """The interpreter (triton 3.7) halves some of what is rounded up to a power of two."""
+    x = torch.randn((9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
+    x[3], x[4] = 0, x[4] / 1000
+    levels, scales = quantize.quantize_float8(x, 1e-30)
+    expected, expected_scales = quantize_float8(x)
+    assert torch.equal(scales, expected_scales)
+    found, wanted = levels.float(), expected.float()
+    is_carried = (wanted.abs().frexp().mantissa == 0.5) & ((x.float() / scales[:, None]).abs() < wanted.abs())
+    assert torch.equal(found[~is_carried], wanted[~is_carried])
+    factors = wanted[is_carried] / found[is_carried]
+    assert ((factors == 1) | (factors == 2)).all() and is_carried.float().mean() < 0.1
+
+
+def test_a_rounding_to_other_levels_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert find_float8_rounding(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
+    assert "rounds to float8 is left out" in caplog.text
+
+
+def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "quantize_float8", lambda x, least_scale: quantize_float8(x))
+    found = find_float8_rounding(CPU, torch.float32)
+    assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))

@@ -10,9 +10,11 @@ Used by the loading thread; the layers are called by the loop thread.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -27,6 +29,9 @@ from inflight.models.loader import Finisher
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of x [rows, in], levels [out, in] and scales [out] float32: [rows, out] in x's dtype."""
+
+Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Of rows [rows, inner]: levels of their shape, and a float32 scale for each row."""
 
 _log = logging.getLogger(__name__)
 _FLOAT8 = torch.float8_e4m3fn
@@ -96,16 +101,18 @@ class Quantizing(Finisher[LayerWeights, Linear]):
     device: torch.device
     keeps_tied_embedding = True
     _products: dict[tuple[int, ...], Product] = field(default_factory=dict)
+    _round: Rounding = field(default_factory=lambda: quantize_float8)
 
     def __post_init__(self) -> None:
         if self.kind != FP8 or self.device.type != "cuda":
             return
-        if reason := self._try(float8_product, *self._quantize(torch.eye(_PROBE, device=self.device))):
+        if reason := self._try(self._float8_product, *self._quantize(torch.eye(_PROBE, device=self.device))):
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(
                 f"dtype is fp8, which torch {torch.__version__} does not multiply on {name} ({reason}): "
                 "processors of compute capability 8.9 (Ada) or later do; take int8 or bfloat16"
             )
+        self._round = find_float8_rounding(self.device, self.computed)
 
     def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
         """As `Finisher.linear`."""
@@ -148,7 +155,7 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         shape = tuple(levels.shape)
         if shape not in self._products:
             fast, slow = (
-                (float8_product, float8_reference)
+                (self._float8_product, float8_reference)
                 if self.kind == FP8
                 else (int8_product if self._has_int8(shape) else dequantizing_product, dequantizing_product)
             )
@@ -164,6 +171,12 @@ class Quantizing(Finisher[LayerWeights, Linear]):
                 )
             self._products[shape] = slow if reason else fast
         return self._products[shape]
+
+    def _float8_product(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+        rounded, row_scales = self._round(x)
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
+        )
 
     def _has_int8(self, shape: tuple[int, ...]) -> bool:
         """Whether torch's int8 operator is tried: of odd sizes it reads beyond a matrix, and may crash.
@@ -221,14 +234,30 @@ def int8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     ).to(x.dtype)
 
 
-def float8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    rounded, row_scales = quantize_float8(x)
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
-    )
+def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
+    """`quantize_float8`, or a kernel in Triton's language with the same levels: one launch instead of seven."""
+    if importlib.util.find_spec("triton") is None:
+        return quantize_float8
+    from inflight.engine.torch.kernels import quantize as kernels  # imports triton
+
+    draw = torch.Generator(device).manual_seed(0)
+    for shape in ((1, 4096), (65, 7), (3, 2048)):
+        x = torch.randn(shape, generator=draw, device=device).to(dtype)
+        x[-1, 0] = 1000
+        expected = quantize_float8(x)
+        try:
+            found = kernels.quantize_float8(x, _LEAST_SCALE)
+            is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+            reason = "" if is_right else f"its results of {shape[0]} rows are others"
+        except Exception as error:  # a kernel that cannot do it may raise anything
+            reason = str(error).split("\n")[0]
+        if reason:
+            _log.warning("the kernel that rounds to float8 is left out, torch's operators do it: %s", reason)
+            return quantize_float8
+    return partial(kernels.quantize_float8, least_scale=_LEAST_SCALE)
 
 
-def _rounding(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _rounding(kind: str) -> Rounding:
     return quantize_float8 if kind == FP8 else quantize
 
 
