@@ -86,8 +86,8 @@ def test_settings_count_as_for_a_start():
     ("plant", "says", "mend"),
     [
         (
-            lambda folder: change(folder, quantization_config={"quant_method": "awq"}),
-            "quantized checkpoints are not supported",
+            lambda folder: change(folder, quantization_config={"quant_method": "bitsandbytes"}),
+            "bitsandbytes' formats need its own kernels",
             "--dtype int8",
         ),
         (lambda folder: change(folder, architectures=["BertModel"]), "architectures", "supported family"),

@@ -219,7 +219,7 @@ VALUES: dict[str, list[Any]] = {
     "rope_theta": [500.0],
     "partial_rotary_factor": [0.5, 1.0],
     "original_max_position_embeddings": [16],
-    "quantization_config": [{"quant_method": "awq"}],
+    "quantization_config": [{"quant_method": "hqq"}],
     "auto_map": [{"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}],
     "is_causal": [False, True],
     "attention_chunk_size": [8],

@@ -186,11 +186,11 @@ def test_packed_columns_are_whole_blocks(zoo: Zoo, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "quantization", "message"),
     [
-        ("gpt-oss", {**QUANTIZATION, "quant_method": "fp8"}, "expected one whose quant_method is mxfp4"),
-        ("gpt-oss", {}, "expected one whose quant_method is mxfp4"),
+        ("gpt-oss", {**QUANTIZATION, "quant_method": "hqq"}, "modelopt, awq, gptq, mxfp4; take"),
+        ("gpt-oss", {}, "modelopt, awq, gptq, mxfp4; take"),
         ("gpt-oss", "mxfp4", "expected a JSON object"),
         ("gpt-oss", {**QUANTIZATION, "group_size": 16}, "'quantization_config.group_size' is 16"),
-        ("mixtral", QUANTIZATION, "quantized checkpoints are not supported"),
+        ("mixtral", QUANTIZATION, "is 'mxfp4', expected one of fp8, fbgemm_fp8"),
     ],
 )
 def test_other_quantizations_are_refused(

@@ -34,6 +34,7 @@ from inflight.models.decoder_weights import (
     Norm,
     PlainWeights,
 )
+from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range
 from inflight.models.stacked_experts import unstack_experts
@@ -271,6 +272,8 @@ def _fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription
     """
     if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
+    if model.quantization is not None:
+        unpack_quantized(checkpoint, model.quantization)
     unstack_experts(checkpoint, model)
     embedding, head = _vocabulary_names(model)
     if model.decoder.tied_embeddings and embedding not in checkpoint.tensors and head in checkpoint.tensors:

@@ -11,11 +11,11 @@ from inflight.file_names import native
 from inflight.models.config_file import ConfigFile, refuse_unread
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, WeightNames
+from inflight.models.quantization import Quantization, read_quantization
 
 _logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-_NOT_QUANTIZED = "no such key: quantized checkpoints are not supported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,13 @@ class ModelDescription:
         folder: The checkpoint.
         decoder: What the forward pass depends on.
         names: What the tensors are called.
+        quantization: How its weights are quantized; None: they are not, or its names say so.
     """
 
     folder: Path
     decoder: DecoderConfig
     names: WeightNames
+    quantization: Quantization | None = None
 
 
 class UnknownFamily(ConfigError):
@@ -55,12 +57,12 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     """
     config = read_config_file(folder)
     family = _family(config)
-    refuse_quantized(config, family.quantizations)
+    quantization = read_quantization(config, family.quantizations)
     decoder = replace(family.read_config(config), eos_token_ids=_eos_token_ids(config), dtype=_dtype(config))
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
-    return ModelDescription(config.path.parent, decoder, family.names)
+    return ModelDescription(config.path.parent, decoder, family.names, quantization)
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:
@@ -95,25 +97,6 @@ def _family(config: ConfigFile) -> Family:
             raise UnknownFamily(error, f"model_type {model_type}")
     expected = f"one of {', '.join(family.architecture for family in FAMILIES)}"
     raise UnknownFamily(config.error("architectures", expected), ", ".join(architectures))
-
-
-def refuse_quantized(config: ConfigFile, methods: tuple[str, ...] = ()) -> None:
-    """ConfigError for a checkpoint that is quantized, unless by one of `methods`, which loading undoes."""
-    for key in ("compression_config", "quantization"):
-        if config.has(key):
-            raise config.error(key, _NOT_QUANTIZED)
-    key = "quantization_config"
-    if not config.has(key):
-        return
-    if not methods:
-        raise config.error(key, _NOT_QUANTIZED)
-    section = config.child(key)
-    if section.text_or_none("quant_method") not in methods:
-        raise config.error(key, f"one whose quant_method is {' or '.join(methods)}")
-    # The tensors themselves say which of them are packed, and all of those are dequantized.
-    section.texts("modules_to_not_convert")
-    section.boolean("dequantize", False)
-    refuse_unread(section)
 
 
 def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:

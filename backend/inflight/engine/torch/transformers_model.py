@@ -39,7 +39,7 @@ from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
 from inflight.models.config_file import ConfigFile
-from inflight.models.registry import read_config_file, refuse_quantized
+from inflight.models.registry import read_config_file
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,10 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     """
     _check_parameters(config, num_ranks)
     file = read_config_file(str(config.gpt_model_path))
-    refuse_quantized(file)
+    if file.has("quantization_config"):
+        raise file.error(
+            "quantization_config", "no such key: --engine transformers reads no quantized weights"
+        )
     refuse = _Refusal.of(file)
     model = _read(file, config.dtype, device, refuse)
     try:

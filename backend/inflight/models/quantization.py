@@ -1,0 +1,217 @@
+"""How config.json says that a checkpoint's weights are quantized.
+
+Read are FP8 (DeepSeek's and transformers' `fp8`, `fbgemm_fp8`, ModelOpt), compressed-tensors, AWQ and GPTQ. Which
+modules are quantized, in how many bits and in which groups, the tensors themselves say (`quantized_tensors.py`):
+what is read here is what they do not say, and what would change their meaning. MXFP4 is a matter of stacked
+experts (`stacked_experts.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inflight.models.config_file import ConfigFile, refuse_unread
+
+_KEY = "quantization_config"
+_MODELOPT_FILE = "hf_quant_config.json"
+_INSTEAD = (
+    "take the unquantized checkpoint (--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or "
+)
+_INSTEAD += "compressed-tensors"
+_REFUSED = {
+    "bitsandbytes": "bitsandbytes' formats need its own kernels",
+    "torchao": "torchao stores tensors of its own classes",
+    "gguf": "GGUF is llama.cpp's file format",
+}
+_CT_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "dense",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint is quantized.
+
+    Attributes:
+        method: What `quant_method` says: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq.
+        block: Rows and columns that share a scale, where there is one for each such block.
+        zero_offset: Of GPTQ: what is added to a stored zero point.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+    zero_offset: int = 0
+
+
+def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantization | None:
+    """What a checkpoint's config.json, or the file of ModelOpt beside it, says; None if it is not quantized.
+
+    Args:
+        config: config.json.
+        own: Methods that the family's own loading undoes; None is returned for them.
+
+    Raises:
+        ConfigError: It is quantized in a way that is not read here. The message says what to do instead.
+    """
+    for key in ("compression_config", "quantization"):
+        if config.has(key):
+            raise config.error(key, f"no such key: {_INSTEAD}")
+    if config.has(_KEY):
+        section = config.child(_KEY)
+    elif (file := config.path.with_name(_MODELOPT_FILE)).exists():
+        section = ConfigFile.load(file).child("quantization")
+        return _read_modelopt(section)
+    else:
+        return None
+    method = section.text_or_none("quant_method")
+    if method in own:
+        # The tensors themselves say which of them are packed, and all of those are dequantized.
+        section.texts("modules_to_not_convert")
+        section.boolean("dequantize", False)
+        refuse_unread(section)
+        return None
+    if method in _REFUSED:
+        raise section.error("quant_method", f"a method that is read here: {_REFUSED[method]}; {_INSTEAD}")
+    read = _READERS.get(method or "")
+    if read is None:
+        expected = ", ".join([*_READERS, *own])
+        raise section.error("quant_method", f"one of {expected}; {_INSTEAD}")
+    quantization = read(section)
+    refuse_unread(section)
+    return quantization
+
+
+def _read_fp8(section: ConfigFile) -> Quantization:
+    _expect(section, "fmt", (None, "e4m3", "float8_e4m3fn"))
+    _pass_over(
+        section,
+        "activation_scheme",
+        "scale_fmt",
+        "modules_to_not_convert",
+        "dequantize",
+        "activation_scale_ub",
+    )
+    return Quantization("fp8", _block(section, "weight_block_size", section.value("weight_block_size")))
+
+
+def _read_modelopt(section: ConfigFile) -> Quantization:
+    _expect(section, "quant_algo", ("FP8",))
+    _pass_over(
+        section, "quant_method", "kv_cache_quant_algo", "exclude_modules", "ignore", "config_groups", "producer",
+        "kv_cache_scheme", "group_size",
+    )  # fmt: skip
+    refuse_unread(section)
+    return Quantization("modelopt")
+
+
+def _read_compressed(section: ConfigFile) -> Quantization:
+    _expect(section, "format", (None, *_CT_FORMATS))
+    _pass_over(
+        section, "ignore", "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version",
+        "activation_scheme",
+    )  # fmt: skip
+    block = None
+    groups = section.value("config_groups") or {}
+    if not isinstance(groups, dict):
+        raise section.error("config_groups", "a JSON object")
+    for name, group in groups.items():
+        of_group = ConfigFile(section.path, group, f"{_KEY}.config_groups.{name}")
+        _expect(of_group, "format", (None, *_CT_FORMATS))
+        if not of_group.has("weights"):
+            continue
+        weights = ConfigFile(section.path, of_group.value("weights"), f"{_KEY}.config_groups.{name}.weights")
+        kinds = {"int": (4, 8), "float": (8,)}
+        _expect(weights, "type", tuple(kinds))
+        _expect(weights, "num_bits", kinds[weights.value("type")])
+        _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))
+        if weights.value("strategy") == "block":
+            found = _block(weights, "block_structure", _as_list(weights.value("block_structure")))
+            if found is None or block not in (None, found):
+                raise weights.error("block_structure", "[rows, columns], the same in all config_groups")
+            block = found
+    sparsity = section.value("sparsity_config")
+    if sparsity and sparsity.get("format", "dense") != "dense":
+        raise section.error("sparsity_config", f"none, or format dense; {_INSTEAD}")
+    if section.value("transform_config"):
+        raise section.error("transform_config", f"none: transformed weights are not read; {_INSTEAD}")
+    return Quantization("compressed-tensors", block)
+
+
+def _read_awq(section: ConfigFile) -> Quantization:
+    for key in ("bits", "w_bit"):
+        _expect(section, key, (None, 4))
+    for key in ("version", "format"):
+        value = section.value(key)
+        if value is not None and str(value).lower() != "gemm":
+            raise section.error(key, "gemm, the packing that AutoAWQ writes by default")
+    _expect(section, "zero_point", (None, True))
+    _pass_over(
+        section, "group_size", "q_group_size", "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "backend",
+        "modules_to_fuse", "exllama_config", "sym",
+    )  # fmt: skip
+    return Quantization("awq")
+
+
+def _read_gptq(section: ConfigFile) -> Quantization:
+    _expect(section, "bits", (4, 8))
+    _expect(section, "pack_dtype", (None, "int32"))
+    layout = section.value("checkpoint_format") or section.value("format")
+    if layout not in (None, "gptq", "gptq_v2"):
+        raise section.error("checkpoint_format", f"gptq or gptq_v2; {_INSTEAD}")
+    if section.value("dynamic"):
+        raise section.error("dynamic", f"none: bits that differ by module are not read; {_INSTEAD}")
+    _pass_over(
+        section, "group_size", "desc_act", "sym", "damp_percent", "damp_auto_increment", "true_sequential",
+        "static_groups", "model_name_or_path", "model_file_base_name", "lm_head", "meta", "exllama_config",
+        "use_exllama", "max_input_length", "use_cuda_fp16", "backend", "dataset", "tokenizer", "model_seqlen",
+        "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
+        "disable_exllama", "cache_block_outputs", "modules_in_block_to_quantize", "quantizer", "act_group_aware",
+        "adapter", "method", "mse", "hyb_act",
+    )  # fmt: skip
+    return Quantization("gptq", zero_offset=0 if layout == "gptq_v2" else 1)
+
+
+_READERS: dict[str, Callable[[ConfigFile], Quantization]] = {
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+    "modelopt": _read_modelopt,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+}
+
+
+def _expect(section: ConfigFile, key: str, allowed: tuple[object, ...]) -> None:
+    value = section.value(key)
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        expected = " or ".join(repr(one) for one in allowed if one is not None)
+        raise section.error(key, f"{expected}; {_INSTEAD}")
+
+
+def _pass_over(section: ConfigFile, *keys: str) -> None:
+    """What changes nothing, or what the tensors say."""
+    for key in keys:
+        section.value(key)
+
+
+def _as_list(value: object) -> object:
+    """A block as `128x128`, which older files have, as the list that it stands for."""
+    found = re.fullmatch(r"(\d+)x(\d+)", value) if isinstance(value, str) else None
+    return [int(found[1]), int(found[2])] if found else value
+
+
+def _block(section: ConfigFile, key: str, value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not (
+        isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+    ):
+        raise section.error(key, "two integers >= 1, rows and columns")
+    return value[0], value[1]

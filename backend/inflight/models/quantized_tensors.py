@@ -1,0 +1,218 @@
+"""The tensors that make up a quantized matrix, seen as if the checkpoint had the matrix itself.
+
+A module's parts are taken away, and `….weight` is made of them each time it is read, float32 [outputs, inputs].
+Scales of activations, and of keys and values, are passed over: activations are not quantized here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.models.checkpoint import Checkpoint, TensorInfo
+from inflight.models.dequantize import (
+    FLOAT8,
+    dequantize_awq,
+    dequantize_gptq,
+    dequantize_packed,
+    dequantize_scaled,
+)
+from inflight.models.quantization import Quantization
+
+_logger = logging.getLogger(__name__)
+_FLOATS = ("float32", "bfloat16", "float16")
+_SCALE_DTYPES = (*_FLOATS, "F8_E8M0")
+_WORDS = ("I32",)
+_INTEGERS = ("I32", "I64")
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale")
+_OF_ACTIVATIONS += (".v_scale", ".input_zero_point", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+def unpack_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None:
+    """Have a tensor `….weight` for every quantized module, in the place of what it is made of.
+
+    Raises:
+        ConfigError: There is no quantized module; a part of one is missing, or has another shape or type than its
+            others ask for.
+    """
+    for name in [name for name in checkpoint.tensors if name.endswith(_OF_ACTIVATIONS)]:
+        del checkpoint.tensors[name]
+    before = set(checkpoint.tensors)
+    unpack = {"awq": _unpack_awq, "gptq": _unpack_gptq}.get(quantization.method, _unpack_scaled)
+    unpack(checkpoint, quantization)
+    if before == set(checkpoint.tensors):
+        raise ConfigError(
+            f"{checkpoint.folder}: config.json says that weights are quantized ({quantization.method}), and no "
+            "tensors of that format are there"
+        )
+
+
+class _Parts:
+    """The stored tensors of one module, which no longer count as the checkpoint's."""
+
+    def __init__(self, checkpoint: Checkpoint, module: str) -> None:
+        self._checkpoint, self._module = checkpoint, module
+        self.infos: dict[str, TensorInfo] = {}
+
+    def take(self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None) -> None:
+        """Take a part that has to be there. ConfigError without it, or if it has another type or shape.
+
+        None in `shape` is any size.
+        """
+        name = f"{self._module}.{kind}"
+        info = self._checkpoint.tensors.pop(name, None)
+        if info is None:
+            raise ConfigError(
+                f"{self._checkpoint.folder}: {self._module} is quantized, and there is no {name}"
+            )
+        where = f"{self._checkpoint.folder / info.file}: tensor {name!r}"
+        if info.dtype not in dtypes:
+            raise ConfigError(f"{where} has dtype {info.dtype}, expected {' or '.join(dtypes)}")
+        if shape is not None and (
+            len(shape) != len(info.shape) or any(b not in (None, a) for a, b in zip(info.shape, shape))
+        ):
+            expected = ["any" if size is None else size for size in shape]
+            raise ConfigError(
+                f"{where} has shape {list(info.shape)}, expected {expected} beside its other parts"
+            )
+        self.infos[kind] = info
+
+    def take_if_there(
+        self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None
+    ) -> bool:
+        """Take a part that may be missing; whether it is there."""
+        if f"{self._module}.{kind}" in self._checkpoint.tensors:
+            self.take(kind, dtypes, shape)
+        return kind in self.infos
+
+    def refuse(self, kind: str, expected: str) -> ConfigError:
+        """The error for a part whose shape does not fit."""
+        info = self.infos[kind]
+        where = f"{self._checkpoint.folder / info.file}: tensor {f'{self._module}.{kind}'!r}"
+        return ConfigError(f"{where} has shape {list(info.shape)}, expected {expected}")
+
+    def read(self, kind: str) -> Tensor:
+        """A part that was taken, as it is stored."""
+        return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
+
+    def read_if_there(self, kind: str) -> Tensor | None:
+        """The same, or None."""
+        return self.read(kind) if kind in self.infos else None
+
+    def add(self, shape: tuple[int, int], make: Callable[[], Tensor]) -> None:
+        """Have `….weight`, of this shape, as `make` makes it of what the parts are."""
+
+        def made() -> Tensor:
+            weight = make()
+            for kind in self.infos:
+                self._checkpoint.release_pages(self.read(kind))
+            return weight
+
+        file = next(iter(self.infos.values())).file
+        self._checkpoint.add(f"{self._module}.weight", TensorInfo(file, shape, "float32"), made)
+
+
+def _modules(checkpoint: Checkpoint, kind: str) -> list[_Parts]:
+    """The modules that have a tensor of this kind."""
+    suffix = f".{kind}"
+    names = [name for name in checkpoint.tensors if name.endswith(suffix)]
+    return [_Parts(checkpoint, name[: -len(suffix)]) for name in names]
+
+
+def _unpack_awq(checkpoint: Checkpoint, quantization: Quantization) -> None:
+    for parts in _modules(checkpoint, "qweight"):
+        parts.take("qweight", _WORDS, (None, None))
+        inputs, words = parts.infos["qweight"].shape
+        parts.take("scales", _FLOATS, (None, 8 * words))
+        groups = parts.infos["scales"].shape[0]
+        if groups == 0 or inputs % groups:
+            raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
+        parts.take("qzeros", _WORDS, (groups, words))
+
+        def make(parts: _Parts = parts) -> Tensor:
+            return dequantize_awq(parts.read("qweight"), parts.read("qzeros"), parts.read("scales"))
+
+        parts.add((8 * words, inputs), make)
+
+
+def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
+    for parts in _modules(checkpoint, "qweight"):
+        parts.take("qweight", _WORDS, (None, None))
+        rows, outputs = parts.infos["qweight"].shape
+        parts.take("scales", _FLOATS, (None, outputs))
+        groups = parts.infos["scales"].shape[0]
+        parts.take("qzeros", _WORDS, (groups, None))
+        words = parts.infos["qzeros"].shape[1]
+        bits = next((bits for bits in (4, 8) if 32 * words == bits * outputs), None)
+        if bits is None:
+            raise parts.refuse("qzeros", f"{outputs / 8:g} or {outputs / 4:g} words for {outputs} outputs")
+        inputs = rows * 32 // bits
+        has_groups = parts.take_if_there("g_idx", _INTEGERS, (inputs,))
+        if groups == 0 or (inputs % groups and not has_groups):
+            raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
+
+        def make(parts: _Parts = parts, bits: int = bits) -> Tensor:
+            stored = parts.read("qweight"), parts.read("qzeros"), parts.read("scales")
+            return dequantize_gptq(*stored, parts.read_if_there("g_idx"), bits, quantization.zero_offset)
+
+        parts.add((outputs, inputs), make)
+
+
+def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
+    for parts in _modules(checkpoint, "weight_packed"):
+        _unpack_packed(parts)
+    for kind in ("weight_scale_inv", "weight_scale"):
+        for parts in _modules(checkpoint, kind):
+            _unpack_levels(parts, kind, quantization.block)
+
+
+def _unpack_packed(parts: _Parts) -> None:
+    """compressed-tensors' pack-quantized."""
+    parts.take("weight_packed", _WORDS, (None, None))
+    outputs, words = parts.infos["weight_packed"].shape
+    parts.take("weight_shape", _INTEGERS, (2,))
+    rows, inputs = parts.read("weight_shape").tolist()
+    bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), None)
+    if rows != outputs or bits is None:
+        raise parts.refuse(
+            "weight_packed", f"4 or 8 bits of each of [{rows}, {inputs}], as weight_shape says"
+        )
+    parts.take("weight_scale", _FLOATS, (None, None))
+    scale_rows, groups = parts.infos["weight_scale"].shape
+    parts.take_if_there("weight_zero_point", _WORDS, (-(-outputs * bits // 32), groups))
+    has_groups = parts.take_if_there("weight_g_idx", _INTEGERS, (inputs,))
+    if scale_rows not in (1, outputs) or groups == 0 or (inputs % groups and not has_groups):
+        raise parts.refuse("weight_scale", f"{outputs} rows, and groups whose number divides {inputs} inputs")
+
+    def make() -> Tensor:
+        zeros, of_inputs = parts.read_if_there("weight_zero_point"), parts.read_if_there("weight_g_idx")
+        stored = parts.read("weight_packed"), parts.read("weight_scale")
+        return dequantize_packed(*stored, zeros, of_inputs, bits, inputs)
+
+    parts.add((outputs, inputs), make)
+
+
+def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
+    """A matrix of int8 or float8, and its scales."""
+    parts.take("weight", (FLOAT8, "I8"), (None, None))
+    outputs, inputs = parts.infos["weight"].shape
+    parts.take(kind, _SCALE_DTYPES)
+    shape = parts.infos[kind].shape
+    blocks = None if block is None else (-(-outputs // block[0]), -(-inputs // block[1]))
+    is_grouped = len(shape) == 2 and shape[0] == outputs and shape[1] > 0 and inputs % shape[1] == 0
+    is_block = blocks is not None and shape == blocks
+    if not (is_block or is_grouped or shape in ((), (1,), (1, 1), (outputs,))):
+        wanted = [[], [outputs, 1], *([] if blocks is None else [list(blocks)])]
+        raise parts.refuse(kind, f"{' or '.join(map(str, wanted))} for a matrix of {[outputs, inputs]}")
+    parts.take_if_there("weight_zero_point", ("I8", "I32", FLOAT8), shape)
+
+    def make() -> Tensor:
+        levels, scales = parts.read("weight"), parts.read(kind)
+        zeros = parts.read_if_there("weight_zero_point")
+        of_blocks = block if is_block else None
+        return dequantize_scaled(levels, scales, of_blocks, None if zeros is None else zeros.float())
+
+    parts.add((outputs, inputs), make)

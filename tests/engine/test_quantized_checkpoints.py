@@ -1,0 +1,171 @@
+"""Quantized checkpoints, read as they are: logits and tokens of transformers with the weights they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inflight.core.request.request import Request
+from inflight.errors import ConfigError
+from inflight.models.loader import check_weights
+from inflight.models.registry import read_model_description
+from tests.engine.driver import alone, load_engine
+from tests.engine.ranks import ranks
+from tests.engine.serving import config_of, serve
+from tests.models.quantized import FORMATS, write
+from tests.models.zoo import Zoo
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name])
+    for kernels in ("torch", None):
+        row = alone(load_engine(tmp_path, dtype="float32", kernels=kernels), model.prompt(20), 6)
+        assert row.generated == model.greedy(model.prompt(20), 6)
+        exact = model.logits(row.tokens)[19:-1]
+        torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+    rounding = (zoo["llama-gqa"].logits(row.tokens)[19:-1] - exact).abs().max()
+    assert rounding > 1e-3, "the quantization is seen"
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "ct-int4-zeros", "awq", "gptq-act-order"])
+@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_ranks_cut_what_the_weights_stand_for(
+    zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]
+) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name])
+    requests = [Request(number, model.prompt(9 + number, number), 8) for number in range(3)]
+    with ranks(tmp_path, topology) as engine:
+        served = serve(engine, config_of("chunked"), requests)
+    for request in requests:
+        assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2"])
+@pytest.mark.parametrize("name", ["fp8-tensor", "ct-int8", "gptq-one-group"])
+def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
+    """Experts, latent attention, fused projections, biases; a router is not quantized."""
+    model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))
+    row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
+    assert row.generated == model.greedy(model.prompt(12), 6)
+    exact = model.logits(row.tokens)[11:-1]
+    torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+def test_modules_that_are_not_quantized_are_read_as_they_are(zoo: Zoo, tmp_path: Path) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], skipped=("layers.0.mlp.down_proj", "o_proj"))
+    row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
+    assert row.generated == model.greedy(model.prompt(12), 6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bfloat16"])
+def test_they_may_be_quantized_again(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"])
+    row = alone(load_engine(tmp_path, dtype=dtype), model.prompt(30), 20)
+    exact = model.logits(row.tokens)[29:-1]
+    error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
+    assert error < {"int8": 0.25, "fp8": 0.6, "bfloat16": 0.15}[dtype]
+
+
+def test_a_checkpoint_that_only_says_that_it_is_quantized(zoo: Zoo, tmp_path: Path) -> None:
+    write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], skipped=("_proj",))
+    with pytest.raises(ConfigError, match=r"weights are quantized \(gptq\), and no tensors of that format"):
+        check_weights(read_model_description(tmp_path))
+
+
+def _change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = config.get("quantization_config", {}) | changes
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "awq",
+            {"quant_method": "bitsandbytes"},
+            "bitsandbytes' formats need its own kernels; take the unquantized",
+        ),
+        ("awq", {"quant_method": "torchao"}, "torchao stores tensors of its own classes; take"),
+        ("awq", {"quant_method": "gguf"}, "GGUF is llama.cpp's file format; take"),
+        (
+            "awq",
+            {"quant_method": "hqq"},
+            "'hqq', expected one of fp8, fbgemm_fp8, compressed-tensors, modelopt",
+        ),
+        ("awq", {"version": "gemv"}, "'gemv', expected gemm"),
+        ("awq", {"bits": 3}, r"bits' is 3, expected 4"),
+        ("awq", {"rotated": True}, r"'quantization_config.rotated' is True, expected no such key"),
+        ("gptq", {"bits": 3}, "bits' is 3, expected 4 or 8"),
+        ("gptq", {"dynamic": {"x": {"bits": 8}}}, "expected none: bits that differ by module"),
+        ("gptq", {"checkpoint_format": "marlin"}, "'marlin', expected gptq or gptq_v2"),
+        ("modelopt", {"quant_algo": "NVFP4"}, "'NVFP4', expected 'FP8'"),
+        (
+            "ct-int4",
+            {"format": "nvfp4-pack-quantized"},
+            "format' is 'nvfp4-pack-quantized', expected 'pack-quant",
+        ),
+        ("ct-int4", {"sparsity_config": {"format": "sparse-24"}}, "expected none, or format dense"),
+        ("ct-int4", {"transform_config": {"x": 1}}, "transformed weights are not read"),
+        ("fp8-block", {"fmt": "e5m2"}, "'e5m2', expected 'e4m3'"),
+        ("fp8-block", {"weight_block_size": [0, 4]}, "expected two integers >= 1"),
+        (
+            "fp8-block",
+            {"weight_block_size": [8, 8]},
+            r"\[2, 3\], expected \[\] or \[64, 1\] or \[8, 12\] for a matrix",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_key(
+    zoo: Zoo, tmp_path: Path, name: str, changes: dict[str, Any], said: str
+) -> None:
+    write(zoo["llama-gqa"], tmp_path, FORMATS[name])
+    _change(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=said):
+        check_weights(read_model_description(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "said"),
+    [
+        ("awq", "qzeros", None, r"layers.0.mlp.down_proj is quantized, and there is no .*down_proj.qzeros"),
+        ("awq", "scales", lambda scales: scales[:, :-8], r"has shape \[3, 56\], expected \['any', 64\]"),
+        (
+            "awq",
+            "qweight",
+            lambda words: words[:-1],
+            r"scales' has shape \[3, 64\], expected a number of groups",
+        ),
+        ("gptq", "qzeros", lambda words: words[:, :-1], r"expected 8 or 16 words for 64 outputs"),
+        ("gptq", "g_idx", lambda groups: groups[:-1], r"has shape \[95\], expected \[96\]"),
+        ("gptq", "qweight", lambda words: words.float(), r"qweight' has dtype float32, expected I32"),
+        ("ct-int4", "weight_shape", lambda shape: shape + 8, r"4 or 8 bits of each of \[72, 104\]"),
+        (
+            "ct-int8",
+            "weight_scale",
+            lambda scales: scales[:-1],
+            r"weight_scale' has shape \[63, 1\], expected",
+        ),
+        ("fp8-tensor", "weight", lambda weight: weight.float(), "dtype float32, expected F8_E4M3 or I8"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(
+    zoo: Zoo, tmp_path: Path, name: str, part: str, change: Any, said: str
+) -> None:
+    write(zoo["llama-gqa"], tmp_path, FORMATS[name])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    full = f"model.layers.0.mlp.down_proj.{part}"
+    stored = tensors.pop(full)
+    if change is not None:
+        tensors[full] = change(stored).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=said):
+        check_weights(read_model_description(tmp_path))
