@@ -14,7 +14,10 @@ from inflight.errors import ConfigError
 MODULES = ("tensorrt", "tensorrt_rtx")
 """Their names, the one that is preferred first."""
 
-_BINDINGS = {"tensorrt": ("tensorrt", "tensorrt_bindings"), "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
+_BINDINGS = {
+    "tensorrt": ("tensorrt", "tensorrt_bindings"),
+    "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
+}
 _log = logging.getLogger(__name__)
 
 

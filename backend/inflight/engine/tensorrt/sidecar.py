@@ -205,7 +205,9 @@ class Sidecar:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}, expected what scripts/build writes") from error
+            raise ConfigError(
+                f"{path}: {error.strerror or error}, expected what scripts/build writes"
+            ) from error
         try:
             found = msgspec.json.decode(data, type=_Version).format
             if found != FORMAT:
