@@ -1,0 +1,188 @@
+"""Runs the networks of an engine in flight, by the interpreter: batches of chunks and generation made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inflight.engine.tensorrt.build import BuildOptions, build_engine
+from inflight.engine.tensorrt.sidecar import Sidecar
+from tests.engine.tensorrt.interpreter import Communicator, NetworkCopy, dump, evaluate, load
+
+SLOTS, MAX_SEQ_LEN, MAX_NUM_TOKENS = 5, 64, 48
+SIZES = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "max_num_tokens": MAX_NUM_TOKENS}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of a sequence in a batch: a chunk, or of one token maybe a generation row."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    start: int
+    is_chunk: bool
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A rank's networks, and what describes them."""
+
+    sidecar: Sidecar
+    layers: NetworkCopy
+    head: NetworkCopy
+    weights: dict[str, Tensor]
+
+
+def build(model: Path, folder: Path, **options: Any) -> list[Interpreted]:
+    """Define a model's networks, for the interpreter: of each rank."""
+    found: list[Interpreted] = []
+    for sidecar in build_engine(model, folder, BuildOptions(**(SIZES | options)), serialize=dump):
+        layers, head = (
+            load((folder / plan.file.name).read_bytes()) for plan in (sidecar.layers, sidecar.head)
+        )
+        weights: dict[str, Tensor] = {}
+        if sidecar.weights is not None:
+            from safetensors.torch import load_file
+
+            weights = load_file(folder / sidecar.weights.name)
+        found.append(Interpreted(sidecar, layers, head, weights))
+    return found
+
+
+@dataclass
+class Runner:
+    """Runs a rank's networks. The caches begin with numbers that nobody may read."""
+
+    engine: Interpreted
+    communicator: Communicator | None = None
+    seed: int = 0
+    caches: dict[str, Tensor] = field(default_factory=dict)
+    additional: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        for alias in self.engine.sidecar.layers.aliases:
+            dtype, shape = self.engine.layers.inputs[alias.input]
+            self.caches[alias.input] = (100 * torch.randn(shape, generator=generator)).to(dtype)
+
+    def logits(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
+        """Of all rows [rows, vocab_size], in the order of the batch."""
+        return self.head(self.hidden(batch, **more))["logits"]
+
+    def hidden(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
+        """The last layer's output; `more` are inputs that others are in the place of."""
+        inputs = self.inputs(batch) | more
+        network = self.engine.layers
+        outputs = evaluate(network, {name: inputs[name] for name in network.inputs}, self.communicator)
+        for alias in self.engine.sidecar.layers.aliases:
+            assert outputs[alias.output].data_ptr() == self.caches[alias.input].data_ptr()
+        self.additional = {name: value for name, value in outputs.items() if name.startswith("hidden_states")}
+        return outputs["hidden"]
+
+    def head(self, hidden: Tensor) -> dict[str, Tensor]:
+        """normalized and logits of rows."""
+        weights = {
+            name: tensor for name, tensor in self.engine.weights.items() if name in self.engine.head.inputs
+        }
+        return evaluate(self.engine.head, {"hidden": hidden, **weights}, self.communicator)
+
+    def inputs(self, batch: Sequence[Rows]) -> dict[str, Tensor]:
+        """All inputs of the layers for a batch, in whose order rows are."""
+        settings, model = self.engine.sidecar.settings, self.engine.sidecar.model
+        dtype, slots = getattr(torch, settings.dtype), settings.max_batch_size
+        ids = [token for rows in batch for token in rows.token_ids]
+        positions = [rows.start + index for rows in batch for index in range(len(rows.token_ids))]
+        of_slot = [rows.slot for rows in batch for _ in rows.token_ids]
+        order = sorted(range(len(ids)), key=lambda row: (of_slot[row], positions[row]))
+        counts = [of_slot.count(slot) for slot in range(slots)]
+        begins = [sum(counts[:slot]) for slot in range(slots + 1)]
+        chunks = sorted((rows for rows in batch if rows.is_chunk), key=lambda rows: rows.slot)
+        longest = max((len(rows.token_ids) for rows in chunks), default=1)
+        starts, gather = [0] * slots, [0] * len(ids)
+        generation, lengths, chunk_rows = [0] * slots, [1] * slots, []
+        for rows in batch:
+            starts[rows.slot] = rows.start
+            if not rows.is_chunk:
+                generation[rows.slot], lengths[rows.slot] = begins[rows.slot], rows.start + 1
+                gather[begins[rows.slot]] = rows.slot
+        for index, rows in enumerate(chunks):
+            first, count = begins[rows.slot], len(rows.token_ids)
+            chunk_rows.append([first + min(row, count - 1) for row in range(longest)])
+            gather[first : first + count] = range(slots + index * longest, slots + index * longest + count)
+        int32 = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "slot_order": order,
+            "packed_order": sorted(range(len(ids)), key=order.__getitem__),
+            "embedding_gather": list(range(len(ids))),
+            "update_lengths": begins,
+            "write_indices": starts,
+            "ctx_slots": [rows.slot for rows in chunks],
+            "ctx_q_gather": chunk_rows,
+            "o_gather": gather,
+            "gen_q_gather": generation,
+            "gen_kv_lengths": lengths,
+            "kv_lengths": [start + count for start, count in zip(starts, counts)],
+        }
+        found = {name: torch.tensor(value, dtype=torch.int32) for name, value in int32.items()}
+        found["ctx_q_gather"] = found["ctx_q_gather"].reshape(len(chunks), longest)
+        found["virtual_embeddings"] = torch.zeros((0, model.hidden_size), dtype=dtype)
+        found["lora_mask"] = torch.zeros((len(ids), 0), dtype=dtype)
+        for name, (_, shape) in self.engine.layers.inputs.items():
+            if name.startswith(("lora_a", "lora_b")):
+                found[name] = torch.zeros([max(size, 0) for size in shape], dtype=dtype)
+        return found | self.caches | self.engine.weights
+
+
+@dataclass
+class Sequence_:
+    """A sequence of given tokens, and the logits of those that were computed."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    num_context: int
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        """Tokens that were computed."""
+        return len(self.logits)
+
+
+def schedule(sequences: Sequence[Sequence_], chunk: int) -> list[list[Rows]]:
+    """Batches in which some sequences' contexts are computed in chunks, and others generate.
+
+    A sequence begins a step after the one before it; what is fed in generation is its own further tokens. Sequences
+    with the same slot follow each other. Rows of a batch are not in the order of slots.
+    """
+    done = [0] * len(sequences)
+    batches: list[list[Rows]] = []
+    while any(count < len(each.token_ids) for count, each in zip(done, sequences)):
+        batch: list[Rows] = []
+        taken: set[int] = set()
+        for index, each in enumerate(sequences[: len(batches) + 1]):
+            first = done[index]
+            if first == len(each.token_ids) or each.slot in taken:
+                continue
+            taken.add(each.slot)
+            is_context = first < each.num_context
+            count = min(chunk + index, each.num_context - first) if is_context else 1
+            batch.append(Rows(each.slot, each.token_ids[first : first + count], first, is_context))
+            done[index] += count
+        batches.append(batch[::-1])
+    return batches
+
+
+def run(runners: Runner, sequences: Sequence[Sequence_], chunk: int = 5) -> None:
+    """All of the sequences' logits."""
+    owners = {each.slot: [other for other in sequences if other.slot == each.slot] for each in sequences}
+    for batch in schedule(sequences, chunk):
+        logits = runners.logits(batch).split([len(rows.token_ids) for rows in batch])
+        for rows, part in zip(batch, logits, strict=True):
+            owner = next(each for each in owners[rows.slot] if each.num_done < len(each.token_ids))
+            owner.logits += part.unbind()
