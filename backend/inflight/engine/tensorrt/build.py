@@ -235,7 +235,7 @@ class _Builder:
         self, graph: Graph, name: str, extents: tuple[tuple[str, tuple[Extent, ...]], ...]
     ) -> Plan:
         config = graph.builder.create_builder_config()
-        set_target(self._module, config, self._settings)
+        set_target(self._module, config, self._processors)
         if self._monitor is not None:
             config.progress_monitor = self._monitor
         profiles = tuple(graph.profile(*each) for each in extents)
