@@ -157,8 +157,8 @@ class Sequence_:
 def schedule(sequences: Sequence[Sequence_], chunk: int) -> list[list[Rows]]:
     """Batches in which some sequences' contexts are computed in chunks, and others generate.
 
-    A sequence begins a step after the one before it; what is fed in generation is its own further tokens. Sequences
-    with the same slot follow each other. Rows of a batch are not in the order of slots.
+    A sequence begins a step after the one before it; what is fed in generation is its own further tokens.
+    Sequences with the same slot follow each other. Rows of a batch are not in the order of slots.
     """
     done = [0] * len(sequences)
     batches: list[list[Rows]] = []

@@ -1,8 +1,8 @@
 """Evaluates TensorRT's networks in torch, on a CPU: one reading of the documentation of TensorRT's layers.
 
-A network is read back from TensorRT's own definition, layer by layer, so that what is evaluated is what a plan is
-built of. A copy can be written to bytes, which need neither TensorRT nor the checkpoint to be evaluated. It vouches
-for how operations are wired, not for NVIDIA's kernels. Unknown layers and attributes raise NotImplementedError.
+A network is read back from TensorRT's own definition, layer by layer, so that what is evaluated is what a plan
+is built of. A copy can be written to bytes, which need neither TensorRT nor the checkpoint to be evaluated. It
+vouches for how operations are wired, not for NVIDIA's kernels. What it does not know raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -293,7 +294,7 @@ def _packed_attention(
     if attributes["causal"] != "LOWER_RIGHT":
         raise NotImplementedError("packed attention that is not causal from the lower right")
     read = torch.zeros_like(queries)
-    for slot, (begin, end) in enumerate(zip(begins.tolist(), begins.tolist()[1:])):
+    for slot, (begin, end) in enumerate(pairwise(begins.tolist())):
         last = torch.arange(begin - end, 0) + lengths[slot]
         seen = torch.arange(keys.shape[2]) <= last[:, None]
         rows = queries[begin:end].transpose(0, 1)[None]
@@ -368,7 +369,7 @@ def _update_cache(attributes: dict[str, Any], given: _Given, _: Any) -> list[Ten
     if int(lengths[-1]) != len(update):
         raise ValueError(f"{int(lengths[-1])} rows are said to be written, and there are {len(update)}")
     bounds = lengths.tolist()
-    for slot, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for slot, (begin, end) in enumerate(pairwise(bounds)):
         first = int(write_indices[slot])
         if first + end - begin > cache.shape[2]:
             raise ValueError(f"slot {slot} is written beyond its end")

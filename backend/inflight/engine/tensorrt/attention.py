@@ -1,10 +1,10 @@
 """Attention in flight: rows of context chunks and of generation, packed without padding, over linear caches.
 
-A slot has its own piece of memory for keys and values, [kv_heads, max_seq_len, head_dim], which is written in place.
-The rows of a network are in the order of their slots. Two forms:
+A slot has its own piece of memory for keys and values, [kv_heads, max_seq_len, head_dim], which is written in
+place. The rows of a network are in the order of their slots. Two forms:
 
-    split    Generation rows read the caches where they lie. The rows of each chunk are padded to the longest chunk,
-             and read a copy of their slot's cache. All else is computed on packed rows.
+    split    Generation rows read the caches where they lie. The rows of each chunk are padded to the longest
+             chunk, and read a copy of their slot's cache. All else is computed on packed rows.
     packed   One attention for all rows, by how many each slot has. TensorRT for RTX does not build it.
 """
 

@@ -132,7 +132,7 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     config, size = model.decoder, options.tensor_parallel_size
     if missing := lacking(config):
         raise ConfigError(
-            f"{model.folder}: TensorRT's layers do not express {', '.join(missing)}; the engine torch runs this model"
+            f"{model.folder}: TensorRT's layers do not express {', '.join(missing)}; the engine torch runs it"
         )
     if size < 1:
         raise ConfigError(f"tp is {size}, expected at least 1")
@@ -155,7 +155,8 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     _check_range("max_context_chunks", chunks, 1, options.max_batch_size)
     if options.max_num_tokens < options.max_batch_size:
         raise ConfigError(
-            f"max_num_tokens is {options.max_num_tokens}, expected at least max_batch_size, {options.max_batch_size}"
+            f"max_num_tokens is {options.max_num_tokens}, expected at least {options.max_batch_size}, which is "
+            "max_batch_size"
         )
     return Settings(
         dtype="bfloat16" if dtype in WEIGHT_DTYPES else dtype,
@@ -204,10 +205,8 @@ class _Builder:
         define_layers(layers, *arguments)
         head = Graph(self._module, self._logger, settings.weights == "inputs")
         define_head(head, *arguments)
-        held, windows = (
-            part.held_config(config),
-            layer_windows(config.sliding_windows, (), 0, settings.max_seq_len),
-        )
+        held = part.held_config(config)
+        windows = layer_windows(config.sliding_windows, (), 0, settings.max_seq_len)
         sidecar = Sidecar(
             format=FORMAT,
             module=module_name(self._module),
@@ -236,7 +235,7 @@ class _Builder:
         self, graph: Graph, name: str, extents: tuple[tuple[str, tuple[Extent, ...]], ...]
     ) -> Plan:
         config = graph.builder.create_builder_config()
-        set_target(self._module, config, self._settings)
+        set_target(self._module, config, self._processors)
         if self._monitor is not None:
             config.progress_monitor = self._monitor
         profiles = tuple(graph.profile(*each) for each in extents)

@@ -1,7 +1,7 @@
 """A thin layer over TensorRT's network definition: operations on tensors, and all that a plan is built with.
 
-Tensors are TensorRT's ITensor, here Any. Shapes are those of the networks: a dimension by name differs from batch to
-batch. TensorRT does not copy weights: what a graph is given lives as long as the graph.
+Tensors are TensorRT's ITensor, here Any. Shapes are those of the networks: a dimension by name differs from batch
+to batch. TensorRT does not copy weights: what a graph is given lives as long as the graph.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Graph:
         builder: TensorRT's.
         network: Likewise.
         constants: By the name of its layer; TensorRT does not tell bfloat16, float8 and int4 ones again.
-        collectives: By the name of its layer the operation, ALL_REDUCE or ALL_GATHER, which it does not tell either.
+        collectives: By the name of its layer the operation, ALL_REDUCE or ALL_GATHER, likewise.
         weights: What was made inputs, by their names.
         inputs: In the order of their definition, as are outputs.
         shapes: Of the inputs, dimensions by name among them.

@@ -39,9 +39,9 @@ def find_module(name: str | None = None) -> Any:
                 reasons.append(f"{package}: {error}")
     if reasons:
         raise ConfigError(f"TensorRT is installed and cannot be loaded: {'; '.join(reasons)}")
-    wanted = " nor ".join(MODULES) if name is None else name
+    missing = f"neither {' nor '.join(MODULES)} is" if name is None else f"{name} is not"
     raise ConfigError(
-        f"{'neither ' if name is None else ''}{wanted} is installed: pip install -e '.[tensorrt-rtx]' in the "
+        f"{missing} installed: pip install -e '.[tensorrt-rtx]' in the "
         "checkout brings TensorRT for RTX; TensorRT itself is in NVIDIA's containers"
     )
 
@@ -71,10 +71,6 @@ def make_logger(module: Any) -> Any:
             severities = module.ILogger.Severity
             if severity in (severities.INTERNAL_ERROR, severities.ERROR):
                 self.errors.append(msg)
-                _log.debug("%s", msg)  # whoever asked raises it
-            elif severity == severities.WARNING:
-                _log.info("%s", msg)
-            else:
-                _log.debug("%s", msg)
+            _log.debug("%s", msg)  # of an error, whoever asked for something raises it
 
     return Logger()

@@ -1,8 +1,8 @@
 """A decoder as two networks: the layers, from token ids to hidden states, and the head, from those to logits.
 
-It computes what `engine/torch/decoder.py` computes, operation by operation; what differs between families is in the
-DecoderConfig. Rows come in the order of the batch and leave in it; in between they are in the order of their slots,
-which is how caches are written.
+It computes what `engine/torch/decoder.py` computes, operation by operation; what differs between families is in
+the DecoderConfig. Rows come in the order of the batch and leave in it; in between they are in the order of their
+slots, which is how caches are written.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ShapeRange:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An optimization profile; its index in the plan is that in `Plan.profiles`. Inputs of fixed shape are left out."""
+    """An optimization profile, by its place in `Plan.profiles`; inputs of fixed shape are left out."""
 
     name: str
     ranges: tuple[ShapeRange, ...]

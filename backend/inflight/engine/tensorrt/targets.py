@@ -26,38 +26,54 @@ def find_processors(module: Any, settings: Settings) -> Processors:
         ConfigError: TensorRT does not build for the target, the target does not compute the data type, or it is
             the GPU of this machine, which has none.
     """
-    target, can_choose = settings.target, hasattr(module, "ComputeCapability")
-    if target == CURRENT:
-        if not torch.cuda.is_available():
-            raise ConfigError("target is current, the GPU of this machine, which has none")
-        major, minor = torch.cuda.get_device_capability()
-        processors = Processors((10 * major + minor,), and_later=False)
-    elif not can_choose:
+    target = settings.target
+    if target == PORTABLE and _can_choose(module):
+        processors = _PORTABLE
+    elif target == CURRENT:
+        processors = Processors((_own_capability(),), and_later=False)
+    elif not _can_choose(module):
         raise ConfigError(
             f"target is {target}, expected current: tensorrt builds for the GPU of this machine"
         )
-    elif target == PORTABLE:
-        processors = _PORTABLE
     else:
-        known = [name for name in dir(module.ComputeCapability) if name.startswith("SM")]
-        names = target.upper().split(",")
-        if not set(names) <= set(known):
-            choices = ", ".join(sorted((name.lower() for name in known), key=lambda name: int(name[2:])))
-            raise ConfigError(f"target is {target}, expected portable, current or some of {choices}")
+        names = target.lower().split(",")
+        if not set(names) <= set(_known(module)):
+            expected = f"portable, current or some of {', '.join(_known(module))}"
+            raise ConfigError(f"target is {target}, expected {expected}")
         processors = Processors(tuple(sorted(int(name[2:]) for name in names)), and_later=False)
     _check_types(processors, settings)
     return processors
 
 
-def set_target(module: Any, config: Any, settings: Settings) -> None:
-    """Tell TensorRT's configuration for which GPUs to build; the settings are checked."""
-    if settings.target in (PORTABLE, CURRENT):
-        return  # what is built where nothing is said: with tensorrt_rtx the first, with tensorrt the second
-    names = settings.target.upper().split(",")
-    config.num_compute_capabilities = len(names)
-    for index, name in enumerate(names):
-        if not config.set_compute_capability(getattr(module.ComputeCapability, name), index):
-            raise ConfigError(f"TensorRT does not build for {name.lower()}")
+def set_target(module: Any, config: Any, processors: Processors) -> None:
+    """Tell TensorRT's configuration for which GPUs to build. ConfigError if it does not build for one."""
+    if processors.and_later or not _can_choose(module):
+        return  # what is built where nothing is said
+    config.num_compute_capabilities = len(processors.exactly)
+    for index, capability in enumerate(processors.exactly):
+        theirs = getattr(module.ComputeCapability, f"SM{capability}", None)
+        if theirs is None or not config.set_compute_capability(theirs, index):
+            raise ConfigError(
+                f"tensorrt_rtx does not build for compute capability {capability / 10:.1f}, expected one of "
+                f"{', '.join(_known(module))}"
+            )
+
+
+def _can_choose(module: Any) -> bool:
+    return hasattr(module, "ComputeCapability")
+
+
+def _known(module: Any) -> list[str]:
+    """Such as sm89."""
+    names = (name.lower() for name in dir(module.ComputeCapability) if name.startswith("SM"))
+    return sorted(names, key=lambda name: int(name[2:]))
+
+
+def _own_capability() -> int:
+    if not torch.cuda.is_available():
+        raise ConfigError("target is current, the GPU of this machine, which has none")
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _check_types(processors: Processors, settings: Settings) -> None:

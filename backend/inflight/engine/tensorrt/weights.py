@@ -1,7 +1,7 @@
-"""A model's matrices as TensorRT's networks take them: floating point, or quantized row by row, experts flattened.
+"""A model's matrices as TensorRT's networks take them: floating point, or quantized by rows, experts flattened.
 
-They come through the same loader as the torch engine's, so that every family and every quantized checkpoint arrives
-in one layout (`inflight.models.decoder_weights`).
+They come through the same loader as the torch engine's, so that every family and every quantized checkpoint
+arrives in one layout (`inflight.models.decoder_weights`).
 """
 
 from __future__ import annotations
