@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
 from inflight.engine.tensorrt.sidecar import Sidecar
 from tests.engine.tensorrt.interpreter import Communicator, NetworkCopy, dump, evaluate, load
+from tests.models.zoo import ZooModel
 
 SLOTS, MAX_SEQ_LEN, MAX_NUM_TOKENS = 5, 64, 48
 SIZES = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "max_num_tokens": MAX_NUM_TOKENS}
@@ -47,8 +50,6 @@ def build(model: Path, folder: Path, **options: Any) -> list[Interpreted]:
         )
         weights: dict[str, Tensor] = {}
         if sidecar.weights is not None:
-            from safetensors.torch import load_file
-
             weights = load_file(folder / sidecar.weights.name)
         found.append(Interpreted(sidecar, layers, head, weights))
     return found
@@ -140,8 +141,15 @@ class Runner:
 
 
 @dataclass
-class Sequence_:
-    """A sequence of given tokens, and the logits of those that were computed."""
+class Text:
+    """A sequence of given tokens, and the logits of those that were computed.
+
+    Attributes:
+        slot: Where it is.
+        token_ids: All of them.
+        num_context: How many are its context; the others are fed in generation.
+        logits: [vocab_size] of each token that was computed.
+    """
 
     slot: int
     token_ids: tuple[int, ...]
@@ -154,7 +162,7 @@ class Sequence_:
         return len(self.logits)
 
 
-def schedule(sequences: Sequence[Sequence_], chunk: int) -> list[list[Rows]]:
+def schedule(sequences: Sequence[Text], chunk: int) -> list[list[Rows]]:
     """Batches in which some sequences' contexts are computed in chunks, and others generate.
 
     A sequence begins a step after the one before it; what is fed in generation is its own further tokens.
@@ -178,11 +186,77 @@ def schedule(sequences: Sequence[Sequence_], chunk: int) -> list[list[Rows]]:
     return batches
 
 
-def run(runners: Runner, sequences: Sequence[Sequence_], chunk: int = 5) -> None:
-    """All of the sequences' logits."""
-    owners = {each.slot: [other for other in sequences if other.slot == each.slot] for each in sequences}
-    for batch in schedule(sequences, chunk):
-        logits = runners.logits(batch).split([len(rows.token_ids) for rows in batch])
-        for rows, part in zip(batch, logits, strict=True):
-            owner = next(each for each in owners[rows.slot] if each.num_done < len(each.token_ids))
-            owner.logits += part.unbind()
+def run(runner: Runner, texts: Sequence[Text], chunk: int = 5) -> None:
+    """Compute all of the texts' logits."""
+    for batch in schedule(texts, chunk):
+        take(batch, runner.logits(batch), texts)
+
+
+def take(batch: Sequence[Rows], logits: Tensor, texts: Sequence[Text]) -> None:
+    """Hand the logits of a batch's rows to the texts that the rows are of."""
+    for rows, part in zip(batch, logits.split([len(rows.token_ids) for rows in batch]), strict=True):
+        of_slot = (each for each in texts if each.slot == rows.slot)
+        text = next(each for each in of_slot if each.num_done < len(each.token_ids))
+        assert text.num_done == rows.start
+        text.logits += part.unbind()
+
+
+def texts_of(model: ZooModel, seed: int = 0) -> list[Text]:
+    """Some, of which two have the same slots as others before them."""
+    lengths = [(3, 23, 9), (0, 7, 12), (4, 1, 6), (1, 38, 8), (3, 11, 10), (0, 30, 3)]
+    return [
+        Text(slot, model.prompt(context + generated, seed=seed + index), context)
+        for index, (slot, context, generated) in enumerate(lengths)
+    ]
+
+
+def largest_error(model: ZooModel, texts: Sequence[Text]) -> float:
+    """Of any logit, against transformers."""
+    return max((torch.stack(each.logits) - model.logits(each.token_ids)).abs().max().item() for each in texts)
+
+
+def relative_error(model: ZooModel, texts: Sequence[Text]) -> float:
+    """Root mean square error of the logits over their standard deviation."""
+    found = torch.cat([torch.stack(each.logits) for each in texts])
+    exact = torch.cat([model.logits(each.token_ids) for each in texts])
+    return ((found - exact).square().mean().sqrt() / exact.std()).item()
+
+
+class Meeting:
+    """Ranks in step, each on a thread of its own: where they exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._tensors = threading.Barrier(size), [torch.empty(0)] * size
+
+    def rank(self, index: int) -> MeetingRank:
+        """What one of them communicates by."""
+        return MeetingRank(self, index)
+
+    def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
+        """All ranks' tensors."""
+        self._tensors[index] = tensor
+        self._barrier.wait(60)
+        found = list(self._tensors)
+        self._barrier.wait(60)  # before that, nobody may lay down the next
+        return found
+
+
+@dataclass
+class MeetingRank:
+    """Implements `Communicator`.
+
+    Attributes:
+        num_calls: How often the others were asked.
+    """
+
+    meeting: Meeting
+    index: int
+    num_calls: int = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return torch.stack(self.meeting.exchange(self.index, x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return torch.cat(self.meeting.exchange(self.index, x))

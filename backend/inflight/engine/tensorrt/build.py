@@ -126,6 +126,8 @@ def build_engine(
     processors = find_processors(module, settings)
     digest = checkpoint_digest(model.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(sidecar_name("*")):
+        old.unlink()  # until the last plan is there, there is no engine
     _copy_beside(model.folder, folder)
     builder = _Builder(module, model, settings, processors, digest, folder, serialize, monitor)
     return [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
@@ -198,9 +200,8 @@ class _Builder:
         self._logger = make_logger(module)
 
     def build(self, rank: int) -> Sidecar:
-        """Write a rank's files; the sidecar is the last one, and is away while the others are not there."""
+        """Write a rank's files, the sidecar last."""
         settings, config = self._settings, self._model.decoder
-        (self._folder / sidecar_name(rank)).unlink(missing_ok=True)
         part = Part(Shard(settings.tensor_parallel_size, rank), (0, config.num_layers))
         dtype = getattr(torch, settings.dtype)
         weights = load_matrices(self._model, dtype, settings.weight_dtype, part)

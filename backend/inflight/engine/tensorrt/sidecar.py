@@ -222,8 +222,8 @@ class _Version:
     format: int
 
 
-def sidecar_name(rank: int) -> str:
-    """The file of a rank."""
+def sidecar_name(rank: int | str) -> str:
+    """The file of a rank; `*`: of any."""
     return f"rank{rank}.json"
 
 
