@@ -88,8 +88,8 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
-    from inflight.engine.torch.engine import find_device, longest_sequence
     from inflight.engine.torch.load_decoder import computed_dtype
+    from inflight.engine.torch.room import find_device, longest_sequence
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
     from inflight.models.loader import num_parameters, num_weight_bytes

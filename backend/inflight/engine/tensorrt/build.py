@@ -6,6 +6,7 @@ Needs no GPU with TensorRT for RTX. One process, one rank after the other.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ WEIGHT_DTYPES = (INT8, FP8)
 """Types of matrices alone; activations are bfloat16 then."""
 
 _USUAL_CHUNKS = 8
+_BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
+_INDEX = "model.safetensors.index.json"
 _log = logging.getLogger(__name__)
 
 
@@ -125,6 +128,7 @@ def build_engine(
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(sidecar_name("*")):
         old.unlink()  # until the last plan is there, there is no engine
+    _copy_beside(model.folder, folder)
     builder = _Builder(module, model, settings, processors, digest, folder, serialize, monitor)
     return [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
 
@@ -237,6 +241,8 @@ class _Builder:
     ) -> Plan:
         config = graph.builder.create_builder_config()
         set_target(self._module, config, self._processors)
+        if (flag := getattr(self._module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)) is not None:
+            config.set_flag(flag)  # else a stream that is captured may not run the plan
         if self._monitor is not None:
             config.progress_monitor = self._monitor
         profiles = tuple(graph.profile(*each) for each in extents)
@@ -259,6 +265,14 @@ class _Builder:
             return None
         save_file(tensors, path)
         return File(name, file_digest(path))
+
+
+def _copy_beside(checkpoint: Path, folder: Path) -> None:
+    """Copy what a checkpoint has beside its weights: then the folder is served, and moved, by itself."""
+    for pattern in _BESIDE_WEIGHTS:
+        for path in checkpoint.glob(pattern):
+            if path.is_file() and path.name != _INDEX and path.parent != folder:
+                shutil.copyfile(path, folder / path.name)
 
 
 def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], ...]:

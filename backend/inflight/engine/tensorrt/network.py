@@ -63,7 +63,10 @@ def define_layers(
 def define_head(
     graph: Graph, config: DecoderConfig, part: Part, settings: Settings, weights: Weights
 ) -> None:
-    """From rows of the last layer's output to the normalized ones and logits; as `define_layers`."""
+    """From rows of the last layer's output to the normalized ones and logits; as `define_layers`.
+
+    Of several ranks each gives the logits of its part of the vocabulary: a head may be asked at one rank alone.
+    """
     made = Components(graph, part.held_config(config), settings.dtype, part.shard.size)
     norm, head = weights.final_norm, weights.lm_head
     assert norm is not None and head is not None, "the part has the output projection"
@@ -76,21 +79,7 @@ def define_head(
         cap = made.number(config.logits_soft_cap, 2, "float32")
         logits = graph.multiply(graph.activation(graph.divide(logits, cap), "TANH"), cap)
     graph.output("normalized", normalized)
-    graph.output("logits", _join(graph, logits, config.vocab_size, part))
-
-
-def _join(graph: Graph, logits: Any, vocab_size: int, part: Part) -> Any:
-    """The whole vocabulary's, of every rank's part; the last ranks may have fewer ids, and are filled up."""
-    if part.shard.size == 1:
-        return logits
-    begin, end = part.shard.split(vocab_size)
-    widest = -(-vocab_size // part.shard.size)
-    columns = graph.transpose(logits, 1, 0)
-    if end - begin < widest:  # with ids that are there already, to be left out again
-        indices = torch.arange(widest, dtype=torch.int32).clamp(max=end - begin - 1)
-        columns = graph.gather(columns, graph.constant(indices, "int32"))
-    gathered = graph.transpose(graph.collective(columns, "ALL_GATHER", part.shard.size), 1, 0)
-    return graph.columns(gathered, 0, vocab_size)
+    graph.output("logits", logits)
 
 
 class _Layers:
