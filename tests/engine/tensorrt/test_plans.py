@@ -146,6 +146,7 @@ def test_the_sidecar_says_what_the_plans_take(zoo: Zoo, tmp_path: Path) -> None:
     assert read.layers.tensor("ctx_q_gather") == TensorSpec("ctx_q_gather", "int32", (-1, -1))
     assert read.layers.tensor("lora_b_0_attn_k") == TensorSpec("lora_b_0_attn_k", "bfloat16", (16, -1))
     assert read.layers.tensor("hidden_states_1") == TensorSpec("hidden_states_1", "bfloat16", (-1, 64))
+    assert read.head.most_rows("hidden") == 48
     assert read.head.outputs == (
         TensorSpec("normalized", "bfloat16", (-1, 64)),
         TensorSpec("logits", "float32", (-1, 211)),

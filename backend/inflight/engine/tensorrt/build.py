@@ -44,7 +44,7 @@ from inflight.models.sharding import Part, Shard
 WEIGHT_DTYPES = (INT8, FP8)
 """Types of matrices alone; activations are bfloat16 then."""
 
-_USUAL_CHUNKS = 8
+_USUAL_CHUNKS, _MOST_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
 _INDEX = "model.safetensors.index.json"
 _log = logging.getLogger(__name__)
@@ -298,7 +298,9 @@ def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], 
 
 
 def _head_extents(settings: Settings) -> tuple[str, tuple[Extent, ...]]:
-    return "rows", (Extent("R", 1, settings.max_batch_size, settings.max_num_tokens),)
+    """The profile of the head. Logits are wide: more rows are several calls."""
+    slots = settings.max_batch_size
+    return "rows", (Extent("R", 1, slots, max(slots, min(_MOST_LOGITS, settings.max_num_tokens))),)
 
 
 def _reason(graph: Graph) -> str:
