@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.models.config_file import ConfigFile
-from inflight.models.levels import Levels
+from inflight.models.levels import Kind, Levels
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -47,10 +47,12 @@ class LevelsOfFile:
     """A quantized matrix's levels.
 
     Attributes:
+        kind: What it is made of, by the shapes of its tensors.
         read: Where they are mapped, or a copy.
         release: When nobody needs what was read any more.
     """
 
+    kind: Kind
     read: Callable[[], Levels]
     release: Callable[[], None]
 

@@ -9,10 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import gcd
 
 import torch
 from torch import Tensor
+
+
+class Kind(Enum):
+    """What a quantized matrix is made of, in words for a log."""
+
+    INT4 = "4 bits"
+    INT8_BY_ROW = "int8 with a scale for each row"
+    INT8 = "8 bits with zero points, or in groups of inputs"
+    FLOAT8_BY_ROW = "float8 with a scale for each row"
+    FLOAT8 = "float8 in blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +130,19 @@ class GroupedMatrix:
         return self.values.shape[0], self.values.shape[1]
 
     @property
-    def has_whole_rows(self) -> bool:
-        """Whether it is 8 bits, without zero points, and a scale for each output."""
-        return self.bits == 8 and self.zeros is None and self.scales.shape[1] == 1
+    def kind(self) -> Kind:
+        """What it is made of."""
+        is_by_row = self.zeros is None and self.scales.shape[1] == 1
+        if self.bits == 4:
+            return Kind.INT4
+        if self.values.is_floating_point():
+            return Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
+        return Kind.INT8_BY_ROW if is_by_row else Kind.INT8
+
+    @property
+    def form(self) -> tuple[Kind, int, tuple[int, int]]:
+        """What is the same in matrices that are kept as one stack."""
+        return self.kind, self.group_size, self.shape
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] float32, in the order of the inputs."""

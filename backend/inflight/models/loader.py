@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -34,7 +35,7 @@ from inflight.models.decoder_weights import (
     Norm,
     PlainWeights,
 )
-from inflight.models.levels import GroupedMatrix, stack_rows
+from inflight.models.levels import GroupedMatrix, Kind, stack_rows
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range
@@ -84,18 +85,22 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
         """What is kept instead of the output projection."""
         return self.linear(linear)
 
-    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> LinearT | None:
-        """What is kept of a projection that the checkpoint has quantized; None: it is read like any other.
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        """Why a quantized matrix is read like any other; empty: it is kept by `keep_levels`, or with its stack.
 
-        Asked only where `keeps_levels`.
+        `is_stack`: it is that of an expert.
         """
-        return None
+        return "it is not kept as it is"
+
+    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> LinearT:
+        """What is kept of a projection that the checkpoint has quantized. Asked only where `keeps_levels`."""
+        raise NotImplementedError
 
     def keep_stacked_levels(
         self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> LinearT | None:
-        """Likewise of a layer's experts, as `stack`; some may have been taken before it returns None."""
-        return None
+    ) -> LinearT:
+        """Likewise of a layer's experts, as `stack`. The iterator may end the call with an exception."""
+        raise NotImplementedError
 
     def note_unpacked(self, name: str, reason: str) -> None:
         """A quantized projection, its first matrix being `name`, is read like any other, for this reason."""
@@ -120,6 +125,10 @@ class _AsRead(Finisher[LayerWeights, Linear]):
 
     def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
+
+
+class _NotKept(Exception):
+    """One of a layer's experts is not quantized as the first one is."""
 
 
 class _NotRead(_AsRead):
@@ -206,8 +215,17 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
         return _stored_dtype(_fitted(model, checkpoint), checkpoint)
 
 
+def quantized_kinds(model: ModelDescription) -> Counter[Kind]:
+    """What the checkpoint's quantized matrices are made of, by its files' headers, and how many of each."""
+    if model.quantization is None:
+        return Counter()
+    with Checkpoint(model.folder) as checkpoint:
+        _fitted(model, checkpoint)
+        return Counter(levels.kind for levels in checkpoint.levels.values())
+
+
 def num_weight_bytes(
-    model: ModelDescription, dtype: torch.dtype, linear_dtype: torch.dtype, keeps_levels: bool = False
+    model: ModelDescription, dtype: torch.dtype, linear_dtype: torch.dtype, kept: Set[Kind] = frozenset()
 ) -> int:
     """Bytes of all the model's weights. ConfigError if the checkpoint does not hold them.
 
@@ -216,16 +234,16 @@ def num_weight_bytes(
         dtype: Of embeddings and vectors.
         linear_dtype: Of the matrices that are multiplied with. An embedding that is the output projection's matrix
             too is there twice if the types differ.
-        keeps_levels: Whether what is quantized stays as the checkpoint has it.
+        kept: Which of the quantized matrices stay as the checkpoint has them.
     """
     with Checkpoint(model.folder) as checkpoint:
         model = _untied(_fitted(model, checkpoint), checkpoint)
-        of_levels = {name: checkpoint.tensors[name].level_bytes for name in checkpoint.levels}
-    specs, num_kept = _specs(model, Part.whole(model.decoder)), 0
-    if keeps_levels:
-        kept = [spec for spec in specs if all(part.name in of_levels for part in spec.parts)]
-        num_kept = sum(of_levels[part.name] or 0 for spec in kept for part in spec.parts)
-        specs = [spec for spec in specs if spec not in kept]
+        levels, tensors = checkpoint.levels, checkpoint.tensors
+        of_levels = {name: tensors[name].level_bytes or 0 for name in levels if levels[name].kind in kept}
+    specs = _specs(model, Part.whole(model.decoder))
+    whole = [spec for spec in specs if all(part.name in of_levels for part in spec.parts)]
+    num_kept = sum(of_levels[part.name] for spec in whole for part in spec.parts)
+    specs = [spec for spec in specs if spec not in whole]
     names = model.names
     looked_up = {f"{names.base}{name}.weight" for name in (names.embedding, names.position_embedding)}
     linear = [spec for spec in specs if spec.columns is not None and spec.parts[0].name not in looked_up]
@@ -542,19 +560,31 @@ class _Builder(Generic[LayerT, LinearT]):
     def _stacked_levels(
         self, specs: list[_TensorSpec], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> LinearT | None:
-        first = self._make_levels(specs[0])
+        first = self._kept_levels(specs[0], is_stack=True)
         if first is None:
             return None
 
         def each() -> Iterator[GroupedMatrix]:
             for index, spec in enumerate(specs):
-                matrix = first if index == 0 else self._make_levels(spec)
-                if matrix is None:
-                    return  # which is fewer than there are
+                matrix = first if index == 0 else self._kept_levels(spec, is_stack=True)
+                if matrix is None or matrix.form != first.form:
+                    raise _NotKept
                 yield matrix
                 self._release(spec)
 
-        return self._finisher.keep_stacked_levels(each(), shape, bias, is_gated)
+        try:
+            return self._finisher.keep_stacked_levels(each(), shape, bias, is_gated)
+        except _NotKept:
+            self._finisher.note_unpacked(specs[0].parts[0].name, "experts that are not all quantized alike")
+            return None
+
+    def _kept_levels(self, spec: _TensorSpec, is_stack: bool = False) -> GroupedMatrix | None:
+        """The levels of a matrix that is kept as the checkpoint has it; None of any other."""
+        matrix = self._make_levels(spec)
+        if matrix is not None and (reason := self._finisher.why_unpacked(matrix, is_stack)):
+            self._finisher.note_unpacked(spec.parts[0].name, reason)
+            return None
+        return matrix
 
     def _choice_bias(self, prefix: str, config: ExpertsConfig) -> Tensor:
         """Kept in float32: what it decides between may be closer together than bfloat16's steps."""
@@ -619,12 +649,11 @@ class _Builder(Generic[LayerT, LinearT]):
     ) -> LinearT:
         """A layer's projection, as it is kept."""
         spec = _TensorSpec(weight, columns, kept, self._names.transposed)
-        if (matrix := self._make_levels(spec)) is not None:
+        if (matrix := self._kept_levels(spec)) is not None:
             vector = None if bias is None else self._make_in_layer(_TensorSpec(bias, None))
             found = self._finisher.keep_levels(matrix, vector, is_gated)
-            if found is not None:
-                self._release(spec)
-                return found
+            self._release(spec)
+            return found
         return self._finisher.linear(self._linear(weight, columns, kept, bias), is_gated)
 
     def _linear(
@@ -728,5 +757,5 @@ def _read_levels(
         levels = checkpoint.levels[part.name].read()
         found += [levels.part(rows, spec.kept).grouped() for rows in part.ranges]
     if (matrix := stack_rows(found)) is None:
-        finisher.note_unpacked(names[0], "what is multiplied with it has another order of inputs, or is another kind")
+        finisher.note_unpacked(names[0], "others that are multiplied with it are quantized otherwise")
     return matrix

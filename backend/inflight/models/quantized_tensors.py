@@ -16,7 +16,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.dequantize import FLOAT8, awq_levels, gptq_levels, packed_levels, scaled_levels
-from inflight.models.levels import Levels
+from inflight.models.levels import Kind, Levels
 from inflight.models.quantization import Quantization
 
 _logger = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ class _Parts:
         """The same, or None."""
         return self.read(kind) if kind in self.infos else None
 
-    def add(self, shape: tuple[int, int], make: Callable[[], Levels]) -> None:
-        """Have `….weight`, of this shape, as `make` makes it of what the parts are."""
+    def add(self, shape: tuple[int, int], kind: Kind, make: Callable[[], Levels]) -> None:
+        """Have `….weight`, of this shape and kind, as `make` makes it of what the parts are."""
         file = next(iter(self.infos.values())).file
         num_bytes = sum(math.prod(info.shape) * _BYTES[info.dtype] for info in self.infos.values())
         info = TensorInfo(file, shape, "float32", num_bytes)
@@ -115,7 +115,7 @@ class _Parts:
             release()
             return weight
 
-        self._checkpoint.add(f"{self._module}.weight", info, made, LevelsOfFile(make, release))
+        self._checkpoint.add(f"{self._module}.weight", info, made, LevelsOfFile(kind, make, release))
 
 
 def _modules(checkpoint: Checkpoint, kind: str) -> list[_Parts]:
@@ -138,7 +138,7 @@ def _unpack_awq(checkpoint: Checkpoint, quantization: Quantization) -> None:
         def make(parts: _Parts = parts) -> Levels:
             return awq_levels(parts.read("qweight"), parts.read("qzeros"), parts.read("scales"))
 
-        parts.add((8 * words, inputs), make)
+        parts.add((8 * words, inputs), Kind.INT4, make)
 
 
 def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -161,7 +161,7 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             stored = parts.read("qweight"), parts.read("qzeros"), parts.read("scales")
             return gptq_levels(*stored, parts.read_if_there("g_idx"), bits, quantization.zero_offset)
 
-        parts.add((outputs, inputs), make)
+        parts.add((outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8, make)
 
 
 def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -195,7 +195,10 @@ def _unpack_packed(parts: _Parts) -> None:
         stored = parts.read("weight_packed"), parts.read("weight_scale")
         return packed_levels(*stored, zeros, of_inputs, bits, inputs)
 
-    parts.add((outputs, inputs), make)
+    is_by_row = groups == 1 and "weight_zero_point" not in parts.infos
+    parts.add(
+        (outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8_BY_ROW if is_by_row else Kind.INT8, make
+    )
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
@@ -215,8 +218,13 @@ def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> N
     def make() -> Levels:
         levels, scales = parts.read("weight"), parts.read(kind)
         zeros = parts.read_if_there("weight_zero_point")
-        if zeros is not None:
-            zeros = zeros.float() if zeros.float().any() else None
-        return scaled_levels(levels, scales, block if is_block else None, zeros)
+        of_blocks = block if is_block else None
+        return scaled_levels(levels, scales, of_blocks, None if zeros is None else zeros.float())
 
-    parts.add((outputs, inputs), make)
+    is_by_row = not is_block and shape in ((), (1,), (1, 1), (outputs,), (outputs, 1))
+    if parts.infos["weight"].dtype == FLOAT8:
+        of_levels = Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
+    else:
+        has_zeros = "weight_zero_point" in parts.infos
+        of_levels = Kind.INT8_BY_ROW if is_by_row and not has_zeros else Kind.INT8
+    parts.add((outputs, inputs), of_levels, make)
