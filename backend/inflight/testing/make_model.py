@@ -88,7 +88,7 @@ def make_model(
         dtype: what the weights are stored as, a key of `DTYPES`. They are drawn in float32.
         seed: equal seeds give equal files.
         standard_deviation: of all weights but the scales of normalizations, which are ones.
-        quantize: what the projections are written as, a key of `inflight.testing.quantize.FORMATS`; None: as drawn.
+        quantize: what the projections are written as, a key of FORMATS in `testing/quantize.py`; None: as drawn.
     """
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)

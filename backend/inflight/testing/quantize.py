@@ -1,6 +1,6 @@
 """Matrices rounded as published quantized checkpoints have them, to write such a checkpoint of random weights.
 
-Rounding is to the nearest level: no calibration, which changes which levels are chosen and not what a file looks like.
+Rounding is to the nearest level: calibration would change which levels are chosen, and not what a file looks like.
 """
 
 from __future__ import annotations
