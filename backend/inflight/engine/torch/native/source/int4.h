@@ -119,6 +119,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
         sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
       }
     }
+    asm volatile("" : "+r"(totals) : : "memory");  // else GCC 12 stores them twice
     const __m512 factors0 = _mm512_castsi512_ps(_mm512_andnot_si512(zero_bits, words0));
     const __m512 factors1 = _mm512_castsi512_ps(_mm512_andnot_si512(zero_bits, words1));
 #pragma GCC unroll 16
