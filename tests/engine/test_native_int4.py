@@ -55,7 +55,9 @@ def rounded(x: Tensor, size: int, order: Tensor | None = None) -> Tensor:
     x = x.float() if order is None else x.float()[:, order]
     groups = x.unflatten(1, (-1, size))
     most = groups.abs().amax(2, keepdim=True)
-    factors = torch.full_like(most, 127) / most  # 127 / most would be another number: torch takes a reciprocal
+    factors = (
+        torch.full_like(most, 127) / most
+    )  # 127 / most would be another number: torch takes a reciprocal
     levels = (groups * torch.where(most > 0, factors, 0)).round()
     result = (levels.double() * (most / 127).double()).flatten(1)
     return result if order is None else torch.empty_like(result).index_copy_(1, order, result)

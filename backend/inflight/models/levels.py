@@ -140,9 +140,9 @@ class GroupedMatrix:
         return Kind.INT8_BY_ROW if is_by_row else Kind.INT8
 
     @property
-    def form(self) -> tuple[Kind, int, tuple[int, int]]:
+    def form(self) -> tuple[Kind, int, bool, tuple[int, int]]:
         """What is the same in matrices that are kept as one stack."""
-        return self.kind, self.group_size, self.shape
+        return self.kind, self.group_size, self.order is None, self.shape
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] float32, in the order of the inputs."""

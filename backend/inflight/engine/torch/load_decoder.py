@@ -24,6 +24,7 @@ from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.grouped_linear import KeepingLevels
 from inflight.engine.torch.host_memory import zeros
 from inflight.engine.torch.layer_check import find_operations, find_row_kernels
 from inflight.engine.torch.native import packing
@@ -170,7 +171,12 @@ def load_decoder(
             weights = load_finished_weights(
                 model, dtype, device, part, Quantizing(config.dtype, dtype, device)
             )
+        elif keeps_levels(config, model, device):
+            keeping = KeepingLevels(dtype, device)
+            weights = load_finished_weights(model, dtype, device, part, keeping)
+            keeping.say()
         else:
+            _say_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
             weights = load_weights(model, dtype, device, part)
         held = part.held_config(model.decoder)
         attention = find_attention(config, held, windows, dtype, device)
@@ -178,6 +184,8 @@ def load_decoder(
         row_kernels = find_row_kernels(model.decoder.vocab_size, device)
         parts = part, collectives, attention, operations, row_kernels
         return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
+    if not kept:
+        _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
     packer = Packer(library, computed, is_int8, torch.get_num_threads())
     finisher = _Packing(packer, bool(kept))
     weights = load_finished_weights(model, computed, device, part, finisher)
@@ -282,11 +290,42 @@ def kept_by_compiled_layers(
 
     None where a dtype is asked for, and where the checkpoint's own is float32: then they are unpacked to that.
     """
-    if config.dtype is not None or device.type != "cpu" or model.quantization is None:
-        return frozenset()
-    if stored_dtype(model) is torch.float32:
+    if device.type != "cpu" or not _has_own_dtype(config, model):
         return frozenset()
     return packing.KEPT & quantized_kinds(model).keys()
+
+
+def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.device) -> bool:
+    """Whether torch's operators keep what the checkpoint has quantized: on a GPU, or where `kernels` is torch.
+
+    On a CPU it takes longer to unpack a matrix than to multiply with it, and memory is all that is won.
+    """
+    is_asked_for = config.kernels == "torch" or device.type == "cuda"
+    return is_asked_for and _has_own_dtype(config, model)
+
+
+def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
+    """Whether a quantized checkpoint is to be as it is: a dtype that is asked for is what it is unpacked to.
+
+    So is float32 where that is the checkpoint's own.
+    """
+    is_quantized = config.dtype is None and model.quantization is not None
+    return is_quantized and stored_dtype(model) is not torch.float32
+
+
+def _say_unpacked(config: EngineConfig, model: ModelDescription, dtype: torch.dtype, otherwise: str) -> None:
+    """Log that quantized matrices are unpacked, if there are any; `otherwise`: why, if nobody has asked for it."""
+    kinds = quantized_kinds(model)
+    if not kinds:
+        return
+    of_kinds = " and ".join(f"{count} in {kind.value}" for kind, count in kinds.items())
+    reason = otherwise
+    if config.dtype is not None:
+        reason = f"dtype is {config.dtype}"
+    elif dtype is torch.float32:
+        reason = "that is the checkpoint's own dtype"
+    short = str(dtype).removeprefix("torch.")
+    _log.info("quantized matrices (%s) are unpacked to %s: %s", of_kinds, short, reason)
 
 
 def _find_library(
