@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.tensorrt.network import lacking
 from inflight.engine.torch.native.packing import quantize
-from inflight.models import FAMILIES
+from inflight.models import FAMILIES, read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.kernels import by_default_and, needs_native
@@ -113,8 +114,8 @@ def _in_type(oracle: Any, dtype: str) -> Any:
 def _table(zoo: Zoo) -> str:
     """A line for each family, by what its model was loaded as."""
     lines = [
-        "| model_type | architecture | float32 | bfloat16 | int8 | tp 2 | pp 2 |",
-        "|---|---|---|---|---|---|---|",
+        "| model_type | architecture | float32 | bfloat16 | int8 | tp 2 | pp 2 | TensorRT |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for family in FAMILIES:
         folder = zoo[CASE_OF[family.model_type]].folder
@@ -123,7 +124,8 @@ def _table(zoo: Zoo) -> str:
             with ranks(folder, topology) as engine:
                 found.append(next(stage for stage in engine.stages).kernels)
         names = {"native": "compiled", "torch": "torch"}
-        cells = " | ".join(names[each] for each in found)
+        is_expressed = not lacking(read_model_description(folder).decoder)
+        cells = " | ".join([*(names[each] for each in found), "plans" if is_expressed else "no"])
         lines.append(f"| `{family.model_type}` | `{family.architecture}` | {cells} |")
     return "\n".join(lines)
 

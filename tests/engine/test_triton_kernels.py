@@ -115,3 +115,19 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
     for activation in layers.ACTIVATIONS.values():
         chosen = {"ACTIVATION": activation, "BLOCK": 1024}
         assert compiled(layers._gated_activation, capability, types, chosen).asm["cubin"]
+
+
+@TARGETS
+@pytest.mark.parametrize("kind", ["int4", "int8", "uint8-zeros", "float8"])
+def test_products_with_levels_compile_for_a_gpu(
+    capability: int, shared_kib: int, dtype: str, kind: str
+) -> None:
+    from inflight.engine.torch.kernels import grouped
+
+    types = {"x": f"*{dtype}", "results": f"*{dtype}", "scales": "*fp32", "zeros": "*u8"}
+    types["values"] = "*i8" if kind == "int8" else "*u8"
+    for rows, outputs in ((16, 32), (64, 64)):
+        constants = {"FOUR_BITS": kind == "int4", "FLOAT8": kind == "float8", "HAS_ZEROS": kind != "float8"}
+        constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": 64}
+        made = compiled(grouped._multiply, capability, types, constants)
+        assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10

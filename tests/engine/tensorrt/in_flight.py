@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
 from inflight.engine.tensorrt.sidecar import Sidecar
-from tests.engine.tensorrt.interpreter import Communicator, NetworkCopy, dump, evaluate, load
+from tests.engine.tensorrt.interpreter import NetworkCopy, dump, evaluate, load
 from tests.models.zoo import ZooModel
 
 SLOTS, MAX_SEQ_LEN, MAX_NUM_TOKENS = 5, 64, 48
@@ -60,7 +61,7 @@ class Runner:
     """Runs a rank's networks. The caches begin with numbers that nobody may read."""
 
     engine: Interpreted
-    communicator: Communicator | None = None
+    communicator: MeetingRank | None = None
     seed: int = 0
     caches: dict[str, Tensor] = field(default_factory=dict)
     additional: dict[str, Tensor] = field(default_factory=dict)
@@ -73,7 +74,13 @@ class Runner:
 
     def logits(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
         """Of all rows [rows, vocab_size], in the order of the batch."""
-        return self.head(self.hidden(batch, **more))["logits"]
+        logits = self.head(self.hidden(batch, **more))["logits"]
+        settings, model = self.engine.sidecar.settings, self.engine.sidecar.model
+        if self.communicator is None or settings.tensor_parallel_size == 1:
+            return logits
+        widest = -(-model.vocab_size // settings.tensor_parallel_size)
+        parts = self.communicator.all_gather(F.pad(logits, (0, widest - logits.shape[1])).T)
+        return parts.T[:, : model.vocab_size]
 
     def hidden(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
         """The last layer's output; `more` are inputs that others are in the place of."""
@@ -254,9 +261,10 @@ class MeetingRank:
     num_calls: int = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x."""
         self.num_calls += 1
         return torch.stack(self.meeting.exchange(self.index, x)).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
+        """All ranks' x behind each other on the first axis."""
         return torch.cat(self.meeting.exchange(self.index, x))

@@ -39,10 +39,6 @@ class Communicator(Protocol):
         """The sum of all ranks' x."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x behind each other on the first axis."""
-        ...
-
 
 @dataclass(frozen=True)
 class Node:
@@ -176,8 +172,6 @@ class _Reader:
             return self._attention(layer.attention, outputs)
         if kind == "CONSTANT":
             attributes["value"] = _value(self._graph.constants[name])
-        elif kind == "DIST_COLLECTIVE":
-            attributes["operation"] = self._graph.collectives[name]
         elif kind == "KV_CACHE_UPDATE":
             layer.__class__ = trt.IKVCacheUpdateLayer
             if (
@@ -193,7 +187,7 @@ class _Reader:
             class_name, names = _CLASSES[kind]
             layer.__class__ = getattr(trt, class_name)
             attributes = {each: _plain(getattr(layer, each)) for each in names}
-        elif kind not in ("SHAPE", "UNSQUEEZE"):
+        elif kind not in ("DIST_COLLECTIVE", "SHAPE", "UNSQUEEZE"):
             raise NotImplementedError(f"a layer {kind}")
         return Node(kind, inputs, outputs, attributes)
 
@@ -312,8 +306,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tens
 
 
 def _collective(attributes: dict[str, Any], given: _Given, communicator: Any) -> list[Tensor]:
-    reduce = attributes["operation"] == "ALL_REDUCE"
-    return [(communicator.all_reduce if reduce else communicator.all_gather)(given[0])]
+    # A layer does not tell its operation; networks have none but sums.
+    return [communicator.all_reduce(given[0])]
 
 
 def _dequantize(attributes: dict[str, Any], given: _Given, _: Any) -> list[Tensor]:

@@ -44,7 +44,7 @@ from inflight.models.sharding import Part, Shard
 WEIGHT_DTYPES = (INT8, FP8)
 """Types of matrices alone; activations are bfloat16 then."""
 
-_USUAL_CHUNKS = 8
+_USUAL_CHUNKS, _MOST_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
 _INDEX = "model.safetensors.index.json"
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def serialize(definition: Definition) -> Any:
     graph.logger.errors.clear()
     plan = graph.builder.build_serialized_network(graph.network, definition.config)
     if plan is None:
-        raise ConfigError(f"TensorRT does not build this network: {_reason(graph.logger.errors)}")
+        raise ConfigError(f"TensorRT does not build this network: {_reason(graph)}")
     return plan
 
 
@@ -298,14 +298,25 @@ def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], 
 
 
 def _head_extents(settings: Settings) -> tuple[str, tuple[Extent, ...]]:
-    return "rows", (Extent("R", 1, settings.max_batch_size, settings.max_num_tokens),)
+    """The profile of the head. Logits are wide: more rows are several calls."""
+    slots = settings.max_batch_size
+    return "rows", (Extent("R", 1, slots, max(slots, min(_MOST_LOGITS, settings.max_num_tokens))),)
 
 
-def _reason(errors: list[str]) -> str:
+def _reason(graph: Graph) -> str:
     """TensorRT's last error, in one line."""
+    errors = graph.logger.errors
     text = " ".join(errors[-1].split()) if errors else "it gives no reason"
     if "packed (NHD) inputs" in text:
         return "it has no kernel for packed attention here, expected split"
+    caches = [spec for spec in graph.inputs if spec.name == graph.aliases[0].input] if graph.aliases else []
+    if "Attention operation was not supported by a dedicated kernel" in text and caches:
+        *_, max_seq_len, head_dim = caches[0].shape
+        return (
+            f"it has no attention kernel for heads of {head_dim} dimensions in {caches[0].dtype} and max_seq_len "
+            f"{max_seq_len}; heads of a multiple of 8 have one, in half precision from 16 on, and up to about "
+            "24000 tokens"
+        )
     return text
 
 

@@ -74,7 +74,7 @@ class Components:
 
     def summed(self, x: Any) -> Any:
         """The sum over ranks."""
-        return x if self.num_ranks == 1 else self.graph.collective(x, "ALL_REDUCE", self.num_ranks)
+        return x if self.num_ranks == 1 else self.graph.all_reduce(x, self.num_ranks)
 
     def activate(self, inner: Any) -> Any:
         """What the second projection of an MLP is given, of what the first gave; over the last axis."""

@@ -155,7 +155,7 @@ class TensorRtDecoder:
         self.adapters.load(load)
 
     def _run_head(self, hidden: Tensor, name: str) -> Tensor:
-        most = self._settings.max_num_tokens
+        most = self._head.spec.most_rows("hidden")
         parts = [self._head.run({"hidden": each})[name] for each in hidden.split(most) if len(each)]
         if not parts:
             spec = self._head.spec.tensor(name)

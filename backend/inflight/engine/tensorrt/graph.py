@@ -71,7 +71,6 @@ class Graph:
         builder: TensorRT's.
         network: Likewise.
         constants: By the name of its layer; TensorRT does not tell bfloat16, float8 and int4 ones again.
-        collectives: By the name of its layer the operation, ALL_REDUCE or ALL_GATHER, likewise.
         weights: What was made inputs, by their names.
         inputs: In the order of their definition, as are outputs.
         shapes: Of the inputs, dimensions by name among them.
@@ -82,7 +81,6 @@ class Graph:
     logger: Any
     has_weight_inputs: bool = False
     constants: dict[str, Constant] = field(default_factory=dict)
-    collectives: dict[str, str] = field(default_factory=dict)
     weights: dict[str, Constant] = field(default_factory=dict)
     inputs: list[TensorSpec] = field(default_factory=list)
     outputs: list[TensorSpec] = field(default_factory=list)
@@ -367,16 +365,13 @@ class Graph:
         layer.key_value_lengths = key_lengths
         return layer.get_output(0)
 
-    def collective(self, x: Any, operation: str, num_ranks: int) -> Any:
-        """ALL_REDUCE, the sum over ranks; or ALL_GATHER, all ranks' behind each other on the first axis."""
+    def all_reduce(self, x: Any, num_ranks: int) -> Any:
+        """The sum over ranks."""
         trt = self.module
-        reduce = trt.ReduceOperation.SUM if operation == "ALL_REDUCE" else trt.ReduceOperation.NONE
-        kind = getattr(trt.CollectiveOperation, operation)
-        layer = self.network.add_dist_collective(x, kind, reduce, -1, list(range(num_ranks)))
-        layer = self._checked(layer, operation)
+        kinds, reduce = trt.CollectiveOperation, trt.ReduceOperation.SUM
+        layer = self.network.add_dist_collective(x, kinds.ALL_REDUCE, reduce, -1, list(range(num_ranks)))
+        layer = self._checked(layer, "a sum over ranks")
         layer.num_ranks = num_ranks
-        layer.name = f"{operation.lower()}_{len(self.collectives)}"
-        self.collectives[layer.name] = operation
         return layer.get_output(0)
 
     # Plans

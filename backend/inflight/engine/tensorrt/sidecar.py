@@ -90,6 +90,10 @@ class Plan:
                 return spec
         raise KeyError(name)
 
+    def most_rows(self, name: str) -> int:
+        """The largest first dimension that a profile allows an input. ValueError if there is none."""
+        return max(each.max[0] for profile in self.profiles for each in profile.ranges if each.name == name)
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
