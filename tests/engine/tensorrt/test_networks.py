@@ -95,9 +95,17 @@ def test_quantized_weights_are_what_they_stand_for(
     assert relative_error(ZooModel(model.folder, oracle), texts) < relative_error(model, texts)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
-def test_weights_as_inputs_give_the_same(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
-    model = zoo["llama-attention-bias"]
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("llama-attention-bias", "float32"),
+        ("llama-gqa-tied", "bfloat16"),
+        ("mixtral", "int8"),
+        ("gpt2", "fp8"),
+    ],
+)
+def test_weights_as_inputs_give_the_same(zoo: Zoo, tmp_path: Path, case: str, dtype: str) -> None:
+    model = zoo[case]
     both: list[list[Text]] = []
     for weights in ("constants", "inputs"):
         both.append(texts_of(model))

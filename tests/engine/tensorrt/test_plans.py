@@ -102,7 +102,8 @@ def test_heads_without_a_kernel_are_refused(zoo: Zoo, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int4"}, "dtype is int4, expected one of float32, bfloat16, float16, int8, fp8"),
+        ({"dtype": "int2"}, "dtype is int2, expected one of float32, bfloat16, float16, int8, fp8, int4"),
+        ({"dtype": "int4"}, "dtype is int4, but .* has no matrix of 4 bits that can be kept"),
         ({"target": "sm90"}, "target is sm90, expected portable, current or some of sm75, .*, sm121"),
         ({"target": "current"}, "the GPU of this machine, which has none"),
         ({"dtype": "fp8", "target": "sm80"}, "fp8 is not for compute capability 8.0.* expected 8.9 or later"),

@@ -33,16 +33,17 @@ from inflight.engine.tensorrt.sidecar import (
     sidecar_name,
 )
 from inflight.engine.tensorrt.targets import find_processors, set_target
-from inflight.engine.tensorrt.weights import load_matrices
+from inflight.engine.tensorrt.weights import INT4, load_matrices
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DTYPES, ModelDescription, read_model_description
-from inflight.models.loader import stored_dtype
+from inflight.models.levels import Kind
+from inflight.models.loader import quantized_kinds, stored_dtype
 from inflight.models.rope import longest_sequence
 from inflight.models.sharding import Part, Shard
 
-WEIGHT_DTYPES = (INT8, FP8)
-"""Types of matrices alone; activations are bfloat16 then."""
+WEIGHT_DTYPES = (INT8, FP8, INT4)
+"""Types of matrices alone. Activations are bfloat16 with the first two, and with int4 as the checkpoint's."""
 
 _USUAL_CHUNKS, _MOST_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
@@ -55,7 +56,7 @@ class BuildOptions:
     """What to build; `Settings` says what each means.
 
     Attributes:
-        dtype: float32, float16, bfloat16, int8 or fp8; None: the checkpoint's.
+        dtype: float32, float16, bfloat16, int8, fp8 or int4; None: the checkpoint's.
         max_seq_len: None: the model's longest sequence, at most 4096.
         max_context_chunks: None: 8, or as many as there are slots.
         target: None: portable, or with the module tensorrt the GPU of this machine.
@@ -144,7 +145,8 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
         raise ConfigError(f"tp is {size}, expected at least 1")
     Shard(size).check(config)
     check_additional_outputs(options.additional_outputs, config.num_layers)
-    dtype = options.dtype or str(stored_dtype(model)).removeprefix("torch.")
+    own_dtype = str(stored_dtype(model)).removeprefix("torch.")
+    dtype = options.dtype or (INT4 if Kind.INT4 in quantized_kinds(model) else own_dtype)
     if dtype not in DTYPES + WEIGHT_DTYPES:
         raise ConfigError(f"dtype is {dtype}, expected one of {', '.join(DTYPES + WEIGHT_DTYPES)}")
     _check_choice("attention", options.attention, ("split", "packed"))
@@ -165,7 +167,7 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
             "max_batch_size"
         )
     return Settings(
-        dtype="bfloat16" if dtype in WEIGHT_DTYPES else dtype,
+        dtype={INT8: "bfloat16", FP8: "bfloat16", INT4: own_dtype}.get(dtype, dtype),
         weight_dtype=dtype,
         max_batch_size=options.max_batch_size,
         max_seq_len=max_seq_len,
@@ -263,6 +265,11 @@ class _Builder:
         if not tensors:
             path.unlink(missing_ok=True)
             return None
+        seen: set[int] = set()
+        for each, tensor in tensors.items():  # a tied embedding is two inputs, and a file has no memory twice
+            if tensor.data_ptr() in seen:
+                tensors[each] = tensor.clone()
+            seen.add(tensor.data_ptr())
         save_file(tensors, path)
         return File(name, file_digest(path))
 

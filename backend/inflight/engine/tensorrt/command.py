@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where the engine goes; made if it is missing",
     )
-    add("--dtype", choices=DTYPES + WEIGHT_DTYPES, help="default: the checkpoint's")
+    add(
+        "--dtype", choices=DTYPES + WEIGHT_DTYPES, help="default: the checkpoint's, int4 if that is in 4 bits"
+    )
     add("--max-batch-size", type=int, default=defaults.max_batch_size, metavar="N",
         help="sequences at a time; each has its memory for keys and values (default: %(default)s)")  # fmt: skip
     add("--max-seq-len", type=int, metavar="N",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inflight.engine.tensorrt.graph import Graph
@@ -52,19 +53,35 @@ class Components:
 
     def vector(self, values: Tensor, name: str, rank: int, dtype: str = "float32") -> Any:
         """A weight along the last axis of tensors of `rank` axes."""
-        import torch
-
         wide = values.to(getattr(torch, dtype)).reshape((1,) * (rank - 1) + (-1,))
         return self.graph.weight(name, wide)
 
     def product(self, x: Any, matrix: Matrix, name: str) -> Any:
         """x Wᵀ, without the bias."""
         graph = self.graph
+        if matrix.weight.dtype is torch.uint8:
+            return self._int4_product(x, matrix, name)
         weight = graph.weight(f"{name}.weight", matrix.weight)
         if matrix.scales is not None:
             scales = graph.weight(f"{name}.scales", matrix.scales.float())
             weight = graph.dequantize(weight, scales, self.dtype, axis=0)
         return graph.multiply_matrices(x, weight)
+
+    def _int4_product(self, x: Any, matrix: Matrix, name: str) -> Any:
+        """x Wᵀ with levels of 4 bits, and beside it with what all levels of a group have in common."""
+        graph, scales, offsets = self.graph, matrix.scales, matrix.offsets
+        assert scales is not None, "levels have scales"
+        (num_outputs, num_inputs), num_groups = (matrix.weight.shape[0], x.shape[-1]), scales.shape[1]
+        if matrix.order is not None:
+            x = graph.gather(x, graph.weight(f"{name}.order", matrix.order), axis=1)
+        levels = graph.weight(f"{name}.weight", matrix.weight, "int4", (num_outputs, num_inputs))
+        weight = graph.dequantize(levels, graph.weight(f"{name}.scales", scales), self.dtype, axis=None)
+        y = graph.multiply_matrices(x, weight)
+        if offsets is None:
+            return y
+        groups = graph.reshape(graph.cast(x, "float32"), -1, num_groups, num_inputs // num_groups)
+        sums = graph.cast(graph.sum(groups, 2, keep=False), self.dtype)
+        return graph.add(y, graph.multiply_matrices(sums, graph.weight(f"{name}.offsets", offsets)))
 
     def biased(self, y: Any, matrix: Matrix, name: str) -> Any:
         """y + b."""
@@ -97,7 +114,7 @@ class Components:
         All experts are one wide MLP, whose inner numbers are multiplied by what their expert weighs: two products,
         with as many more operations as there are experts for each one that a row goes to.
         """
-        graph, held = self.graph, experts.down.weight.shape[1] // config.intermediate_size
+        graph, held = self.graph, _num_held(config)
         inner = self.product(x, experts.up, f"{name}.up")
         inner = graph.reshape(inner, -1, held, 2 * config.intermediate_size)
         weighed = graph.unsqueeze(self._route(x, experts, config, name), 2)
@@ -120,3 +137,8 @@ class Components:
         if config.result_scale != 1:
             chances = graph.multiply(chances, self.number(config.result_scale, 2, "float32"))
         return chances
+
+
+def _num_held(config: ExpertsConfig) -> int:
+    first, last = config.held or (0, config.count)
+    return last - first

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from inflight.additional_outputs import OutputKind, meaning_of
 from inflight.engine.tensorrt.attention import Attention, PackedAttention, SplitAttention
 from inflight.engine.tensorrt.components import Components
