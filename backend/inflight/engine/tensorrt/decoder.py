@@ -107,7 +107,10 @@ class TensorRtDecoder:
         if count == 0:
             return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self._device)
         if packed.fixed is not None:
-            rows = place_filled_rows(packed.slots, packed.positions, cache.num_slots, cache.last_position)
+            null_slot = len(packed.block_tables) - 1
+            rows = place_filled_rows(
+                packed.slots, packed.positions, null_slot, cache.num_slots, cache.last_position
+            )
             recording = count, active is not None
             return self._run(packed, rows, BatchPart(0, count, ()), cache, active, recording)["hidden"]
         found = [self._run_part(packed, part, cache) for part in self._cut(packed)]

@@ -42,21 +42,24 @@ def place_rows(slots: Tensor, positions: Tensor, chunks: Sequence[PackedChunk]) 
     return PlacedRows(slots, positions, positions + 1, chunks)
 
 
-def place_filled_rows(slots: Tensor, positions: Tensor, num_slots: int, last_position: int) -> PlacedRows:
+def place_filled_rows(
+    slots: Tensor, positions: Tensor, null_slot: int, num_slots: int, last_position: int
+) -> PlacedRows:
     """Generation rows, of which some only fill the batch up.
 
     A plan has no row to spare for these. Each is written to the last position of a slot that is idle in this batch,
     which nobody reads.
 
     Args:
-        slots: [rows] int64; `num_slots` or more for those that fill it up. There are at most `num_slots` rows.
+        slots: [rows] int64; there are at most `num_slots` rows.
         positions: [rows] int64.
+        null_slot: The slot of those that fill it up.
         num_slots: Of the plan.
         last_position: Of a slot's cache.
     """
-    is_filler = slots >= num_slots
+    is_filler = slots == null_slot
     is_busy = torch.zeros(num_slots + 1, dtype=torch.int64, device=slots.device)
-    is_busy.index_fill_(0, slots.clamp(max=num_slots), 1)
+    is_busy.index_fill_(0, torch.where(is_filler, num_slots, slots), 1)
     idle_first = is_busy[:num_slots].argsort(stable=True)
     number = (is_filler.cumsum(0) - 1).clamp(min=0)
     return PlacedRows(
