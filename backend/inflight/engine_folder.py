@@ -1,4 +1,4 @@
-"""Folders of plans that `scripts/build` wrote, as whoever is given one sees them: standard library only, any thread.
+"""Folders of plans that `scripts/build` wrote, as whoever is given one sees them. Standard library, any thread.
 
 Beside the plans lie copies of the checkpoint's configuration and tokenizer, so a folder is served and moved alone.
 What the descriptions of plans say in full, `engine.tensorrt.sidecar` reads.

@@ -50,6 +50,23 @@ def test_the_demo_model_is_described_as_it_is():
     assert found["tokenizer"].says == "3072 tokens"
 
 
+def test_plans_need_a_gpu_and_what_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from tests.engine.tensorrt import engines
+
+    folder = engines.build(DEMO, tmp_path / "plans")
+    found = check(folder)
+    assert found["plans"].level is RED
+    says = "LlamaForCausalLM, 4 layers of float32, 6 slots of 128 tokens, 1 rank(s)"
+    assert found["plans"].says.startswith(says) and "this machine has no GPU" in found["plans"].says
+    assert found["tokenizer"].says == "3072 tokens"
+    assert "have 6 slots" in check(folder, max_batch_size="9")["plans"].says
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
+    assert check(folder)["plans"].level is YELLOW
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert "this one has 9.0: TensorRT for RTX does not run on it" in check(folder)["plans"].says
+
+
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "olmoe", "gpt-oss"])
 def test_parameters_of_a_mixture_are_counted_twice(tmp_path: Path, case: str):
     """All of them, and those without the experts that a token does not go to."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.doctor.finding import Finding, green, red, yellow
+from inflight.engine_folder import is_engine_folder
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,10 @@ def check_checkpoint(
     except (OptionError, ConfigError) as error:
         yield red("checkpoint", str(error), _mend_settings(str(error)))
         return
-    yield from _check_model(folder, parameters.engine)
+    if is_engine_folder(folder):
+        yield from _check_plans(folder, parameters.engine)
+    else:
+        yield from _check_model(folder, parameters.engine)
     yield from _check_text(parameters.tokenizer_dir or str(folder), folder)
 
 
@@ -123,6 +127,45 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     )
     yield path
     yield from _check_room(config, description, (dtype, linear_dtype), device, num_bytes, longest)
+
+
+def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
+    """Whether plans of TensorRT would run here, by what a load looks at before it reads them."""
+    from inflight.engine.tensorrt.checks import (
+        check_model,
+        check_processor,
+        check_settings,
+        find_runtime,
+        longest_of_plans,
+    )
+    from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
+    from inflight.engine.torch.room import find_device
+    from inflight.errors import ConfigError
+    from inflight.models import read_model_description
+    from inflight.ranks.topology import Mapping
+
+    try:
+        sidecar, decoder = Sidecar.read(folder / sidecar_name(0)), read_model_description(folder).decoder
+        built = sidecar.settings
+        check_settings(config, sidecar, Mapping(tp_size=built.tensor_parallel_size), folder)
+        longest = longest_of_plans(config, sidecar, decoder)
+        check_model(config, sidecar, decoder, folder)
+        device = find_device(config.device)
+        check_processor(sidecar, folder, device)
+        find_runtime(sidecar, folder)
+    except ConfigError as error:
+        yield red("plans", f"they are refused: {error}", "docs/tensorrt.md says what plans need")
+        return
+    says = (
+        f"{_family(folder)}, {decoder.num_layers} layers of {built.weight_dtype}, {built.max_batch_size} slots of "
+        f"{longest} tokens, {built.tensor_parallel_size} rank(s), for GPUs of compute capability "
+        f"{sidecar.processors}"
+    )
+    if device.type == "cuda":
+        yield yellow("plans", f"{says}; no hardware had run any when this was written", "docs/tensorrt.md")
+    else:
+        mend = "take a machine with an NVIDIA GPU, or serve the checkpoint itself"
+        yield red("plans", f"{says}; this machine has no GPU", mend)
 
 
 def _check_transformers(folder: Path) -> Iterator[Finding]:

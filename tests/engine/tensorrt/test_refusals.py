@@ -15,8 +15,9 @@ import torch
 
 from inflight.additional_outputs import parse_outputs
 from inflight.config import EngineConfig, Parameters
-from inflight.engine.tensorrt import load as load_module
+from inflight.engine.tensorrt.checks import check_processor
 from inflight.engine.tensorrt.load import load_runner
+from inflight.engine.tensorrt.sidecar import Sidecar, file_digest
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.collectives import ALONE
 from inflight.errors import ConfigError
@@ -73,8 +74,6 @@ def test_files_that_do_not_go_together(copied: Path, do: Callable[[Path], None],
 
 def test_a_plan_that_is_none(copied: Path) -> None:
     """Its digest is right; TensorRT says itself that it is no plan."""
-    from inflight.engine.tensorrt.sidecar import file_digest
-
     (copied / "rank0.plan").write_bytes(b"nothing")
     layers = json.loads((copied / "rank0.json").read_text())["layers"]
     layers["file"]["digest"] = file_digest(copied / "rank0.plan")
@@ -142,12 +141,12 @@ def test_another_compute_capability(
     model: ZooModel, plans: Plans, capability: tuple[int, int], hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    sidecar = load_module.Sidecar.read(plans(model) / "rank0.json")
+    sidecar = Sidecar.read(plans(model) / "rank0.json")
     message = rf"compute capability 8\.0.*, and this one has {capability[0]}\.{capability[1]}: {hint}"
     with pytest.raises(ConfigError, match=message):
-        load_module._check_processor(sidecar, plans(model), torch.device("cuda"))
+        check_processor(sidecar, plans(model), torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
-    load_module._check_processor(sidecar, plans(model), torch.device("cuda"))
+    check_processor(sidecar, plans(model), torch.device("cuda"))
 
 
 def test_tensorrts_own_runtime_says_no_without_a_gpu(

@@ -89,3 +89,15 @@ def test_sampled_tokens_are_those_of_torch(zoo: Zoo, plans: Plans) -> None:
     theirs = serve(load_torch(model.folder, 26, kernels="torch"), config, requests)
     for key, responses in theirs.responses.items():
         assert mine.tokens(*key) == theirs.tokens(*key), responses[0].request_id
+
+
+FORMS = [{"attention": "packed"}, {"weights": "inputs"}, {"weights": "inputs", "attention": "packed"}]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_other_forms_of_plans(zoo: Zoo, plans: Plans, options: dict[str, str]) -> None:
+    """Weights that are bound to inputs; attention that TensorRT for RTX does not build."""
+    model = zoo["qwen3"]
+    requests = some_of_everything(model)[:5]
+    engine = load(plans(model, **options), num_blocks=40)
+    assert_as_transformers(model, serve(engine, config_of("chunked", max_beam_width=3), requests), requests)

@@ -13,8 +13,8 @@ from torch import Tensor
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
-from inflight.engine.tensorrt.load import TensorRtRunner
 from inflight.engine.tensorrt.row_cache import RowCache
+from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.sidecar import Plan, Sidecar
 from inflight.engine.torch import TorchEngine
 from inflight.models import read_model_description

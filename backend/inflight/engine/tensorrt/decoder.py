@@ -1,7 +1,7 @@
 """A decoder whose layers and logits are plans of TensorRT; it stands where `engine.torch.decoder.Decoder` does.
 
-The layers read and write the rows of a `RowCache`; what they have written goes from there to the blocks. Around the
-plans are tensors only, so a generation batch can be recorded with all of it. Called by the loop thread.
+The layers read and write the rows of a `RowCache`; what they have written goes from there to the blocks. Around
+the plans are tensors only, so a generation batch can be recorded with all of it. Called by the loop thread.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class TensorRtDecoder:
         assert self.adapters is not None, "there is no room for adapters"
         if any(len(row) > 3 and row[3] for row in load.adapter.weights.config):
             raise StepFailed(
-                "the LoRA adapter has magnitudes (DoRA), which plans of TensorRT do not compute; expected one without, "
-                "or the engine torch"
+                "the LoRA adapter has magnitudes (DoRA), which plans of TensorRT do not compute; expected one "
+                "without, or the engine torch"
             )
         self.adapters.load(load)
 

@@ -1,9 +1,9 @@
 """What a plan is told of a batch's rows: which slots they are of, where they are written, and who reads what.
 
-A plan computes rows in the order of their slots, and of a slot in the order of their positions. Generation rows are
-attended to by slot, each slot's at most one; context chunks apart, padded to the longest. A chunk of a single row is
-computed as a generation row: it is the same. Everything is in tensors, so that a recorded batch follows what is in
-the slots and positions that it reads at a replay. Knows no model. Called by the loop thread.
+A plan computes rows in the order of their slots, and of a slot in the order of their positions. Generation rows
+are attended to by slot, each slot's at most one; context chunks apart, padded to the longest. A chunk of a single
+row is computed as a generation row: it is the same. Everything is in tensors, so that a recorded batch follows
+what is in the slots and positions that it reads at a replay. Knows no model. Called by the loop thread.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def place_filled_rows(
 ) -> PlacedRows:
     """Generation rows, of which some only fill the batch up.
 
-    A plan has no row to spare for these. Each is written to the last position of a slot that is idle in this batch,
-    which nobody reads.
+    A plan has no row to spare for these. Each is written to the last position of a slot that is idle in this
+    batch, which nobody reads.
 
     Args:
         slots: [rows] int64; there are at most `num_slots` rows.
@@ -79,18 +79,20 @@ class PlanRows:
         packed_order: [rows] for each of the batch's rows, which of the plan's it is.
         write_indices: [slots] position of a slot's first row; 0 without one.
         update_lengths: [slots + 1] how many rows the slots before have.
+        kv_lengths: [slots] how many positions a slot has with its rows; 0 without any.
         ctx_slots: [chunks] slot of each chunk of several rows.
         ctx_q_gather: [chunks, longest] its rows, the plan's; the last one again where it is shorter.
         gen_q_gather: [slots] the plan's row of a slot that generates; 0 of another.
         gen_kv_lengths: [slots] how many positions that row reads; 1 of another.
-        o_gather: [rows] for each of the plan's rows, where its attention is: slots' first, then the chunks', row by
-            row.
+        o_gather: [rows] for each of the plan's rows, where its attention is: slots' first, then the chunks', row
+            by row.
     """
 
     slot_order: Tensor
     packed_order: Tensor
     write_indices: Tensor
     update_lengths: Tensor
+    kv_lengths: Tensor
     ctx_slots: Tensor
     ctx_q_gather: Tensor
     gen_q_gather: Tensor
@@ -107,7 +109,7 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
     num_rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
     num_rows = num_rows.index_add(0, slots, torch.ones_like(slots))
     lengths = torch.cat([num_rows.new_zeros(1), num_rows.cumsum(0)])
-    firsts = positions[order][lengths[:-1].clamp(max=count - 1)]
+    firsts = positions[order][lengths[:-1].clamp(max=count - 1)] * (num_rows > 0)
 
     long = [chunk for chunk in rows.chunks if chunk.end - chunk.begin > 1]
     short = [chunk.begin for chunk in rows.chunks if chunk.end - chunk.begin == 1]
@@ -129,8 +131,9 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
             for each in (
                 order,
                 plan_row,
-                firsts * (num_rows > 0),
+                firsts,
                 lengths,
+                firsts + num_rows,
                 chunk_slots,
                 plan_row[padded].view(len(long), widest),
                 torch.zeros_like(num_rows).index_copy_(0, of_slots, plan_row[generating]),

@@ -100,7 +100,9 @@ class RowCache:
         self._known_blocks().clear(block_ids)
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
-        """Let rows hold what the batch's rows read, behind its block copies. Arguments as for `RowResidency.apply`.
+        """Let rows hold what the batch's rows read, behind its block copies.
+
+        Arguments are as for `RowResidency.apply`.
 
         Raises:
             ValueError: A row needs what another has computed, and there are no blocks.

@@ -1,9 +1,9 @@
 """Runs plans: all that is asked of TensorRT when a model is served is asked here.
 
-A plan reads and writes torch tensors where they are. An **execution context** of TensorRT is what remembers shapes,
-addresses and the optimization profile of a call. There is one for each profile, and one for each recording (CUDA
-graph): what is recorded from a context is wrong once the context has seen other shapes. All contexts of a runtime
-compute in the same memory, as no two of them run at a time.
+A plan reads and writes torch tensors where they are. An **execution context** of TensorRT is what remembers
+shapes, addresses and the optimization profile of a call. There is one for each profile, and one for each recording
+(CUDA graph): what is recorded from a context is wrong once the context has seen other shapes. All contexts of a
+runtime compute in the same memory, as no two of them run at a time.
 
 Whether anything can be run is found out by trying: TensorRT itself says no on a machine without a GPU.
 """
@@ -51,7 +51,8 @@ class Runtime:
         """
         path = folder / plan.file.name
         self._logger.errors.clear()
-        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        with self.stream():
+            engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise ConfigError(self._refusal(path))
         _check(engine, plan, path)
@@ -63,13 +64,13 @@ class Runtime:
     def new_context(self, engine: Any, profile: int) -> Any:
         """A context of a profile. RuntimeError if TensorRT makes none."""
         strategy = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = engine.create_execution_context(strategy)
-        if context is None:
-            raise RuntimeError(f"TensorRT makes no execution context: {self.last_error}")
-        context.set_device_memory(self._memory.data_ptr(), len(self._memory))
-        if self._communicator is not None and not context.set_communicator(self._communicator):
-            raise RuntimeError(f"TensorRT does not take the ranks' communicator: {self.last_error}")
         with self.stream() as stream:
+            context = engine.create_execution_context(strategy)
+            if context is None:
+                raise RuntimeError(f"TensorRT makes no execution context: {self.last_error}")
+            context.set_device_memory(self._memory.data_ptr(), len(self._memory))
+            if self._communicator is not None and not context.set_communicator(self._communicator):
+                raise RuntimeError(f"TensorRT does not take the ranks' communicator: {self.last_error}")
             if not context.set_optimization_profile_async(profile, stream):
                 raise RuntimeError(f"TensorRT has no optimization profile {profile}: {self.last_error}")
         return context
@@ -83,13 +84,14 @@ class Runtime:
         if self._stream is None:
             yield 0
             return
-        current = torch.cuda.current_stream(self._device)
-        if current != torch.cuda.default_stream(self._device):
-            yield current.cuda_stream
-            return
-        self._stream.wait_stream(current)
-        yield self._stream.cuda_stream
-        current.wait_stream(self._stream)
+        with torch.cuda.device(self._device):  # which TensorRT takes for its own
+            current = torch.cuda.current_stream()
+            if current != torch.cuda.default_stream():
+                yield current.cuda_stream
+                return
+            self._stream.wait_stream(current)
+            yield self._stream.cuda_stream
+            current.wait_stream(self._stream)
 
     @property
     def last_error(self) -> str:
@@ -147,7 +149,7 @@ class LoadedPlan:
 
         Raises:
             ValueError: An input is missing, or not what the plan takes, or too large for its profiles.
-            RuntimeError: TensorRT does not run it.
+            RuntimeError: TensorRT does not run it, or lets nobody record it.
         """
         names = {spec.name for spec in self.spec.inputs} - self._fixed.keys()
         if names != inputs.keys():
@@ -166,6 +168,8 @@ class LoadedPlan:
             outputs[spec.name] = torch.empty(shape, dtype=_dtype(spec), device=self._runtime.device)
             self._set_address(context, spec.name, outputs[spec.name])
         with self._runtime.stream() as stream:
+            if recording is not None and not _can_be_recorded(context, stream):
+                raise RuntimeError("TensorRT says that this plan cannot be recorded")
             if not context.execute_async_v3(stream):
                 raise RuntimeError(f"TensorRT does not run the plan: {self._runtime.last_error}")
         return outputs
@@ -213,6 +217,12 @@ class LoadedPlan:
     def _tell(self, is_taken: bool, name: str) -> None:
         if not is_taken:
             raise ValueError(f"TensorRT does not take {name}: {self._runtime.last_error}")
+
+
+def _can_be_recorded(context: Any, stream: int) -> bool:
+    """What TensorRT says, where it can be asked."""
+    ask: Callable[[int], bool] | None = getattr(context, "is_stream_capturable", None)
+    return ask is None or ask(stream)
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
