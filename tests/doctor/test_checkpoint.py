@@ -219,3 +219,12 @@ def test_text(copy: Path):
     (copy / "tokenizer.json").write_text("{}")
     found = check(copy)
     assert found["tokenizer"].level is YELLOW and "chat template" not in found
+
+
+@needs_native
+@pytest.mark.parametrize(("quantize", "says"), [("awq", "awq kept as it is (4 bits)"), ("fp8", "fp8 unpacked when")])
+def test_what_becomes_of_quantized_weights(tmp_path: Path, quantize: str, says: str):
+    make_model(tmp_path, quantize=quantize)
+    found = check(tmp_path)
+    assert says in found["checkpoint"].says
+    assert "unpacked when" in check(tmp_path, "bfloat16")["checkpoint"].says
