@@ -84,7 +84,7 @@ def packed_levels(
     """
     middle = 1 << (bits - 1)
     levels = unpack_bits(words, bits)[:, :num_inputs]
-    points: Tensor = torch.full((1, 1), middle, dtype=torch.uint8)
+    points: Tensor | None = torch.full((1, 1), middle, dtype=torch.uint8)
     if zeros is not None:
         points = unpack_bits(zeros.T.contiguous(), bits).T[: len(levels)]
     elif bits == 8:  # then they are signed levels, and nothing else
