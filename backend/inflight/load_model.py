@@ -189,8 +189,17 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
             dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
+            if dtype != "float32" and _keeps_integers(checkpoint.get("quantization_config", {})):
+                dtype = INT8  # the same code has 4 bits
     if isinstance(dtype, str) and dtype != FP8:
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
+
+
+def _keeps_integers(quantization: dict[str, object]) -> bool:
+    """Whether compiled layers will multiply a checkpoint's matrices as they are, as far as config.json tells."""
+    by_method = {"awq": True, "gptq": quantization.get("bits") == 4}
+    is_integer = quantization.get("format") in ("pack-quantized", "int-quantized")
+    return by_method.get(str(quantization.get("quant_method")), is_integer)
 
 
 def _load_whole(

@@ -17,6 +17,8 @@ from inflight.engine.torch import load_decoder
 from inflight.engine.torch.native import library
 from inflight.models import checkpoint as stored
 from inflight.server.repository import default_repository
+from inflight.testing.make_model import make_model as make_random_model
+from tests.engine.kernels import needs_native
 from tests.models.mxfp4 import pack
 from tests.models.zoo import make_model
 
@@ -236,3 +238,14 @@ def test_text(copy: Path):
     (copy / "tokenizer.json").write_text("{}")
     found = check(copy)
     assert found["tokenizer"].level is YELLOW and "chat template" not in found
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("quantize", "says"), [("awq", "awq kept as it is (4 bits)"), ("fp8", "fp8 unpacked when")]
+)
+def test_what_becomes_of_quantized_weights(tmp_path: Path, quantize: str, says: str):
+    make_random_model(tmp_path, quantize=quantize)
+    found = check(tmp_path)
+    assert says in found["checkpoint"].says
+    assert "unpacked when" in check(tmp_path, "bfloat16")["checkpoint"].says

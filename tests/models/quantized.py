@@ -31,6 +31,9 @@ Parts = dict[str, Tensor]
 Quantize = Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]
 """Of a matrix [outputs, inputs]: its module's tensors, and the numbers that they stand for."""
 
+PROJECTIONS = ("_proj", "_with_mqa", "query_key_value", "dense", "_h_to_4h", "_4h_to_h", "fc1", "fc2")
+"""How the names of layers' matrices end, but those of routers, and of gpt2, which are stored the other way."""
+
 FLOAT8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 outputs after each other each 4 bits of a word hold, from the lowest on."""
@@ -63,7 +66,7 @@ def write(
     plain: Parts = {}
     for name, tensor in load_file(model.folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        is_projection = name.endswith("_proj.weight") or ".experts." in name
+        is_projection = module.endswith(PROJECTIONS) or ".experts." in name
         is_fit = tensor.dim() == 2 and not any(size % format.multiple for size in tensor.shape)
         if not (is_projection and is_fit) or module.endswith(skipped or ("\0",)):
             tensors[name] = plain[name] = tensor

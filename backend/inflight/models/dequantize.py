@@ -20,10 +20,20 @@ def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None)
 
     `places`: which part of its word, counted from the lowest bits, each number is; None: in order.
     """
-    per_word = _WORD_BITS // bits
-    numbers = torch.empty((*words.shape, per_word), dtype=torch.uint8)
-    for index, place in enumerate(places or range(per_word)):
-        numbers[..., index] = (words >> (bits * place)) & ((1 << bits) - 1)
+    stored = words.contiguous().view(torch.uint8)  # from the lowest bits on, as the files are
+    if bits == 8 and places is None:
+        return stored
+    most = (1 << bits) - 1
+    per_byte = 8 // bits
+    if places is None:
+        numbers = torch.empty((*stored.shape, per_byte), dtype=torch.uint8)
+        for index in range(per_byte):
+            torch.bitwise_and(stored >> (bits * index), most, out=numbers[..., index])
+        return numbers.flatten(-2)
+    of_words = stored.unflatten(-1, (-1, _WORD_BITS // 8))
+    numbers = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
+    for index, place in enumerate(places):
+        numbers[..., index] = (of_words[..., place // per_byte] >> (bits * (place % per_byte))) & most
     return numbers.flatten(-2)
 
 
@@ -74,7 +84,7 @@ def packed_levels(
     """
     middle = 1 << (bits - 1)
     levels = unpack_bits(words, bits)[:, :num_inputs]
-    points: Tensor = torch.full((1, 1), middle, dtype=torch.uint8)
+    points: Tensor | None = torch.full((1, 1), middle, dtype=torch.uint8)
     if zeros is not None:
         points = unpack_bits(zeros.T.contiguous(), bits).T[: len(levels)]
     elif bits == 8:  # then they are signed levels, and nothing else

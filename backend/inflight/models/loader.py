@@ -332,6 +332,11 @@ def _fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription
     if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
     if model.quantization is not None:
+        if model.names.transposed:
+            raise ConfigError(
+                f"{checkpoint.folder}: its weights are quantized ({model.quantization.method}), which is not read "
+                "of a family whose matrices are stored [inputs, outputs]: take the unquantized checkpoint"
+            )
         unpack_quantized(checkpoint, model.quantization)
     unstack_experts(checkpoint, model)
     embedding, head = _vocabulary_names(model)

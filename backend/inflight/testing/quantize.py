@@ -5,10 +5,14 @@ Rounding is to the nearest level: calibration would change which levels are chos
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from math import gcd
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Parts = dict[str, Tensor]
@@ -44,6 +48,20 @@ def quantize_weights(
         else:
             tensors[name] = weight
     return tensors, describe(size)
+
+
+def quantize_checkpoint(source: Path, target: Path, format: str) -> Path:
+    """Write the checkpoint of the folder `source`, quantized, into the folder `target`, which is returned."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, target)
+    config = json.loads((source / "config.json").read_text())
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    weights, described = quantize_weights(format, load_file(source / "model.safetensors"), dtype)
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": described}, indent=2))
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def _in_groups(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tests.engine.tensorrt.in_flight import (
     take,
     texts_of,
 )
+from tests.engine.tensorrt.interpreter import Node
 from tests.models.zoo import CASES, Zoo, ZooModel
 
 EXACT = 2e-4
@@ -186,6 +188,54 @@ def test_mistakes_are_noticed(
     for batch in schedule(texts, 5):
         take(batch, runner.logits(batch, **mistake(runner.inputs(batch))), texts)
     assert largest_error(model, texts) > 100 * EXACT
+
+
+def _turned_backwards(node: Node) -> Node:
+    """Rotary positions with cos and sin in each other's place."""
+    if node.kind != "ROTARY_EMBEDDING":
+        return node
+    x, cos, sin, positions = node.inputs
+    return replace(node, inputs=(x, sin, cos, positions))
+
+
+def _seeing_what_comes(node: Node) -> Node:
+    """The mask of chunks with < for >."""
+    if node.kind != "ELEMENTWISE" or node.attributes["op"] != "GREATER":
+        return node
+    return replace(node, inputs=node.inputs[::-1])
+
+
+def _keys_as_values(node: Node) -> Node:
+    if node.kind != "ATTENTION":
+        return node
+    queries, keys, _, *others = node.inputs
+    return replace(node, inputs=(queries, keys, keys, *others))
+
+
+def _without_square_root(node: Node) -> Node:
+    """Norms that divide by the variance."""
+    is_sqrt = node.kind == "UNARY" and node.attributes["op"] == "SQRT"
+    return replace(node, kind="CAST", attributes={"to_type": "FLOAT"}) if is_sqrt else node
+
+
+def _largest_of_the_others(node: Node) -> Node:
+    """The experts that a row goes to least."""
+    return replace(node, attributes=node.attributes | {"op": "MIN"}) if node.kind == "TOPK" else node
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [_turned_backwards, _seeing_what_comes, _keys_as_values, _without_square_root, _largest_of_the_others],
+)
+def test_networks_that_are_wired_otherwise_are_noticed(
+    zoo: Zoo, tmp_path: Path, broken: Callable[[Node], Node]
+) -> None:
+    model, texts = zoo["mixtral"], texts_of(zoo["mixtral"])
+    engine = _one(model, tmp_path)
+    nodes = tuple(broken(node) for node in engine.layers.nodes)
+    assert nodes != engine.layers.nodes
+    run(Runner(replace(engine, layers=replace(engine.layers, nodes=nodes))), texts)
+    assert not largest_error(model, texts) < 100 * EXACT
 
 
 def test_hidden_states_between_layers(zoo: Zoo, tmp_path: Path) -> None:

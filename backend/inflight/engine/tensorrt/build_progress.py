@@ -55,7 +55,8 @@ class _Phases:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._progress: Any = _make_progress() if sys.stderr.isatty() else None
+        self._has_terminal = sys.stderr.isatty()
+        self._progress: Any = None
         self._tasks: dict[str, Any] = {}  # of rich
         self._sizes: dict[str, int] = {}
         self._depths: dict[str, int] = {}
@@ -69,6 +70,8 @@ class _Phases:
             if depth > _DEPTH or name in self._sizes:
                 return
             self._sizes[name] = num_steps
+            if self._has_terminal and self._progress is None:
+                self._progress = _make_progress()
             if self._progress is not None:
                 self._tasks[name] = self._progress.add_task("  " * depth + name, total=num_steps)
 
@@ -108,7 +111,7 @@ def _make_progress() -> Any:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
+        console=Console(file=sys.stderr, force_terminal=True),
         transient=True,
     )
     progress.start()

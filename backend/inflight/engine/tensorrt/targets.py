@@ -60,12 +60,15 @@ def set_target(module: Any, config: Any, processors: Processors) -> None:
 
 
 def _can_choose(module: Any) -> bool:
-    return hasattr(module, "ComputeCapability")
+    """Whether this TensorRT builds for GPUs that are not there."""
+    return bool(_known(module))
 
 
 def _known(module: Any) -> list[str]:
-    """Such as sm89."""
-    names = (name.lower() for name in dir(module.ComputeCapability) if name.startswith("SM"))
+    """The compute capabilities that it has names for, such as sm89."""
+    names = (
+        name.lower() for name in dir(getattr(module, "ComputeCapability", None)) if name.startswith("SM")
+    )
     return sorted(names, key=lambda name: int(name[2:]))
 
 

@@ -46,7 +46,7 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.interfaces import BlockCache, RecordedDecoder, RunnerDecoder
 from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.load_decoder import computed_dtype, find_model, load_decoder
+from inflight.engine.torch.load_decoder import computed_dtype, find_model, kept_kinds, load_decoder
 from inflight.engine.torch.room import (
     count_adapter_pages,
     count_blocks,
@@ -421,7 +421,8 @@ def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersMo
         return 0
     dtype = computed_dtype(config, model)
     of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
-    return num_weight_bytes(model, dtype, of_linear) // mapping.world_size
+    kept = kept_kinds(config, model, find_device(config.device))
+    return num_weight_bytes(model, dtype, of_linear, kept) // mapping.world_size
 
 
 def find_capture(

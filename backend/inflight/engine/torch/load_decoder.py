@@ -304,6 +304,13 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
     return is_asked_for and _has_own_dtype(config, model)
 
 
+def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[Kind]:
+    """Which of the checkpoint's quantized matrices stay as they are, if the machine can run compiled code."""
+    if keeps_levels(config, model, device):
+        return frozenset(quantized_kinds(model))
+    return kept_by_compiled_layers(config, model, device)
+
+
 def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
     """Whether a quantized checkpoint is to be as it is: a dtype that is asked for is what it is unpacked to.
 
