@@ -1,9 +1,9 @@
 """Linear layers whose weights are int8 or float8 on the device, for torch's operators.
 
 Every row of a weight has a float32 scale, made as the matrix is read from the checkpoint. int8 multiplies
-activations as they are, on a GPU by a kernel in Triton's language. float8 rounds each row of them too, with a scale
-made from that row alone, and torch's own operator multiplies. Either is tried once for each shape while the model
-is loaded; where it is not right on this device, weights become the activations' dtype for every product.
+activations as they are, on a GPU by a kernel in Triton's language. float8 rounds each row of them too, with a
+scale made from that row alone, and torch's own operator multiplies. Either is tried once for each shape while the
+model is loaded; where it is not right on this device, weights become the activations' dtype for every product.
 
 Used by the loading thread; the layers are called by the loop thread.
 """

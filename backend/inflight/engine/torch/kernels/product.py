@@ -17,7 +17,7 @@ _MANY_OUTPUTS = 16_384  # which fill a GPU with tiles of twice as many
 _MOST_ROWS = 128  # of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled for no number of rows alone
 def _int8_product(
     x, levels, scales, results, num_rows, num_outputs, size, x_row,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
