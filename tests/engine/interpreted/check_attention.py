@@ -148,10 +148,9 @@ def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-@pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40), "sink_token_length": 3}])
-def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, windows: dict[str, Any]) -> None:
-    """Packed, in chunks, paused and searched with beams."""
-    model = zoo["llama-gqa"]
+def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo) -> None:
+    """Packed, in chunks, paused and searched with beams; one layer sees all, the others windows."""
+    model, windows = zoo["llama-gqa"], {"max_attention_window_size": (12, 400, 40), "sink_token_length": 3}
     requests = requests_of(model)[:5]
     decoder = read_model_description(model.folder).decoder
     config = config_of("utilization-chunked-no-reuse")
@@ -201,7 +200,7 @@ def test_chunks_by_another_and_as_they_are_recorded(zoo: Zoo, windows: Any) -> N
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inflight.engine.torch.attention_check._CHUNK_ROWS", (1, 17))
+        patch.setattr("inflight.engine.torch.attention_check._CHUNK_ROWS", (17,))
         patch.setattr("inflight.engine.torch.attention_check._LONG", (70, 17, 16))
         check_attention(KernelAttention(decoder, for_chunks), decoder, 8, windows, torch.float32, CPU)
 
