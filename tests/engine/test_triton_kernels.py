@@ -48,6 +48,20 @@ def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         triton_attention(decoder)
 
 
+def test_no_batch_waits_for_a_compiler_for_its_number_of_rows() -> None:
+    """What lies at other addresses for every number of rows, or is that number, is none that is compiled for."""
+    from inflight.engine.torch.kernels import attention, layers, product
+    from inflight.engine.torch.kernels.launching import PER_BATCH
+
+    kernels = (attention._attend_generation, attention._add_up, attention._attend_chunk)
+    for kernel in (*kernels, layers._rotate_and_write, product._int8_product):
+        for parameter in kernel.params:
+            if parameter.name == "num_rows":
+                assert parameter.do_not_specialize
+            elif parameter.name in PER_BATCH:
+                assert parameter.do_not_specialize_on_alignment, f"{parameter.name} of {kernel.__name__}"
+
+
 TARGETS = pytest.mark.parametrize(
     ("capability", "shared_kib", "dtype"),
     [(80, 163, "bf16"), (90, 227, "bf16"), (90, 227, "fp32"), (120, 99, "bf16"), (120, 99, "fp32")],

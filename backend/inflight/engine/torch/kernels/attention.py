@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.engine.packing import TILE_ROWS
-from inflight.engine.torch.kernels.launching import launch, power_of_two
+from inflight.engine.torch.kernels.launching import PER_BATCH, launch, power_of_two
 from inflight.engine.windows import AttentionWindow
 
 MAX_HEAD_DIM = 256
@@ -73,7 +73,7 @@ def _see(
     return now_best, total * kept + tl.sum(weights, axis=1), read * kept[:, None] + added
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _attend_generation(
     queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
@@ -140,7 +140,7 @@ def _attend_generation(
         tl.store(parts_read + place[:, None] * HEAD_DIM + columns[None, :], read, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _add_up(
     results, rows, positions, parts_read, parts_best, parts_total, sinks,
     RECENT: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -175,7 +175,7 @@ def _add_up(
     tl.store(target, result.to(results.dtype.element_ty), mask=(columns < HEAD_DIM) & (row >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _attend_chunk(
     results, queries, keys, values, tables, tiles, sinks, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
@@ -275,7 +275,8 @@ def attend_generation(
     parts = num_parts(num_kv_heads, tables.shape[1] * keys.shape[1])
     shape = (num_rows, num_heads, parts)
     parts_read = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
-    parts_best, parts_total = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
+    parts_best = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    parts_total = torch.empty_like(parts_best)
     width = max(_LEAST_DOT, power_of_two(head_dim))
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
     sharing = min(parts, max(_LEAST_SHARING, _PROGRAMS // (num_rows * num_kv_heads)))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.engine.torch.kernels.launching import launch, power_of_two
+from inflight.engine.torch.kernels.launching import PER_BATCH, launch, power_of_two
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 """What `gated_activation` computes, by the name in DecoderConfig."""
@@ -39,7 +39,7 @@ def _add_norm(
     tl.store(normed + row * size + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _rotate_and_write(
     qkv, turned, query_weight, key_weight, cosines, sines, positions, places, key_cache, value_cache,
     qkv_row, cache_token, eps,
