@@ -182,7 +182,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self._is_inside = False
-        for module in (attention, layers):
+        for module in (attention, layers, product):
             monkeypatch.setattr(module, "launch", self._launch)
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -293,6 +293,13 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
     error = (found.double() - exact).abs().max() / exact.abs().max()
     assert found.dtype is dtype and error < (1e-6 if dtype is torch.float32 else 1e-3)
     assert product.int8_product(x[:0], levels, scales).shape == (0, outputs)
+
+
+def test_an_int8_product_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels, scales = quantize(torch.randn(40, 64))
+    with Launches(monkeypatch) as launches:
+        product.int8_product(torch.randn(3, 64), levels, scales)
+    assert launches.names == ["_int8_product"]
 
 
 def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
