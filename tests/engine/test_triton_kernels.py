@@ -41,6 +41,11 @@ def test_without_a_gpu_they_cannot_be_used(zoo: Zoo) -> None:
         check_attention(triton_attention(decoder), decoder, 16, (None,), torch.float32, torch.device("cpu"))
 
 
+def test_they_are_imported_where_they_are_asked_for_alone() -> None:
+    code = "import sys, inflight.engine.torch.engine; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

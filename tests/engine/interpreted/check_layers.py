@@ -296,9 +296,9 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
 
 
 def test_an_int8_product_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels, scales = quantize(torch.randn(40, 64))
+    x, (levels, scales) = torch.randn(3, 64), quantize(torch.randn(40, 64))
     with Launches(monkeypatch) as launches:
-        product.int8_product(torch.randn(3, 64), levels, scales)
+        product.int8_product(x, levels, scales)
     assert launches.names == ["_int8_product"]
 
 
