@@ -106,13 +106,15 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from inflight.engine.torch.kernels.launching import PER_BATCH
+
     given = {key: value for key, value in constants.items() if key in kernel.arg_names}
     known = types | dict.fromkeys(given, "constexpr")
     signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
     aligned = {
         (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(signature.values())
-        if kind[0] == "*" or kind == "i32"
+        for index, (argument, kind) in enumerate(signature.items())
+        if (kind[0] == "*" or kind == "i32") and argument not in (*PER_BATCH, "num_rows")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}
