@@ -88,13 +88,15 @@ def held_out_tokens() -> list[int]:
     return [token for text in documents for token in (*tokenizer.encode(text), end)]
 
 
-def compute_logits(way: Way, windows: Sequence[Sequence[int]], folder: Path | None = None) -> list[Tensor]:
+def compute_logits(
+    way: Way, windows: Sequence[Sequence[int]], folder: Path | None = None, device: str = "cpu"
+) -> list[Tensor]:
     """[tokens, vocab_size] float32 of each window, by the demo model or that in `folder`."""
     engine = TorchEngine.load(
         EngineConfig(
             str(folder or _DEMO_MODEL),
             way.dtype,
-            device="cpu",
+            device=device,
             max_num_sequences=1,
             kernels=way.kernels,
             max_tokens_in_paged_kv_cache=2 * _WINDOW,
@@ -132,31 +134,45 @@ def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("accuracy", __doc__)
     parser.add_argument(
         "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="of checkpoints; all without it"
     )
-    formats = parser.parse_args().formats
+    parser.add_argument(
+        "--device", default="cpu", help="of all, float32 among them; compiled code is for a CPU"
+    )
+    given = parser.parse_args(arguments)
+    device: str = given.device
     tokens = held_out_tokens()
     windows = [tokens[begin : begin + _WINDOW] for begin in range(0, len(tokens) - 1, _WINDOW)]
-    exact = compute_logits(EXACT, windows)
-    rows = list(_compare_ways(WAYS, exact, windows))
+    exact = compute_logits(EXACT, windows, device=device)
+    rows = list(_compare_ways(WAYS, exact, windows, device=device))
     with tempfile.TemporaryDirectory() as folder:
-        for format in formats:
-            rows += _compare_format(format, exact, windows, Path(folder, format))
-    print(json.dumps({"bench": "accuracy", "model": _DEMO_MODEL.name, "tokens": len(tokens), "rows": rows}))
+        for format in given.formats:
+            rows += _compare_format(format, exact, windows, Path(folder, format), device)
+    print(
+        json.dumps(
+            {
+                "bench": "accuracy",
+                "model": _DEMO_MODEL.name,
+                "device": device,
+                "tokens": len(tokens),
+                "rows": rows,
+            }
+        )
+    )
 
 
 def _compare_format(
-    format: str, exact: Sequence[Tensor], windows: Sequence[Sequence[int]], folder: Path
+    format: str, exact: Sequence[Tensor], windows: Sequence[Sequence[int]], folder: Path, device: str
 ) -> Iterator[dict[str, object]]:
     quantize_checkpoint(_DEMO_MODEL, folder, format)
-    stands_for = compute_logits(EXACT, windows, folder)
+    stands_for = compute_logits(EXACT, windows, folder, device)
     print(f"{format}, float32 of what its weights stand for, with the demo model:")
     yield _row({"format": format, "of": "weights"}, compare(exact, stands_for, windows))
     print(f"{format}, with what its weights stand for:")
-    for row in _compare_ways(WAYS_OF_QUANTIZED, stands_for, windows, folder):
+    for row in _compare_ways(WAYS_OF_QUANTIZED, stands_for, windows, folder, device):
         yield {"format": format} | row
 
 
@@ -165,10 +181,11 @@ def _compare_ways(
     exact: Sequence[Tensor],
     windows: Sequence[Sequence[int]],
     folder: Path | None = None,
+    device: str = "cpu",
 ) -> Iterator[dict[str, object]]:
-    for way in ways:
+    for way in (way for way in ways if device == "cpu" or way.kernels == "torch"):
         try:
-            found = compute_logits(way, windows, folder)
+            found = compute_logits(way, windows, folder, device)
         except ConfigError as error:
             print(f"{way.dtype or 'as it is':8} {way.kernels:6} left out: {error}")
             continue

@@ -328,6 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Line]:
     parser = _parser()
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu: torch finds no GPU here; on a CPU, --device cpu --shapes tiny tries the program")
     if given.engine == "tensorrt" and device.type != "cuda":
         parser.error("--engine tensorrt needs an NVIDIA GPU and TensorRT, and the device is " + given.device)
     until = time.monotonic() + given.seconds
@@ -402,10 +404,10 @@ def _parser():
     parser = new_parser("gpu", __doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", choices=DEVICE_SHAPES, default=["1b", "8b"], help="of random weights")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda")
     add("--engine", choices=("torch", "tensorrt"), default="torch", help="tensorrt: plans beside torch")
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
-    add("--rows", type=positive, nargs="+", default=[1, 4, 16, 64, 128, 256])
+    add("--rows", type=positive, nargs="+", default=[1, 8, 32, 128, 256])
     add("--context", type=positive, default=512, help="tokens of each row before the first iteration")
     add("--iterations", type=positive, default=32)
     add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths")

@@ -68,8 +68,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     loaded: list[LogitsPostProcessors] = []
 
     def load(
-        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object
+        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object, load_runner: object
     ) -> SimpleNamespace:
+        assert load_runner is None
         loaded.append(processors)
         return SimpleNamespace(
             dtype="float32",

@@ -49,6 +49,21 @@ def test_every_window_has_the_logits_of_its_own_tokens(monkeypatch, tmp_path):
     assert 0 < error.kl_max < 0.01
 
 
+def test_of_a_gpu_only_what_runs_there_is_compared(monkeypatch, capsys):
+    asked = []
+
+    def compute(way, windows, device):
+        asked.append((way, device))
+        return [logits([0.25, 0.75])]
+
+    monkeypatch.setattr(accuracy, "compute_logits", compute)
+    monkeypatch.setattr(accuracy, "held_out_tokens", lambda: [0, 1])
+    accuracy.main(["--device", "cuda"])
+    ways = [EXACT, *(Way(dtype, "torch") for dtype in ("bfloat16", "int8", "fp8"))]
+    assert asked == [(way, "cuda") for way in ways]
+    assert '"device": "cuda"' in capsys.readouterr().out
+
+
 def test_the_text_is_in_the_demo_models_own_tokens():
     tokens = held_out_tokens()
     assert len(tokens) > 4 * accuracy._WINDOW

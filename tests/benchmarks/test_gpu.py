@@ -100,6 +100,12 @@ def test_plans_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_without_a_gpu_it_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"^gpu: torch finds no GPU here; [^\n]*$"):
+        main(["--shapes", "tiny"])
+
+
 def test_what_no_time_is_left_for_is_said(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.time.monotonic", iter(range(0, 10**6, 1000)).__next__)
     assert main([*ARGUMENTS, "float32", "--seconds", "1", "--streams", "1"]) == []

@@ -14,21 +14,25 @@ import torch
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.decoding import LogitsPostProcessors
+from inflight.decoding.nan_check import find_peaks
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
-from inflight.engine.torch.attention_check import CannotAttend, check_attention
+from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.layer_check import check_peaks_of, find_operations
 from inflight.engine.torch.quantized_linear import (
     QuantizedLinear,
     Quantizing,
+    dequantizing_product,
     find_float8_rounding,
+    float8_reference,
     quantize_float8,
 )
 from inflight.engine.windows import AttentionWindow
 from inflight.models import Linear, read_model_description
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.lora import make_adapter, stored
+from tests.engine.paged_rows import Rows, largest_error
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.engine.test_overlapped_iterations import assert_same, undemanding
 from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
@@ -40,6 +44,9 @@ pytestmark = [
 ]
 
 _TRITON = "inflight.engine.torch.load_decoder.triton_attention"
+CUDA = torch.device("cuda")
+EDGES = (1, 63, 64, 65, 128, 129)
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
 AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
 
 
@@ -79,18 +86,48 @@ def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, to
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens_per_block", [8, 32])
-def test_kernels_at_edges_of_blocks(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
-    """Generation rows behind 31, 32 and 33 blocks, and a token more."""
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "tokens_per_block"),
+    [
+        *((2, group, 64, 32) for group in (1, 2, 3, 4, 8)),
+        *((1, group, 64, 32) for group in (7, 16, 17, 64)),
+        *((2, 4, 128, tokens_per_block) for tokens_per_block in (8, 32)),
+        (1, 8, 256, 16),
+    ],
+)
+def test_kernels_at_edges_of_tiles_and_of_blocks(
+    zoo: Zoo, dtype: torch.dtype, kv_heads: int, group: int, head_dim: int, tokens_per_block: int
+) -> None:
+    """Chunks and generation rows behind 31, 32 and 33 blocks, a token less and a token more."""
+    shared = torch.cuda.get_device_properties(CUDA).shared_memory_per_block_optin
+    if dtype is torch.float32 and head_dim == 256 and shared < 101 << 10:
+        pytest.skip(f"tiles of such heads take 100 KiB of shared memory, and there are {shared >> 10}")
+    shape = {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **shape)
+    rows = Rows(decoder, tokens_per_block, 34 * tokens_per_block + max(EDGES), dtype, 0, CUDA)
+    attention = triton_attention(decoder)
+    for window in (None, AttentionWindow(40, 8), AttentionWindow(33 * tokens_per_block)):
+        for start in (blocks * tokens_per_block + more for blocks in (31, 32, 33) for more in (-1, 0, 1)):
+            for num_rows in EDGES:
+                error = largest_error(attention, rows, num_rows, start, (start + 1, start), window)
+                assert error < BOUNDS[dtype], f"{num_rows} rows behind {start} tokens, {window}"
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("window", [None, AttentionWindow(700, 4)])
+def test_a_generation_row_is_the_same_alone_and_among_others(
+    zoo: Zoo, dtype: torch.dtype, window: AttentionWindow | None
+) -> None:
+    """To the last bit, whatever the others' lengths and however many programs share its keys."""
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=64)
-    windows = (None, AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(257))
-    for more in (0, 1):
-        lengths = tuple(blocks * tokens_per_block + more for blocks in (33, 32, 31))
-        with mock.patch("inflight.engine.torch.attention_check._LONG", lengths):
-            check_attention(
-                triton_attention(decoder), decoder, tokens_per_block, windows, dtype, torch.device("cuda")
-            )
+    attention, lengths = triton_attention(decoder), tuple(range(2000, 0, -10))
+    rows = Rows(decoder, 32, 2000, dtype, 0, CUDA, sequences=len(lengths))
+    slots = tuple(range(len(lengths)))
+    together = rows.attend(attention, pack_rows((), slots, lengths, rows.tables), window)
+    for slot in (0, 1, 77, 198, 199):
+        single = pack_rows((), (slot,), (lengths[slot],), rows.tables)
+        assert torch.equal(rows.attend(attention, single, window)[0], together[slot])
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
@@ -116,11 +153,23 @@ def test_operations_of_layers(
 def test_the_highest_logits(vocab_size: int) -> None:
     from inflight.engine.torch.kernels.peaks import KernelRowKernels  # imports triton
 
-    check_peaks_of(KernelRowKernels(), vocab_size, torch.device("cuda"))
+    check_peaks_of(KernelRowKernels(), vocab_size, CUDA)
+    for num_rows in EDGES:
+        logits = torch.randn((num_rows, vocab_size), device=CUDA)
+        found, expected = KernelRowKernels().find_peaks(logits), find_peaks(logits)
+        assert torch.equal(found.highest, expected.highest) and torch.equal(found.tokens, expected.tokens)
 
 
-def test_rows_rounded_to_float8() -> None:
-    assert find_float8_rounding(torch.device("cuda"), torch.bfloat16) is not quantize_float8
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
+    """To the same levels as torch's operators round them."""
+    found = find_float8_rounding(CUDA, dtype)
+    assert found is not quantize_float8
+    for num_rows in EDGES:
+        for size in (7, 2048, 14_336):
+            x = torch.randn((num_rows, size), device=CUDA).to(dtype)
+            for levels, expected in zip(found(x), quantize_float8(x), strict=True):
+                assert torch.equal(levels.float(), expected.float())
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -346,6 +395,7 @@ def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
     exact = taken.double() @ linear.dequantized().double().T
     error = (linear(x.bfloat16()).double() - exact).square().mean().sqrt() / exact.std()
     assert error < 0.01
+    assert linear.product not in (dequantizing_product, float8_reference), "the processor's own"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])

@@ -308,3 +308,40 @@ def test_rows_that_fill_a_batch_up_have_no_adapter(zoo: Zoo) -> None:
 def test_with_adapters_every_size_is_recorded_twice() -> None:
     kinds = {"generation_sizes": (1, 2, 4, 8), "mixed_sizes": (16, 24)}
     assert RecordedKinds(**kinds, with_adapters=True).num_bytes == 2 * RecordedKinds(**kinds).num_bytes
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "chunks", "all"])
+def test_what_another_rank_cannot_record_is_launched(
+    zoo: Zoo, lacking: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranks of a stage add up row by row: either all have rows that fill a batch up, or none has."""
+    model, tape = zoo["llama-gqa"], Tape()
+    options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
+    engine = load_paged(model.folder, 200, 11, tape, **options)
+    runner, kinds = engine.runner, engine.recorded
+    others = {"nothing": [5, 7], "chunks": [5, 0], "all": [0]}[lacking]
+    asked: list[int] = []
+
+    def agree(number: int) -> int:
+        asked.append(number)
+        return min(number, others[len(asked) - 1])
+
+    runner.agree_on_recordings(agree)
+    assert asked == [len(kinds.generation_sizes), len(kinds.mixed_sizes)][: len(others)]
+    assert bool(runner.recorded.generation_sizes) == (lacking != "all")
+    assert bool(runner.recorded.mixed_sizes) == (lacking == "nothing")
+    assert ("another rank cannot record them" in caplog.text) == (lacking != "nothing")
+    tape.replayed.clear()
+    driver = Driver(engine)
+    rows = [driver.start(model.prompt(5 + number, number)) for number in range(2)]
+    driver.step({row: len(row.tokens) for row in rows})
+    driver.step(generation=rows)
+    assert len(tape.replayed) == {"nothing": 2, "chunks": 1, "all": 0}[lacking]
+    for row in rows:
+        assert row.generated == model.greedy(row.tokens[: row.prompt_length], 2)
+
+
+def test_a_rank_without_recordings_takes_part_in_the_agreement(zoo: Zoo) -> None:
+    asked: list[int] = []
+    load_paged(zoo["llama-gqa"].folder).runner.agree_on_recordings(lambda number: asked.append(number) or 0)
+    assert asked == [0]

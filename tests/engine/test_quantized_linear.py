@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from inflight.engine.torch import TorchEngine, load_decoder, quantized_linear
 from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.quantized_linear import QuantizedLinear, Quantizing, quantize_float8
+from inflight.engine.torch.quantized_linear import (
+    QuantizedLinear,
+    Quantizing,
+    find_int8_product,
+    quantize_float8,
+)
 from inflight.errors import ConfigError
 from inflight.models import Linear, PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
@@ -52,12 +57,6 @@ def rounded_oracle(model: ZooModel, kind: str) -> Any:
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines compute in float32, so that nothing but the quantization differs from the oracle."""
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
-
-
-@pytest.fixture
-def int8_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's operator is tried on a CPU, too."""
-    monkeypatch.setattr(Quantizing, "_has_int8", lambda *_: True)
 
 
 def weights_of(engine: TorchEngine) -> PlainWeights:
@@ -110,14 +109,6 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
     assert linear(x[:0]).shape == (0, shape[0])
 
 
-def test_the_int8_operator_of_torch(int8_operator: None) -> None:
-    weight, x = torch.randn(64, 128), torch.randn(70, 128)
-    linear = Quantizing("int8", torch.bfloat16, CPU).linear(Linear(weight.bfloat16()))
-    assert isinstance(linear, QuantizedLinear) and linear.product is quantized_linear.int8_product
-    exact = F.linear(x.bfloat16().float(), linear.dequantized())
-    torch.testing.assert_close(linear(x.bfloat16()).float(), exact, rtol=0.02, atol=0.1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_without_numbers_spoils_no_other(kind: str) -> None:
     linear = Quantizing(kind, torch.bfloat16, CPU).linear(Linear(torch.randn(32, 64).bfloat16()))
@@ -166,7 +157,7 @@ def test_experts_and_latent_attention(zoo: Zoo, case: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_operator_the_weights_are_multiplied_all_the_same(
-    kind: str, int8_operator: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
     expected = Quantizing(kind, torch.float32, CPU).linear(Linear(weight.clone()))(x)
@@ -174,8 +165,8 @@ def test_without_the_operator_the_weights_are_multiplied_all_the_same(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("not here\nand more")
 
-    for name in ("_weight_int8pack_mm", "_scaled_mm"):
-        monkeypatch.setattr(torch, name, refuse)
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: refuse)
     with caplog.at_level(logging.WARNING):
         found = Quantizing(kind, torch.float32, CPU).linear(Linear(weight.clone()))(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
@@ -183,12 +174,37 @@ def test_without_the_operator_the_weights_are_multiplied_all_the_same(
     assert caplog.text.rstrip().endswith("not here")
 
 
-def test_an_operator_that_is_wrong_is_not_used(int8_operator: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = getattr(torch, "_weight_int8pack_mm")  # noqa: B009
-    monkeypatch.setattr(torch, "_weight_int8pack_mm", lambda *given: right(*given).roll(1, 0))
+def test_a_product_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = quantized_linear.dequantizing_product
+
+    def last_outputs_first(*given: Tensor) -> Tensor:
+        return right(*given).roll(1, 1)
+
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
-    linear = Quantizing("int8", torch.float32, CPU).linear(Linear(weight.clone()))
-    torch.testing.assert_close(linear(x), F.linear(x, rounded("int8", weight)), rtol=1e-5, atol=1e-4)
+    for tried, is_used in ((last_outputs_first, False), (lambda *given: right(*given), True)):
+        caplog.clear()
+        monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device, tried=tried: tried)
+        linear = Quantizing("int8", torch.float32, CPU).linear(Linear(weight.clone()))
+        assert isinstance(linear, QuantizedLinear) and (linear.product is tried) == is_used
+        assert ("its results of 1 rows are off by" in caplog.text) != is_used
+        torch.testing.assert_close(linear(x), F.linear(x, rounded("int8", weight)), rtol=1e-5, atol=1e-4)
+
+
+def test_int8_without_the_package_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU the log says so; on a CPU nothing is expected of it."""
+    gpu = torch.device("cuda")
+    assert find_int8_product(CPU) is None and find_int8_product(gpu) is not None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_int8_product(gpu) is None
+    levels, scales = torch.zeros((4, 8), dtype=torch.int8), torch.ones(4)
+    for device, is_said in ((CPU, False), (gpu, True)):
+        product = Quantizing("int8", torch.bfloat16, device)._product(levels, scales)
+        assert product is quantized_linear.dequantizing_product
+        assert ("triton is not installed" in caplog.text) == is_said
 
 
 def test_a_processor_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

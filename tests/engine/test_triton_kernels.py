@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from inflight.models import read_model_description
 from tests.models.zoo import Zoo
 
 FOLDER = Path(__file__).with_name("interpreted")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def test_in_the_interpreter() -> None:
@@ -38,6 +41,11 @@ def test_without_a_gpu_they_cannot_be_used(zoo: Zoo) -> None:
         check_attention(triton_attention(decoder), decoder, 16, (None,), torch.float32, torch.device("cpu"))
 
 
+def test_they_are_imported_where_they_are_asked_for_alone() -> None:
+    code = "import sys, inflight.engine.torch.engine; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -45,45 +53,104 @@ def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         triton_attention(decoder)
 
 
+def test_no_batch_waits_for_a_compiler_for_its_number_of_rows() -> None:
+    """What lies at other addresses for every number of rows, or is that number, is none that is compiled for."""
+    from inflight.engine.torch.kernels import attention, layers, product
+    from inflight.engine.torch.kernels.launching import PER_BATCH
+
+    kernels = (attention._attend_generation, attention._add_up, attention._attend_chunk)
+    for kernel in (*kernels, layers._rotate_and_write, product._int8_product):
+        for parameter in kernel.params:
+            if parameter.name == "num_rows":
+                assert parameter.do_not_specialize
+            elif parameter.name in PER_BATCH:
+                assert parameter.do_not_specialize_on_alignment, f"{parameter.name} of {kernel.__name__}"
+
+
 TARGETS = pytest.mark.parametrize(
     ("capability", "shared_kib", "dtype"),
-    [(80, 163, "bf16"), (90, 227, "bf16"), (90, 227, "fp32"), (120, 99, "bf16")],
+    [(80, 163, "bf16"), (90, 227, "bf16"), (90, 227, "fp32"), (120, 99, "bf16"), (120, 99, "fp32")],
 )
+MOST_SPILLED = 600
+"""Bytes of a thread's numbers that registers have no room for; a tile that is too large has thousands."""
 
 
-def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any]) -> Any:
-    """To machine code, which Triton does without a GPU; other arguments are int32."""
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code of a kernel.
+
+    Attributes:
+        shared: Bytes of shared memory of a program.
+        spilled: Bytes of memory that a thread has beside its registers.
+        ptx: The code before it was assembled.
+    """
+
+    shared: int
+    spilled: int
+    ptx: str
+
+
+def compiled(
+    kernel: Any,
+    capability: int,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Compiled:
+    """To machine code, which Triton does without a GPU; other arguments are int32.
+
+    As when it is started with tensors: addresses and row sizes are multiples of 16, so that it loads ahead.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from inflight.engine.torch.kernels.launching import PER_BATCH
+
     given = {key: value for key, value in constants.items() if key in kernel.arg_names}
     known = types | dict.fromkeys(given, "constexpr")
     signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=given)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (argument, kind) in enumerate(signature.items())
+        if (kind[0] == "*" or kind == "i32") and argument not in (*PER_BATCH, "num_rows")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    stack, local = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage.stdout)[0]
+    return Compiled(made.metadata.shared, int(stack) + int(local), made.asm["ptx"])
 
 
 @TARGETS
-def test_attention_compiles_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
-    """A processor's shared memory is enough."""
+@pytest.mark.parametrize(("head_dim", "has_all"), [(64, False), (128, False), (128, True)])
+def test_attention_compiles_for_a_gpu(
+    capability: int, shared_kib: int, dtype: str, head_dim: int, has_all: bool
+) -> None:
+    """A processor's shared memory and registers are enough, and keys and values are loaded ahead."""
     from inflight.engine.torch.kernels import attention as kernels
 
     types = {"scale": "fp32"} | dict.fromkeys(("queries", "keys", "values", "results", "sinks"), f"*{dtype}")
     types |= dict.fromkeys(("tables", "rows", "slots", "positions", "tiles"), "*i64")
     types |= dict.fromkeys(("parts_read", "parts_best", "parts_total"), "*fp32")
-    constants = {
-        "RECENT": 4096,
-        "SINKS": 4,
-        "HAS_SINKS": True,
-        "SOFT_CAP": 30.0,
-        "TOKENS_PER_BLOCK": 32,
-        "GROUP": 4,
-    }
-    constants |= {"HEAD_DIM": 128, "WIDTH": 128, "NUM_PARTS": 32, "LEAST_PART": 256, "TILE": 64}
-    for name, rows in (("_attend_generation", 16), ("_add_up", 16), ("_attend_chunk", 64)):
-        made = compiled(getattr(kernels, name), capability, types, constants | {"ROWS": rows})
-        assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
+    constants = {"RECENT": 4096, "SINKS": 4, "HAS_SINKS": True, "SOFT_CAP": 30.0}
+    if not has_all:
+        constants = {"RECENT": 0, "SINKS": 0, "HAS_SINKS": False, "SOFT_CAP": 0.0}
+    constants |= {"HEAD_DIM": head_dim, "WIDTH": head_dim, "NUM_PARTS": 32, "LEAST_PART": 256}
+    for name, rows in (("_attend_generation", 16), ("_attend_chunk", 64)):
+        tile, num_warps = kernels._tiling(rows, head_dim, DTYPES[dtype])
+        sizes = {"TOKENS_PER_BLOCK": 32, "GROUP": 4, "ROWS": rows, "TILE": tile}
+        made = compiled(getattr(kernels, name), capability, types, constants | sizes, num_warps)
+        assert made.shared <= shared_kib << 10 and made.spilled <= MOST_SPILLED
+        assert "cp.async" in made.ptx
+    made = compiled(kernels._add_up, capability, types, constants | {"TILE": 64})
+    assert made.shared <= shared_kib << 10 and made.spilled <= 64
 
 
 @TARGETS
@@ -107,14 +174,15 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
         layers._add_norm, layers._rotate_and_write, peaks._peaks_of_blocks, peaks._peaks_of_rows,
     ):  # fmt: skip
         made = compiled(kernel, capability, types, constants)
-        assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
-    rounding = {"LARGEST": 448.0, "LEAST": 1e-30, "BLOCK": 4096}
+        assert made.shared <= shared_kib << 10 and made.spilled <= 64
+    rounding = {"OF_LARGEST": 1 / 448, "LEAST": 1e-30, "BLOCK": 4096}
     if capability >= 89:  # which have float8
         pointers = {"x": f"*{dtype}", "levels": "*fp8e4nv", "scales": "*fp32"}
-        assert compiled(quantize._quantize_rows, capability, pointers, rounding).asm["cubin"]
+        made = compiled(quantize._quantize_rows, capability, pointers, rounding)
+        assert made.spilled <= 64 and "div.rn" in made.ptx and "div.full" not in made.ptx
     for activation in layers.ACTIVATIONS.values():
         chosen = {"ACTIVATION": activation, "BLOCK": 1024}
-        assert compiled(layers._gated_activation, capability, types, chosen).asm["cubin"]
+        assert compiled(layers._gated_activation, capability, types, chosen).spilled <= 64
 
 
 @TARGETS
@@ -130,4 +198,20 @@ def test_products_with_levels_compile_for_a_gpu(
         constants = {"FOUR_BITS": kind == "int4", "FLOAT8": kind == "float8", "HAS_ZEROS": kind != "float8"}
         constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": 64}
         made = compiled(grouped._multiply, capability, types, constants)
-        assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
+        assert made.shared <= shared_kib << 10 and (made.spilled <= 64 or dtype == "fp32")
+
+
+@pytest.mark.parametrize(("capability", "shared_kib"), [(80, 163), (90, 227), (120, 99)])
+@pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 4096), (1, 28_672), (17, 64), (64, 64), (65, 64)])
+def test_an_int8_product_compiles_for_a_gpu(
+    capability: int, shared_kib: int, num_rows: int, num_outputs: int
+) -> None:
+    """Levels are loaded ahead, and what they become is multiplied by the processor's own products."""
+    from inflight.engine.torch.kernels import product
+
+    types = {"x": "*bf16", "levels": "*i8", "scales": "*fp32", "results": "*bf16"}
+    rows, outputs, inputs, num_warps = product.tiling(num_rows, num_outputs)
+    sizes = {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs}
+    made = compiled(product._int8_product, capability, types, sizes, num_warps, num_stages=4)
+    assert made.shared <= shared_kib << 10 and made.spilled <= 64
+    assert "cp.async" in made.ptx and ("mma.sync" in made.ptx or "wgmma" in made.ptx)

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from inflight.engine import packing
-from inflight.engine.packing import PackedBatch, PackedChunk
+from inflight.engine.packing import PackedChunk
 from inflight.engine.torch.attention import by_plain_products
 from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.kernels import attention as kernels
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
-from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import AttentionWindow
-from inflight.models import DecoderConfig, read_model_description
+from inflight.models import read_model_description
 from tests.engine.driver import Driver, alone
+from tests.engine.paged_rows import Rows, largest_error
 from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, serve
 from tests.engine.test_paged_attention import requests_of
@@ -46,33 +45,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, a program takes as long as the tiles that it has."""
     for module in (kernels, packing):
         monkeypatch.setattr(module, "TILE_ROWS", 16)
-
-
-class Rows:
-    """Queries, and sequences whose keys and values lie in blocks in a random order."""
-
-    def __init__(
-        self, decoder: DecoderConfig, tokens_per_block: int, longest: int, dtype: torch.dtype, seed: int
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        blocks = -(-longest // tokens_per_block)
-        self.decoder, self.sequences = decoder, 3
-        self.cache = KvCache(replace(decoder, num_layers=1), 3 * blocks, tokens_per_block, dtype, CPU)
-        self.tables = torch.randperm(3 * blocks, generator=generator).view(3, blocks)
-        heads, kv_heads, size = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
-        shape = (3 * blocks * tokens_per_block, kv_heads, size)
-        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-        self.cache.write(0, torch.arange(shape[0]), keys, values)
-        self.queries = torch.randn((3, longest, heads, size), generator=generator).to(dtype)
-        self.sinks = torch.randn(heads, generator=generator).to(dtype) if decoder.learned_sinks else None
-
-    def attend(self, attention: Any, packed: PackedBatch, window: AttentionWindow | None) -> Tensor:
-        plan = attention.plan(packed, self.cache, (window,))[window]
-        queries = self.queries[packed.slots, packed.positions]
-        blocks = self.tables[packed.slots, packed.positions // self.cache.tokens_per_block]
-        places = blocks * self.cache.tokens_per_block + packed.positions % self.cache.tokens_per_block
-        pages = (page.flatten(0, 1)[places] for page in self.cache.pages(0))
-        return attention.attend(queries, *pages, 0, plan, self.cache, self.sinks)
 
 
 def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype]]:
@@ -109,6 +81,19 @@ def test_results_are_those_of_plain_products(
         found = rows.attend(KernelAttention(decoder), packed, window)
         expected = rows.attend(by_plain_products(decoder), packed, window)
         torch.testing.assert_close(found, expected, rtol=0, atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float16), (4, torch.float32)])
+@pytest.mark.parametrize("blocks", [31, 32, 33])
+def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: torch.dtype) -> None:
+    """What tests/engine/test_gpu.py tries with all sizes: tiles and parts are as large as on a GPU."""
+    shape = {"num_heads": group, "num_kv_heads": 1, "head_dim": 16}
+    decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **shape)
+    rows = Rows(decoder, 8, 34 * 8 + 65, dtype, blocks)
+    attention = KernelAttention(decoder)
+    for num_rows, start, window in ((65, 8 * blocks - 1, None), (64, 8 * blocks, AttentionWindow(70, 3))):
+        lengths = 8 * blocks + 1, 8 * blocks
+        assert largest_error(attention, rows, num_rows, start, lengths, window) < BOUNDS[dtype]
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -163,10 +148,9 @@ def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-@pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40), "sink_token_length": 3}])
-def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, windows: dict[str, Any]) -> None:
-    """Packed, in chunks, paused and searched with beams."""
-    model = zoo["llama-gqa"]
+def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo) -> None:
+    """Packed, in chunks, paused and searched with beams; one layer sees all, the others windows."""
+    model, windows = zoo["llama-gqa"], {"max_attention_window_size": (12, 400, 40), "sink_token_length": 3}
     requests = requests_of(model)[:5]
     decoder = read_model_description(model.folder).decoder
     config = config_of("utilization-chunked-no-reuse")
@@ -216,7 +200,7 @@ def test_chunks_by_another_and_as_they_are_recorded(zoo: Zoo, windows: Any) -> N
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inflight.engine.torch.attention_check._CHUNK_ROWS", (1, 17))
+        patch.setattr("inflight.engine.torch.attention_check._CHUNK_ROWS", (17,))
         patch.setattr("inflight.engine.torch.attention_check._LONG", (70, 17, 16))
         check_attention(KernelAttention(decoder, for_chunks), decoder, 8, windows, torch.float32, CPU)
 

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inflight.decoding.nan_check import Peaks, find_peaks
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.packing import pack
-from inflight.engine.torch import layer_check
+from inflight.engine.torch import layer_check, load_decoder, quantized_linear
 from inflight.engine.torch.attention import by_plain_products
-from inflight.engine.torch.kernels import attention, layer_operations, layers, peaks, quantize
+from inflight.engine.torch.kernels import attention, layer_operations, layers, peaks, product
+from inflight.engine.torch.kernels import quantize as rounding
 from inflight.engine.torch.kernels.launching import launch
 from inflight.engine.torch.kernels.layer_operations import ACTIVATION, ADD_NORM, HEADS, KernelLayerOperations
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
@@ -32,11 +33,12 @@ from inflight.engine.torch.layer_check import (
     find_row_kernels,
 )
 from inflight.engine.torch.layer_operations import LayerOperations
+from inflight.engine.torch.native.packing import quantize
 from inflight.engine.torch.quantized_linear import find_float8_rounding, quantize_float8
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import RopeConfig
 from inflight.models.sharding import Part
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.paging import load_paged
 from tests.models.zoo import Zoo
 
@@ -69,7 +71,7 @@ def decoder_of(zoo: Zoo, case: str = "llama-gqa", **changes: Any) -> DecoderConf
 def test_results_are_those_of_torchs_operators(
     zoo: Zoo, changes: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.engine.torch.layer_check._ROWS", (1, 5, 17))
+    monkeypatch.setattr("inflight.engine.torch.layer_check._ROWS", (1, 9))
     monkeypatch.setattr("inflight.engine.torch.layer_check._TOLERANCE", BOUNDS[dtype])
     decoder = decoder_of(zoo, **changes)
     operations = KernelLayerOperations(decoder)
@@ -180,7 +182,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self._is_inside = False
-        for module in (attention, layers):
+        for module in (attention, layers, product):
             monkeypatch.setattr(module, "launch", self._launch)
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -257,7 +259,7 @@ def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
     """The interpreter (triton 3.7) halves some of what is rounded up to a power of two, and more."""
     x = torch.randn((9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
     x[3], x[4] = 0, x[4] / 1000
-    levels, scales = quantize.quantize_float8(x, 1e-30)
+    levels, scales = rounding.quantize_float8(x, 1e-30)
     expected, expected_scales = quantize_float8(x)
     assert torch.equal(scales, expected_scales)
     assert (levels.float() == expected.float()).float().mean() > 0.9
@@ -269,6 +271,61 @@ def test_a_rounding_to_other_levels_is_left_out(caplog: pytest.LogCaptureFixture
 
 
 def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "quantize_float8", lambda x, least_scale: quantize_float8(x))
+    monkeypatch.setattr(rounding, "quantize_float8", lambda x, least_scale: quantize_float8(x))
     found = find_float8_rounding(CPU, torch.float32)
     assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "inputs"),
+    [(1, 70, 300), (16, 32, 256), (17, 33, 130), (64, 65, 7), (65, 129, 64), (129, 3, 200)],
+)
+def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """At edges of tiles; what lies behind a row of activations is not read."""
+    draw = torch.Generator().manual_seed(num_rows)
+    levels, scales = quantize(torch.randn((outputs, inputs), generator=draw))
+    wide = torch.full((num_rows, inputs + 9), torch.nan, dtype=dtype)
+    x = wide[:, :inputs]
+    x[:] = torch.randn((num_rows, inputs), generator=draw).to(dtype)
+    found = product.int8_product(x, levels, scales)
+    exact = x.double() @ (levels.double() * scales.double()[:, None]).T
+    error = (found.double() - exact).abs().max() / exact.abs().max()
+    assert found.dtype is dtype and error < (1e-6 if dtype is torch.float32 else 1e-3)
+    assert product.int8_product(x[:0], levels, scales).shape == (0, outputs)
+
+
+def test_an_int8_product_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, (levels, scales) = torch.randn(3, 64), quantize(torch.randn(40, 64))
+    with Launches(monkeypatch) as launches:
+        product.int8_product(x, levels, scales)
+    assert launches.names == ["_int8_product"]
+
+
+def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
+    """To the last bit, where tiles have as many inputs; a row without numbers spoils no other."""
+    levels, scales = quantize(torch.randn(40, 300))
+    x = torch.randn(16, 300)
+    together = product.int8_product(x, levels, scales)
+    for row in (0, 7, 15):
+        assert torch.equal(product.int8_product(x[row : row + 1], levels, scales)[0], together[row])
+    x[3] = torch.nan
+    found = product.int8_product(x, levels, scales)
+    assert found[3].isnan().all() and torch.equal(found[4:], together[4:])
+
+
+def test_int8_weights_on_the_kernel(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU computes them: a load finds the kernel right, and takes it for every matrix."""
+    monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: product.int8_product)
+    monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
+    model = zoo["llama-gqa"]
+    engine = load_engine(model.folder, dtype="int8", kernels="torch")
+    layer = engine.runner.decoder._weights.layers[0]
+    assert all(
+        each.product is product.int8_product for each in (layer.qkv, layer.output, layer.up, layer.down)
+    )
+    monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: None)
+    others = load_engine(model.folder, dtype="int8", kernels="torch")
+    rows = [alone(each, model.prompt(20), 4) for each in (engine, others)]
+    torch.testing.assert_close(*(torch.stack(row.logits) for row in rows), rtol=0, atol=1e-4)
+    assert rows[0].generated == rows[1].generated

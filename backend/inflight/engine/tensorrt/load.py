@@ -107,8 +107,8 @@ def load_runner(
         additional_outputs=offered,
     )
     runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
-    if device.type == "cuda" and not agree(len(runner.recorded.generation_sizes)):
-        runner.drop_recordings()
+    if device.type == "cuda":
+        runner.agree_on_recordings(agree)
     _logger.warning(
         "engine is tensorrt (%s %s): its authors had no GPU that runs plans, so nothing but a stand-in for "
         "TensorRT has run it; compare its answers with those of the engine torch before you rely on them",

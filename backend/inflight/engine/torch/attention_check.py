@@ -76,7 +76,7 @@ def check_attention(
         given = (queries[rows], keys[rows], values[rows]), sinks
         _compare(attention, by_plain_products(decoder), *given, packed, packed, windows, cache)
         if attention.takes_fixed_rows:
-            recorded = replace(packed, chunks=(), generation_begin=0, fixed=_fixed_rows(packed))
+            recorded = replace(packed, chunks=(), generation_begin=0, fixed=fixed_rows(packed))
             _compare(attention, by_plain_products(decoder), *given, packed, recorded, windows, cache)
 
 
@@ -115,7 +115,7 @@ def pack_rows(
     )
 
 
-def _fixed_rows(packed: PackedBatch) -> FixedRows:
+def fixed_rows(packed: PackedBatch) -> FixedRows:
     """The same rows, and room for others that the batch does not have."""
     device, begin, count = packed.positions.device, packed.generation_begin, len(packed.positions)
     tiles = [*cut_into_tiles(packed.chunks), [0, 0, 0, 0]]

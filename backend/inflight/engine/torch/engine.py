@@ -148,11 +148,22 @@ class TorchRunner(Runner):
         self.slots.advance(batch)
         return computed
 
-    def drop_recordings(self) -> None:
-        """Launch the operations of all iterations one by one from now on."""
-        if self._graphs is not None:
-            _logger.warning("iterations run without CUDA graphs, because another rank cannot record them")
-        self._graphs, self.recorded = None, RecordedKinds(())
+    def agree_on_recordings(self, agree: Callable[[int], int]) -> None:
+        """Launch one by one what some rank has no recording of: the ranks of a stage add up theirs row by row.
+
+        A replayed batch has rows that fill it up, and generation rows in an order of its own. `agree` returns the
+        least of all ranks' numbers.
+        """
+        lacking = ""
+        if not agree(len(self.recorded.generation_sizes)):
+            lacking = "iterations run" if self._graphs is not None else ""
+            self._graphs, self.recorded = None, RecordedKinds(())
+        elif not agree(len(self.recorded.mixed_sizes)) and self._graphs is not None:
+            lacking = "iterations with chunks run" if self.recorded.mixed_sizes else ""
+            self._graphs.drop_mixed()
+            self.recorded = self._graphs.kinds
+        if lacking:
+            _logger.warning("%s without CUDA graphs, because another rank cannot record them", lacking)
 
     def close(self) -> None:
         """As `Runner.close`."""
@@ -327,8 +338,8 @@ def load_stage(
         mapping: Which rank this is of those that hold the model together.
         collectives: Connects the ranks of this one's pipeline stage.
         agree: Called with the number of pages for adapters that this rank has room for, then with its number of
-            KV blocks, on a GPU also with whether it is to record iterations, and whether it has; returns the least
-            of all ranks'. With its ConfigError, this one's load fails too.
+            KV blocks, on a GPU also with whether it is to record iterations, and how many kinds it has; returns
+            the least of all ranks'. With its ConfigError, this one's load fails too.
         processors: What requests may name; those of all ranks have the same names.
         make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
         load_runner: As for `TorchEngine.load`.
@@ -404,9 +415,8 @@ def _load_runner(
     )
     limits = replace(limits, logits_post_processors=post_processor_names, additional_outputs=offered)
     runner = TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
-    # A replayed batch has its rows in an order of its own, and the ranks of a stage add up theirs row by row.
-    if device.type == "cuda" and not agree(len(runner.recorded.generation_sizes)):
-        runner.drop_recordings()
+    if device.type == "cuda":
+        runner.agree_on_recordings(agree)
     return runner
 
 

@@ -16,7 +16,7 @@ batches in which some row has an adapter. A batch whose adapters have more pages
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -164,6 +164,11 @@ class IterationGraphs:
     def adapter_ranks(self) -> int:
         """Ranks that the adapters of a replayed batch may have together; 0: none has any."""
         return 0 if self._pool is None else self._num_pages * self._pool.page_rank
+
+    def drop_mixed(self) -> None:
+        """Forget the recordings with chunks."""
+        self.kinds = replace(self.kinds, mixed_sizes=())
+        self._replays = {each: run for each, run in self._replays.items() if not each.has_chunks}
 
     def forward(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor] | None:
         """The last layer's output for a batch without rows of prompt tables; fills the cache.

@@ -1,9 +1,9 @@
 """Linear layers whose weights are int8 or float8 on the device, for torch's operators.
 
 Every row of a weight has a float32 scale, made as the matrix is read from the checkpoint. int8 multiplies
-activations as they are; float8 rounds each row of them too, with a scale made from that row alone. Either product
-is torch's own operator where that computes a layer's shape correctly on this device, which is tried once while the
-model is loaded, and else a product with the weights as the activations' dtype.
+activations as they are, on a GPU by a kernel in Triton's language. float8 rounds each row of them too, with a
+scale made from that row alone, and torch's own operator multiplies. Either is tried once for each shape while the
+model is loaded; where it is not right on this device, weights become the activations' dtype for every product.
 
 Used by the loading thread; the layers are called by the loop thread.
 """
@@ -35,13 +35,12 @@ Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _log = logging.getLogger(__name__)
 _FLOAT8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FLOAT8).max
+_OF_LARGEST = 1 / torch.finfo(_FLOAT8).max
 _LEAST_SCALE = 1e-30
 _NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a matrix, in float32 while it is quantized
-_TRIED_ROWS = (1, 5, 64)
+_TRIED_ROWS = (1, 17, 33, 65, 129)
 _TRIED_OUTPUTS = 64
 _PROBE = 16  # outputs and inputs: a processor that multiplies float8 takes so many
-_INT8_TILE = 64  # outputs and inputs
 _TOLERANCE = 0.02  # of the largest result: bfloat16 rounds to 0.004, and a wrong operator is not near
 
 
@@ -154,22 +153,23 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         """What multiplies matrices of this shape."""
         shape = tuple(levels.shape)
         if shape not in self._products:
-            fast, slow = (
-                (self._float8_product, float8_reference)
-                if self.kind == FP8
-                else (int8_product if self._has_int8(shape) else dequantizing_product, dequantizing_product)
+            if self.kind == FP8:
+                fast, slow = self._float8_product, float8_reference
+            else:
+                fast, slow = find_int8_product(self.device), dequantizing_product
+            reason = (
+                self._try(fast, levels, scales) if fast is not None else "the package triton is not installed"
             )
-            reason = "" if fast is slow else self._try(fast, levels, scales)
-            if reason:
+            if reason and (fast is not None or self.device.type != "cpu"):
                 _log.warning(
-                    "%s matrices of %d x %d are multiplied as %s, which is slower: torch's operator is of no "
-                    "use here: %s",
+                    "%s matrices of %d x %d are multiplied as %s, which is slower: what multiplies them as they "
+                    "are is of no use here: %s",
                     self.kind,
                     *shape,
                     str(self.computed).removeprefix("torch."),
                     reason,
                 )
-            self._products[shape] = slow if reason else fast
+            self._products[shape] = slow if reason or fast is None else fast
         return self._products[shape]
 
     def _float8_product(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
@@ -177,13 +177,6 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
         )
-
-    def _has_int8(self, shape: tuple[int, ...]) -> bool:
-        """Whether torch's int8 operator is tried: of odd sizes it reads beyond a matrix, and may crash.
-
-        On a CPU it is left alone: there compiled layers are what is fast.
-        """
-        return self.device.type != "cpu" and not any(size % _INT8_TILE for size in shape)
 
     def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
         """Why a product cannot be used for such a matrix, by its first and last outputs; empty if it can."""
@@ -196,7 +189,7 @@ class Quantizing(Finisher[LayerWeights, Linear]):
             x = torch.randn((rows, inner), generator=generator).to(self.device, self.computed)
             try:
                 found = product(x, levels, scales)[:, tried].float()
-            except (AttributeError, RuntimeError, ValueError) as error:
+            except Exception as error:  # a kernel that cannot do it may raise anything
                 return str(error).split("\n")[0]
             exact = reference(x.float(), levels.view(torch.int8)[tried].view(levels.dtype), scales[tried])
             error = (found - exact).abs().max().item()
@@ -208,7 +201,8 @@ class Quantizing(Finisher[LayerWeights, Linear]):
 def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn [rows, inner] and a float32 scale for each row; the largest of a row is 448 scales."""
     wide = values.float()
-    scales = wide.abs().amax(1).div_(_LARGEST).clamp_min_(_LEAST_SCALE)
+    # By a product: torch divides by a number so on a GPU, and kernels have to get the same scales.
+    scales = wide.abs().amax(1).mul_(_OF_LARGEST).clamp_min_(_LEAST_SCALE)
     return (wide / scales[:, None]).to(_FLOAT8), scales
 
 
@@ -223,15 +217,13 @@ def float8_reference(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     return (F.linear(rounded.float(), levels.float()) * row_scales[:, None] * scales).to(x.dtype)
 
 
-def int8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    # The scales stay float32, as the weights were rounded: the operator would take them in x's dtype.
-    ones = torch.ones_like(scales, dtype=x.dtype)
-    return (
-        torch._weight_int8pack_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x, levels, ones
-        ).float()
-        * scales
-    ).to(x.dtype)
+def find_int8_product(device: torch.device) -> Product | None:
+    """The kernel in Triton's language; None on a CPU, and without that package."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return None
+    from inflight.engine.torch.kernels.product import int8_product  # imports triton
+
+    return int8_product
 
 
 def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:

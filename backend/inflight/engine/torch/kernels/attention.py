@@ -16,15 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.engine.packing import TILE_ROWS
-from inflight.engine.torch.kernels.launching import launch, power_of_two
+from inflight.engine.torch.kernels.launching import PER_BATCH, launch, power_of_two
 from inflight.engine.windows import AttentionWindow
 
 MAX_HEAD_DIM = 256
 """Of wider heads a tile of keys does not fit into a processor's shared memory."""
 
-_TILE_KEYS = 64
+_TILE_KEYS = 64  # of heads of up to 128, in half precision
+_TILE_BYTES = 8192  # of rows that 4 warps have registers for; more get 8
 _LEAST_PART = 256  # keys; shorter parts cost more to add up than they save
 _PROGRAMS = 1024  # enough to fill the processors of a GPU several times
+_LEAST_SHARING = (
+    4  # programs for a row and key head: among many short rows a long one is not read by one alone
+)
 _LEAST_DOT = 16  # rows of the smallest product that Triton compiles
 
 
@@ -39,17 +43,17 @@ def num_parts(num_kv_heads: int, longest: int) -> int:
 
 @triton.jit
 def _see(
-    best, total, read, queries, key_page, value_page, table, places, visible, scale,
-    key_block, key_token, value_block, value_token,
+    best, total, read, queries, key_page, value_page, table, places, is_read,
+    visible, scale, key_block, key_token, value_block, value_token,
     SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to rows' running softmaxes.
 
     `best` [rows], `total` [rows] and `read` [rows, WIDTH] are the largest score, the sum of exponentials and the
-    weighed sum of values so far. `places` [keys] are positions, of which rows see those in `visible` [rows, keys].
+    weighed sum of values so far. `places` [keys] are positions, of which those in `is_read` [keys] are read, and
+    rows see those in `visible`, [rows, keys] or for all rows alike [1, keys].
     """
     columns = tl.arange(0, WIDTH)
-    is_read = tl.max(visible.to(tl.int32), axis=0) > 0
     blocks = tl.load(table + places // TOKENS_PER_BLOCK, mask=is_read, other=0)
     offsets = places % TOKENS_PER_BLOCK
     inside = is_read[:, None] & (columns < HEAD_DIM)[None, :]
@@ -69,7 +73,7 @@ def _see(
     return now_best, total * kept + tl.sum(weights, axis=1), read * kept[:, None] + added
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _attend_generation(
     queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
@@ -114,20 +118,20 @@ def _attend_generation(
                 end_of_sinks = tl.minimum(first, SINKS)
                 for begin in range(0, end_of_sinks, TILE):
                     places = begin + tl.arange(0, TILE)
-                    visible = is_head[:, None] & (places < end_of_sinks)[None, :]
+                    is_read = places < end_of_sinks
                     best, total, read = _see(
-                        best, total, read, query, key_page, value_page, table, places, visible, scale,
-                        key_block, key_token, value_block, value_token,
+                        best, total, read, query, key_page, value_page, table, places, is_read,
+                        is_read[None, :], scale, key_block, key_token, value_block, value_token,
                         SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
                     )  # fmt: skip
         begin_of_part = first + part * part_size
         end_of_part = tl.minimum(begin_of_part + part_size, position + 1)
         for begin in range(begin_of_part, end_of_part, TILE):
             places = begin + tl.arange(0, TILE)
-            visible = is_head[:, None] & (places < end_of_part)[None, :]
+            is_read = places < end_of_part
             best, total, read = _see(
-                best, total, read, query, key_page, value_page, table, places, visible, scale,
-                key_block, key_token, value_block, value_token,
+                best, total, read, query, key_page, value_page, table, places, is_read,
+                is_read[None, :], scale, key_block, key_token, value_block, value_token,
                         SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
             )  # fmt: skip
         place = (index.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_PARTS + part
@@ -136,7 +140,7 @@ def _attend_generation(
         tl.store(parts_read + place[:, None] * HEAD_DIM + columns[None, :], read, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _add_up(
     results, rows, positions, parts_read, parts_best, parts_total, sinks,
     RECENT: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -171,7 +175,7 @@ def _add_up(
     tl.store(target, result.to(results.dtype.element_ty), mask=(columns < HEAD_DIM) & (row >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _attend_chunk(
     results, queries, keys, values, tables, tiles, sinks, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
@@ -210,21 +214,23 @@ def _attend_chunk(
         end_of_sinks = tl.minimum(first, SINKS)
         for begin in range(0, end_of_sinks, TILE):
             places = begin + tl.arange(0, TILE)
-            visible = is_row[:, None] & (places < end_of_sinks)[None, :]
+            is_read = places < end_of_sinks
             best, total, read = _see(
-                best, total, read, query, key_page, value_page, table, places, visible, scale,
-                key_block, key_token, value_block, value_token,
+                best, total, read, query, key_page, value_page, table, places, is_read,
+                is_read[None, :], scale, key_block, key_token, value_block, value_token,
                         SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
             )  # fmt: skip
     for begin in range(first, start + num_rows, TILE):
         places = begin + tl.arange(0, TILE)
-        visible = is_row[:, None] & (places[None, :] <= positions[:, None])
+        is_read = places < start + num_rows
+        visible = is_read[None, :] & (places[None, :] <= positions[:, None])
         if RECENT > 0:
+            is_read = is_read & ((places > start - RECENT) | (places < SINKS))
             is_near = places[None, :] > positions[:, None] - RECENT
             visible = visible & (is_near | (places < SINKS)[None, :])
         best, total, read = _see(
-            best, total, read, query, key_page, value_page, table, places, visible, scale,
-            key_block, key_token, value_block, value_token,
+            best, total, read, query, key_page, value_page, table, places, is_read,
+            visible, scale, key_block, key_token, value_block, value_token,
                         SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
         )  # fmt: skip
     if HAS_SINKS:
@@ -269,18 +275,20 @@ def attend_generation(
     parts = num_parts(num_kv_heads, tables.shape[1] * keys.shape[1])
     shape = (num_rows, num_heads, parts)
     parts_read = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
-    parts_best, parts_total = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
+    parts_best = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    parts_total = torch.empty_like(parts_best)
     width = max(_LEAST_DOT, power_of_two(head_dim))
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
-    sharing = max(1, min(parts, _PROGRAMS // (num_rows * num_kv_heads)))
-    split = {"NUM_PARTS": parts, "LEAST_PART": _LEAST_PART, "TILE": _tile_keys(width)}
+    sharing = min(parts, max(_LEAST_SHARING, _PROGRAMS // (num_rows * num_kv_heads)))
+    group_rows = max(_LEAST_DOT, power_of_two(group))
+    keys_at_once, num_warps = _tiling(group_rows, width, queries.dtype)
+    split = {"NUM_PARTS": parts, "LEAST_PART": _LEAST_PART, "TILE": keys_at_once}
     launch(
         _attend_generation, (num_rows, num_kv_heads, sharing),
         queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         RECENT=recent, SINKS=num_sinks, SOFT_CAP=soft_cap or 0.0, TOKENS_PER_BLOCK=keys.shape[1],
-        GROUP=group, HEAD_DIM=head_dim, ROWS=max(_LEAST_DOT, power_of_two(group)), WIDTH=width,
-        **split,
+        GROUP=group, HEAD_DIM=head_dim, ROWS=group_rows, WIDTH=width, num_warps=num_warps, **split,
     )  # fmt: skip
     launch(
         _add_up, (num_rows, num_heads),
@@ -317,18 +325,25 @@ def attend_chunks(
     keys, values = pages
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
     width = max(_LEAST_DOT, power_of_two(head_dim))
+    keys_at_once, num_warps = _tiling(TILE_ROWS, width, queries.dtype)
     launch(
         _attend_chunk, (len(tiles), num_heads),
         results, queries, keys, values, tables, tiles, _or_nothing(sinks, results), scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         RECENT=recent, SINKS=num_sinks, HAS_SINKS=sinks is not None, SOFT_CAP=soft_cap or 0.0,
         TOKENS_PER_BLOCK=keys.shape[1], GROUP=num_heads // keys.shape[2], HEAD_DIM=head_dim, ROWS=TILE_ROWS,
-        WIDTH=width, TILE=_tile_keys(width),
+        WIDTH=width, TILE=keys_at_once, num_warps=num_warps,
     )  # fmt: skip
 
 
-def _tile_keys(width: int) -> int:
-    return _TILE_KEYS if width <= 128 else _TILE_KEYS // 2
+def _tiling(rows: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """How many keys a tile has for so many rows, and how many warps compute it.
+
+    So few that tiles fit into shared memory and sums into registers: tests/engine/test_triton_kernels.py looks at
+    what is compiled.
+    """
+    keys = _TILE_KEYS // (2 if width > 128 else 1) // (2 if dtype.itemsize > 2 else 1)
+    return max(_LEAST_DOT, keys), 4 if rows * width * dtype.itemsize <= _TILE_BYTES else 8
 
 
 def _or_nothing(sinks: Tensor | None, any_tensor: Tensor) -> Tensor:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+PER_BATCH = ("rows", "slots", "positions", "places", "tiles")
+"""Arguments that lie at other addresses for every number of rows: were kernels compiled for how these are aligned,
+the first batch of another number would wait for a compiler."""
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Start a kernel of Triton's, whose types it does not declare."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.engine.torch.kernels.launching import launch, power_of_two
+from inflight.engine.torch.kernels.launching import PER_BATCH, launch, power_of_two
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 """What `gated_activation` computes, by the name in DecoderConfig."""
@@ -29,15 +29,17 @@ def _add_norm(
     inside = columns < size
     first = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(computed + row * computed_row + columns, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )  # on the way as the sum is made
     total = (first + second).to(sums.dtype.element_ty)
     tl.store(sums + row * size + columns, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row * size + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _rotate_and_write(
     qkv, turned, query_weight, key_weight, cosines, sines, positions, places, key_cache, value_cache,
     qkv_row, cache_token, eps,
@@ -65,12 +67,12 @@ def _rotate_and_write(
         result = numbers.to(tl.float32)
         others = tl.load(source + partner, mask=is_partner, other=0.0).to(tl.float32)
         if HAS_NORMS:
-            scale = tl.rsqrt(tl.sum(result * result, axis=0) / HEAD_DIM + eps)
             weight = key_weight
             if head < HEADS:
                 weight = query_weight
             factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
             other_factors = tl.load(weight + partner, mask=is_partner, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(result * result, axis=0) / HEAD_DIM + eps)
             # Rounded as the norm's result is, before it is turned.
             result = (result * scale * factors).to(numbers.dtype).to(tl.float32)
             others = (others * scale * other_factors).to(numbers.dtype).to(tl.float32)

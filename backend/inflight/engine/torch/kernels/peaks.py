@@ -65,10 +65,10 @@ def find_peaks(logits: Tensor) -> Peaks:
     num_rows, size = logits.shape
     num_blocks = -(-size // _BLOCK)
     device = logits.device
-    highest = torch.empty((num_rows, num_blocks + 1), dtype=torch.float32, device=device)
-    tokens = torch.empty((num_rows, num_blocks + 1), dtype=torch.int64, device=device)
-    of_blocks = highest.view(-1)[num_rows:], tokens.view(-1)[num_rows:]
-    of_rows = highest.view(-1)[:num_rows], tokens.view(-1)[:num_rows]
+    of_blocks, of_rows = (
+        (torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int64, device=device))
+        for shape in ((num_rows, num_blocks), (num_rows,))
+    )
     if num_rows:
         launch(
             _peaks_of_blocks, (num_rows, num_blocks), logits, *of_blocks, logits.stride(0), size, BLOCK=_BLOCK
