@@ -264,6 +264,11 @@ FORMATS = {
     "fp8-tensor": scaled(FP8 | {"modules_to_not_convert": ["lm_head"]}, "weight_scale_inv", "tensor"),
     "fbgemm": scaled({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "weight_scale", "row"),
     "modelopt": scaled({"quant_method": "modelopt"} | MODELOPT, "weight_scale", "tensor"),
+    "modelopt-channel": scaled(
+        {"quant_method": "modelopt"} | MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "weight_scale",
+        "row",
+    ),
     "modelopt-file": scaled(MODELOPT, "weight_scale", "tensor", "hf_quant_config.json"),
     "ct-float-tensor": compressed("float-quantized", _FLOAT, num_bits=8, type="float", strategy="tensor"),
     "ct-float-channel": compressed("float-quantized", _FLOAT, num_bits=8, type="float", strategy="channel"),

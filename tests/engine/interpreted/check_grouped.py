@@ -39,6 +39,14 @@ def test_products_are_those_of_torch(kind: str, shape: tuple[int, int, int], dty
     assert linear(x[:0]).shape == (0, shape[0])
 
 
+def test_every_float8() -> None:
+    bits = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    bits[(bits & 127) == 127] = 0  # no numbers
+    levels = bits.view(torch.float8_e4m3fn)
+    linear = module(GroupedMatrix(levels, torch.ones(16, 1), None, 16, None, 8), torch.float32)
+    assert torch.equal(linear(torch.eye(16)), levels.float().T)
+
+
 def test_rows_apart_and_a_bias() -> None:
     linear = replace(module(draw("int4", 40, 96, 32), torch.float32), bias=torch.randn(40))
     wide = torch.randn(6, 200)
