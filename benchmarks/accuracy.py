@@ -1,9 +1,14 @@
-"""How far bfloat16, int8 and fp8 are from float32, on text that the demo model was not trained on.
+"""How far bfloat16, int8 and fp8, and quantized checkpoints, are from float32, on text that the demo model was not
+trained on.
 
 In this process, without a server. The text is modules of Python's standard library that were held out when the
 demo model was trained, prepared as for the training, in windows of 512 tokens. Every position's logits are
 compared with those of torch's operators in float32: KL divergence (of what float32 says, in nats), whether the
 likeliest token is the same, and the loss on the token that does follow.
+
+Then the demo model is written as checkpoints of several formats have it, rounded to the nearest level. Each is
+compared twice: what its weights stand for, in float32, with the demo model; and what computes it as it is, and in
+bfloat16, with what its weights stand for in float32, which is what is lost here.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sysconfig
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -27,6 +33,7 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
 from inflight.errors import ConfigError
+from inflight.testing.quantize import FORMATS, quantize_checkpoint
 from inflight.text.tokenizer import Tokenizer
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +48,7 @@ _OUTPUT = OutputConfig(return_context_logits=True)
 class Way:
     """A dtype, and what computes it."""
 
-    dtype: str
+    dtype: str | None  # None: the checkpoint's, and quantized weights as they are
     kernels: str
 
 
@@ -54,6 +61,9 @@ WAYS = (
     Way("int8", "native"),
     Way("fp8", "torch"),
 )
+
+
+WAYS_OF_QUANTIZED = (Way(None, "native"), Way(None, "torch"), Way("bfloat16", "native"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +88,13 @@ def held_out_tokens() -> list[int]:
     return [token for text in documents for token in (*tokenizer.encode(text), end)]
 
 
-def compute_logits(way: Way, windows: Sequence[Sequence[int]], device: str = "cpu") -> list[Tensor]:
-    """[tokens, vocab_size] float32 of each window."""
+def compute_logits(
+    way: Way, windows: Sequence[Sequence[int]], folder: Path | None = None, device: str = "cpu"
+) -> list[Tensor]:
+    """[tokens, vocab_size] float32 of each window, by the demo model or that in `folder`."""
     engine = TorchEngine.load(
         EngineConfig(
-            str(_DEMO_MODEL),
+            str(folder or _DEMO_MODEL),
             way.dtype,
             device=device,
             max_num_sequences=1,
@@ -125,26 +137,20 @@ def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("accuracy", __doc__)
     parser.add_argument(
+        "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="of checkpoints; all without it"
+    )
+    parser.add_argument(
         "--device", default="cpu", help="of all, float32 among them; compiled code is for a CPU"
     )
-    device: str = parser.parse_args(arguments).device
+    given = parser.parse_args(arguments)
+    device: str = given.device
     tokens = held_out_tokens()
     windows = [tokens[begin : begin + _WINDOW] for begin in range(0, len(tokens) - 1, _WINDOW)]
-    exact = compute_logits(EXACT, windows, device)
-    rows = []
-    for way in (way for way in WAYS if device == "cpu" or way.kernels == "torch"):
-        try:
-            found = compute_logits(way, windows, device)
-        except ConfigError as error:
-            print(f"{way.dtype:8} {way.kernels:6} left out: {error}")
-            continue
-        error = compare(exact, found, windows)
-        rows.append(asdict(way) | {name: float(f"{value:.5g}") for name, value in asdict(error).items()})
-        print(
-            f"{way.dtype:8} {way.kernels:6} KL mean {error.kl_mean:.2e} p99 {error.kl_p99:.2e} "
-            f"max {error.kl_max:.2e}  top-1 {100 * error.top1_agreement:.2f} %  "
-            f"loss {error.loss:.4f}, float32 {error.exact_loss:.4f}"
-        )
+    exact = compute_logits(EXACT, windows, device=device)
+    rows = list(_compare_ways(WAYS, exact, windows, device=device))
+    with tempfile.TemporaryDirectory() as folder:
+        for format in given.formats:
+            rows += _compare_format(format, exact, windows, Path(folder, format), device)
     print(
         json.dumps(
             {
@@ -156,6 +162,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
         )
     )
+
+
+def _compare_format(
+    format: str, exact: Sequence[Tensor], windows: Sequence[Sequence[int]], folder: Path, device: str
+) -> Iterator[dict[str, object]]:
+    quantize_checkpoint(_DEMO_MODEL, folder, format)
+    stands_for = compute_logits(EXACT, windows, folder, device)
+    print(f"{format}, float32 of what its weights stand for, with the demo model:")
+    yield _row({"format": format, "of": "weights"}, compare(exact, stands_for, windows))
+    print(f"{format}, with what its weights stand for:")
+    for row in _compare_ways(WAYS_OF_QUANTIZED, stands_for, windows, folder, device):
+        yield {"format": format} | row
+
+
+def _compare_ways(
+    ways: Sequence[Way],
+    exact: Sequence[Tensor],
+    windows: Sequence[Sequence[int]],
+    folder: Path | None = None,
+    device: str = "cpu",
+) -> Iterator[dict[str, object]]:
+    for way in (way for way in ways if device == "cpu" or way.kernels == "torch"):
+        try:
+            found = compute_logits(way, windows, folder, device)
+        except ConfigError as error:
+            print(f"{way.dtype or 'as it is':8} {way.kernels:6} left out: {error}")
+            continue
+        yield _row(asdict(way), compare(exact, found, windows))
+
+
+def _row(what: dict[str, object], error: Error) -> dict[str, object]:
+    """Print it, and return its figures."""
+    names = " ".join(f"{value or 'as it is':8}" for value in what.values())
+    print(
+        f"{names} KL mean {error.kl_mean:.2e} p99 {error.kl_p99:.2e} max {error.kl_max:.2e}  "
+        f"top-1 {100 * error.top1_agreement:.2f} %  loss {error.loss:.4f}, float32 {error.exact_loss:.4f}"
+    )
+    return what | {name: float(f"{value:.5g}") for name, value in asdict(error).items()}
 
 
 def _load_training() -> ModuleType:

@@ -39,6 +39,8 @@ from benchmarks.measuring.setup import ModelShape, cpu_name
 from benchmarks.measuring.workload import BenchRequest, WorkloadName, draw
 from inflight.errors import InflightError
 from inflight.models import read_model_description
+from inflight.models.levels import Kind
+from inflight.models.loader import quantized_kinds
 
 _LONE_REQUESTS = 4
 _TIMEOUT_S = 3600
@@ -103,7 +105,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peer-model", metavar="PATH", help="what the last --peer loads, if not --model", **of_a_peer
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "int8", "int4"),
+        default="bfloat16",
+        help="int4: --model is a checkpoint of 4 bits, and runs as it is",
+    )
     parser.add_argument("--workload", choices=("w", "lone", "both"), default="both")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--requests", type=positive, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
@@ -117,7 +124,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     try:
-        options.shape = ModelShape.of(read_model_description(options.model).decoder)
+        model = read_model_description(options.model)
+        options.shape = ModelShape.of(model.decoder)
+        if (options.dtype == "int4") != (Kind.INT4 in quantized_kinds(model)):
+            raise ValueError(
+                f"--dtype {options.dtype}: expected int4 with a --model of 4 bits, and only then"
+            )
         peers = peers_of(options.peer_options)
         if not peers:
             raise ValueError("expected a --peer")

@@ -5,6 +5,9 @@ tritonserver, then vLLM's in an environment of its own (`--vllm-python`). A limi
 quicker than: the weights, keys and values that are read at the bandwidth of a large copy, or the operations at
 the speed of a large bfloat16 product (float32 for float32), both measured first. What no time is left for is
 left out, and said. Runs on a CPU too, with a small shape.
+
+With `--engine tensorrt` plans are built of each checkpoint, and measured beside torch's layers: in rows of
+PLAN_TOKENS tokens, so that prompts which are longer are torch's alone.
 """
 
 from __future__ import annotations
@@ -39,8 +42,11 @@ from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import InProcess
 from benchmarks.serve import ServedEngine
 from inflight.config import EngineConfig
+from inflight.engine.tensorrt.build import BuildOptions, Serialize, build_engine, serialize
+from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.kv_cache import block_bytes
+from inflight.engine_folder import is_engine_folder
 from inflight.errors import InflightError
 from inflight.models import DecoderConfig, read_model_description
 from inflight.server.errors import ServeError
@@ -51,6 +57,8 @@ _REQUESTS_SEED = 5
 _LOAD_PROMPTS, _LOAD_OUTPUTS = (32, 512), (64, 256)
 _LONGEST_LOAD = _LOAD_PROMPTS[1] + _LOAD_OUTPUTS[1]
 _VLLM_TIMEOUT_S = 300
+PLAN_TOKENS = 1024
+"""Of a slot of plans: all slots have memory for so many, whatever runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +119,8 @@ class Plan:
 class Model:
     """A checkpoint, and the limits of what is computed with it."""
 
-    def __init__(self, folder: Path, plan: Plan, limits: Limits) -> None:
-        self.name, self.folder, self.plan, self._limits = folder.name, folder, plan, limits
+    def __init__(self, folder: Path, plan: Plan, limits: Limits, name: str | None = None) -> None:
+        self.name, self.folder, self.plan, self._limits = name or folder.name, folder, plan, limits
         self.decoder: DecoderConfig = read_model_description(folder).decoder
         computed = "bfloat16" if plan.dtype in ("int8", "fp8") else plan.dtype
         self._dtype: torch.dtype = getattr(torch, computed)
@@ -171,18 +179,17 @@ def measure_iterations(model: Model) -> Iterator[Line]:
     longest = max(plan.long_context, *plan.prompts, plan.context) + plan.iterations + 16
     needed = max(max(plan.rows) * (plan.context + plan.iterations + plan.tokens_per_block), longest)
     size = plan.tokens_per_block
-    engine = TorchEngine.load(
-        EngineConfig(
-            str(model.folder),
-            plan.dtype,
-            device=str(plan.device),
-            max_num_sequences=max(plan.rows),
-            max_num_tokens=max(CONTEXT_TOKENS, longest, *plan.rows),
-            max_sequence_length=longest,
-            tokens_per_block=size,
-            max_tokens_in_paged_kv_cache=(needed // size + max(plan.rows) + 1) * size,
-        )
+    config = EngineConfig(
+        str(model.folder),
+        plan.dtype,
+        device=str(plan.device),
+        max_num_sequences=max(plan.rows),
+        max_num_tokens=max(CONTEXT_TOKENS, longest, *plan.rows),
+        max_sequence_length=longest,
+        tokens_per_block=size,
+        max_tokens_in_paged_kv_cache=(needed // size + max(plan.rows) + 1) * size,
     )
+    engine = TorchEngine.load(config, load_runner=load_runner if is_engine_folder(model.folder) else None)
     try:
         for rows in plan.rows:
             yield _generation(engine, model, rows, plan.context, f"iteration, {rows} rows of {plan.context}")
@@ -198,6 +205,21 @@ def measure_iterations(model: Model) -> Iterator[Line]:
             yield _generation(engine, model, 1, plan.long_context, f"iteration, 1 row of {plan.long_context}")
     finally:
         engine.close()
+
+
+def with_plans(model: Model, folder: Path, limits: Limits, serialize: Serialize = serialize) -> Model:
+    """The same model on TensorRT's plans, which are built, as far as their rows reach."""
+    plan, longest = model.plan, PLAN_TOKENS - model.plan.iterations - 16
+    options = BuildOptions(
+        dtype=plan.dtype,
+        max_batch_size=max(plan.rows + plan.streams),
+        max_seq_len=PLAN_TOKENS,
+        max_num_tokens=max(CONTEXT_TOKENS, *plan.rows, *plan.streams),
+    )
+    build_engine(model.folder, folder, options, serialize)
+    prompts = tuple(length for length in plan.prompts if length <= longest)
+    plan = replace(plan, context=min(plan.context, longest), prompts=prompts, long_context=0)
+    return Model(folder, plan, limits, f"{model.name}, tensorrt")
 
 
 def _generation(engine: TorchEngine, model: Model, rows: int, context: int, what: str) -> Line:
@@ -303,10 +325,13 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Line]:
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu: torch finds no GPU here; on a CPU, --device cpu --shapes tiny tries the program")
+    if given.engine == "tensorrt" and device.type != "cuda":
+        parser.error("--engine tensorrt needs an NVIDIA GPU and TensorRT, and the device is " + given.device)
     until = time.monotonic() + given.seconds
     plan = Plan(
         device, given.dtype, tuple(given.rows), given.context, given.iterations, tuple(given.prompts),
@@ -339,10 +364,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Line]:
             shape = DEVICE_SHAPES[name]
             shape = replace(shape, positions=max(shape.positions, longest))
             model = Model(make_model(Path(folder) / name, shape=shape, dtype="bfloat16"), plan, limits)
-            take(f"{name} in this process", lambda model=model: measure_iterations(model))
-            take(f"{name}, load L", lambda model=model: measure_load(model))
-            if plan.streams:
-                take(f"{name} through tritonserver", lambda model=model: measure_server(model))
+            models = [model]
+            if given.engine == "tensorrt":
+                take(f"{name}: plans", lambda models=models, folder=folder: _build(models, folder, limits))
+            for each in models:
+                take(f"{each.name} in this process", lambda model=each: measure_iterations(model))
+                take(f"{each.name}, load L", lambda model=each: measure_load(model))
+                if plan.streams:
+                    take(f"{each.name} through tritonserver", lambda model=each: measure_server(model))
             if given.vllm_python is not None:
                 take(f"{name} on vLLM", lambda model=model: _beside(given.vllm_python, model, lines))
     print(table(lines))
@@ -353,6 +382,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Line]:
         told["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     print(json.dumps(told | {"lines": [asdict(line) for line in lines]}))
     return lines
+
+
+def _build(models: list[Model], folder: str, limits: Limits) -> Iterator[Line]:
+    """Puts the first one's plans behind it; a line is how long that takes."""
+    begun = time.monotonic()
+    models.append(with_plans(models[0], Path(folder) / "plans", limits))
+    yield Line(models[-1].name, "building plans", "ms", 1e3 * (time.monotonic() - begun))
 
 
 def _beside(python: Path, model: Model, lines: list[Line]) -> Iterator[Line]:
@@ -369,6 +405,7 @@ def _parser():
     add = parser.add_argument
     add("--shapes", nargs="+", choices=DEVICE_SHAPES, default=["1b", "8b"], help="of random weights")
     add("--device", default="cuda")
+    add("--engine", choices=("torch", "tensorrt"), default="torch", help="tensorrt: plans beside torch")
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 8, 32, 128, 256])
     add("--context", type=positive, default=512, help="tokens of each row before the first iteration")

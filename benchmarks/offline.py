@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from benchmarks.comparing.peers.peer_program import peak_rss_bytes, seconds_since_process_start
 from benchmarks.measuring.bandwidth import Probe
 from benchmarks.measuring.options import Options, add_options, engine_settings, new_parser
@@ -29,6 +31,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.load_decoder import kept_by_compiled_layers
 from inflight.engine.torch.native.library import instruction_sets
 from inflight.errors import InflightError
 from inflight.load_model import LoadModel, load_model
@@ -157,9 +160,13 @@ def to_parameters(settings: Mapping[str, str]) -> Parameters:
 
 def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
     """What the engine has come to, whatever was asked for."""
-    asked, is_int8 = parameters.engine.kernels or "default", parameters.engine.dtype == INT8
+    config = parameters.engine
+    asked, is_int8 = config.kernels or "default", config.dtype == INT8
     if not isinstance(engine, TorchEngine):
         return Kernels(asked)
+    if engine.kernels == "native" and not is_int8:
+        model = read_model_description(str(config.gpt_model_path))
+        is_int8 = bool(kept_by_compiled_layers(config, model, torch.device("cpu")))
     if engine.kernels == "torch":
         return Kernels(asked, "torch", int8_products=engine.dtype if is_int8 else None)
     sets = tuple(sorted(instruction_sets(engine.dtype, is_int8)))

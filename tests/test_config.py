@@ -53,7 +53,11 @@ def test_nothing_given() -> None:
 
 def value_of(parameters: Parameters, key: str) -> object:
     """What was read for `key`, in whichever part."""
-    name = {"batch_scheduler_policy": "policy", "engine": "implementation"}.get(key, key)
+    name = {
+        "batch_scheduler_policy": "policy",
+        "engine": "implementation",
+        "tensorrt_engine_dir": "engine_dir",
+    }.get(key, key)
     parts = (parameters, parameters.scheduler, parameters.engine)
     return next(getattr(part, name) for part in parts if hasattr(part, name))
 
@@ -73,6 +77,7 @@ GOOD = [
     ("dtype", "fp8", "fp8"),
     ("kernels", "torch", "torch"),
     ("engine", "transformers", "transformers"),
+    ("tensorrt_engine_dir", "/engines/llama", "/engines/llama"),
     ("cuda_graph_mode", "false", False),
     ("gpt_model_type", "V1", "V1"),
     ("gpt_model_type", "v1", "V1"),
@@ -176,7 +181,7 @@ BAD = [
     ("gpu_device_ids", "0,-1", "numbers >= 0"),
     ("dtype", "int4", "float32 or bfloat16 or float16 or int8"),
     ("kernels", "eager", "native or torch"),
-    ("engine", "tensorrt", "torch or transformers"),
+    ("engine", "onnx", "torch or transformers or tensorrt"),
     ("default_end_ids", "2;7", "token ids >= 0"),
     ("default_end_ids", "-1", "token ids >= 0"),
     ("FORCE_CPU_ONLY_INPUT_TENSORS", "maybe", "yes or no"),

@@ -19,6 +19,7 @@ from inflight.load_model import _begin_compiling, _check_same_names, load_model
 from tests.triton.factories import make_parameters
 
 NOTHING: list[tuple[str, bool]] = []
+AWQ = json.dumps({"torch_dtype": "float16", "quantization_config": {"quant_method": "awq", "bits": 4}})
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,10 @@ NOTHING: list[tuple[str, bool]] = []
         ({"dtype": "int8"}, "{}", [("bfloat16", True)]),
         ({}, json.dumps({"torch_dtype": "bfloat16"}), [("bfloat16", False)]),
         ({}, json.dumps({"dtype": "float32"}), [("float32", False)]),
+        ({}, AWQ, [("bfloat16", True)]),
+        ({}, AWQ.replace("float16", "float32"), [("float32", False)]),
+        ({"dtype": "bfloat16"}, AWQ, [("bfloat16", False)]),
+        ({}, AWQ.replace("awq", "fp8"), [("float16", False)]),
         ({"kernels": "torch", "dtype": "float32"}, "{}", NOTHING),
         ({}, "{}", NOTHING),
         ({}, "no JSON", NOTHING),
@@ -63,8 +68,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     loaded: list[LogitsPostProcessors] = []
 
     def load(
-        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object
+        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object, load_runner: object
     ) -> SimpleNamespace:
+        assert load_runner is None
         loaded.append(processors)
         return SimpleNamespace(
             dtype="float32",

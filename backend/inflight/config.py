@@ -195,7 +195,9 @@ class EngineConfig:
         dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8, fp8: weights of
             linear layers are quantized, and by native kernels and fp8 activations as they are multiplied; the rest
             is bfloat16.
-        implementation: Whose layers run the model: those of `inflight.engine.torch`, or transformers' own code.
+        implementation: Whose layers run the model: those of `inflight.engine.torch`, transformers' own code, or
+            plans of TensorRT.
+        engine_dir: With it, `gpt_model_path` is the checkpoint that the plans were built from.
         max_attention_window_size: A token sees itself and those before it; layer i has entry i % n. Where the
             checkpoint has a sliding window too, the smaller one holds. What no token sees any more stays in the
             cache: memory is not saved.
@@ -207,6 +209,7 @@ class EngineConfig:
         max_num_tokens: Most rows of one packed forward pass, as in SchedulerConfig.
         device: A torch device; None: cuda if there is one, else cpu.
         ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
+        shares_blocks: Whether a KV block may be more than one sequence's: equal prefixes are shared, or beams are.
     """
 
     gpt_model_path: str | None = parameter(
@@ -224,10 +227,16 @@ class EngineConfig:
     )
     implementation: str | None = parameter(
         None,
-        choice("torch", "transformers"),
+        choice("torch", "transformers", "tensorrt"),
         "torch: this server's own layers; transformers: its modelling code, for families that these do not have, "
-        "slower; by the checkpoint's family without one",
+        "slower; tensorrt: plans of scripts/build; by the checkpoint's family without one",
         key="engine",
+    )
+    engine_dir: str | None = parameter(
+        None,
+        TEXT,
+        "folder of plans that scripts/build wrote; gpt_model_path may be one, too",
+        key="tensorrt_engine_dir",
     )
     kernels: str | None = parameter(
         None,
@@ -316,6 +325,7 @@ class EngineConfig:
     max_num_tokens: int = 8192
     device: str | None = None
     ranks_on_host: int = 1
+    shares_blocks: bool = True
 
     def validate(self) -> None:
         """Raise ConfigError naming parameter, value and what was expected."""

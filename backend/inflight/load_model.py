@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.config import FP8, INT8
+from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.ranks.topology import Mapping
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from inflight.decoding import LogitsPostProcessors
     from inflight.engine.debug_tensors import DebugTensors
     from inflight.engine.torch.collectives import Collectives
+    from inflight.engine.torch.engine import LoadRunner
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
@@ -93,7 +95,8 @@ def load_model(
         ConfigError: It cannot be loaded; of several ranks, all raise.
     """
     path = parameters.engine.gpt_model_path or str(Path(version_dir) / _DEMO_MODEL)
-    config = replace(parameters.engine, gpt_model_path=path)
+    config = _settle_engine(parameters, path)
+    path = str(config.gpt_model_path)
     _begin_compiling(config, path)
 
     def find_processors() -> LogitsPostProcessors:
@@ -104,6 +107,35 @@ def load_model(
         Mapping(moe_ep_size=parameters.moe_expert_parallel_size)  # says so if that needs several ranks
         return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
     return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
+
+
+def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
+    """Which engine is meant, whatever way it was named in, and from which folder."""
+    config, scheduler = parameters.engine, parameters.scheduler
+    shares_blocks = scheduler.enable_kv_cache_reuse or scheduler.max_beam_width != 1
+    config = replace(config, gpt_model_path=path, shares_blocks=shares_blocks)
+    is_plans = is_engine_folder(path)
+    if config.implementation == "tensorrt" or (
+        config.implementation is None and (config.engine_dir or is_plans)
+    ):
+        if config.engine_dir is not None and parameters.engine.gpt_model_path is None:
+            config = replace(config, gpt_model_path=config.engine_dir)
+        return replace(config, implementation="tensorrt")
+    if config.engine_dir is not None or is_plans:
+        raise ConfigError(
+            f"engine is {config.implementation}, but {config.engine_dir or path} is a folder of plans, expected "
+            "tensorrt or nothing"
+        )
+    return config
+
+
+def _runner_loader(config: EngineConfig) -> LoadRunner | None:
+    """What loads the runner; None: torch's."""
+    if config.implementation != "tensorrt":
+        return None
+    from inflight.engine.tensorrt.load import load_runner
+
+    return load_runner
 
 
 def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
@@ -146,7 +178,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
     """Compile while torch is imported, which takes seconds too. What is wrong, the load itself will say."""
     if (
         config.kernels == "torch"
-        or config.implementation == "transformers"
+        or config.implementation in ("transformers", "tensorrt")
         or Path("/dev/nvidiactl").exists()
     ):
         return
@@ -157,8 +189,17 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
             dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
+            if dtype != "float32" and _keeps_integers(checkpoint.get("quantization_config", {})):
+                dtype = INT8  # the same code has 4 bits
     if isinstance(dtype, str) and dtype != FP8:
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
+
+
+def _keeps_integers(quantization: dict[str, object]) -> bool:
+    """Whether compiled layers will multiply a checkpoint's matrices as they are, as far as config.json tells."""
+    by_method = {"awq": True, "gptq": quantization.get("bits") == 4}
+    is_integer = quantization.get("format") in ("pack-quantized", "int-quantized")
+    return by_method.get(str(quantization.get("quant_method")), is_integer)
 
 
 def _load_whole(
@@ -177,7 +218,7 @@ def _load_whole(
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config, processors, make_grammars)
+    engine = TorchEngine.load(config, processors, make_grammars, _runner_loader(config))
     return LoadedModel(
         engine,
         path,
@@ -221,7 +262,9 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
+        stage = load_stage(
+            config, mapping, collectives, agreement.least, processors, make_grammars, _runner_loader(config)
+        )
         grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
-_OPENVINO_KINDS = {"f16": "bfloat16", "bf16": "bfloat16", "i8": "int8", "u8": "int8"}
-_GGUF_KINDS = {1: "bfloat16", 30: "bfloat16", 8: "int8"}  # F16, BF16, Q8_0
+_OPENVINO_KINDS = {"f16": "bfloat16", "bf16": "bfloat16", "i8": "int8", "u8": "int8"} | dict.fromkeys(
+    ("i4", "u4"), "int4"
+)
+_GGUF_KINDS = {1: "bfloat16", 30: "bfloat16", 8: "int8", 2: "int4", 12: "int4"}  # F16, BF16, Q8_0, Q4_0, Q4_K
 _GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 
@@ -37,7 +39,7 @@ class Contents:
 
     Attributes:
         sizes: Of the model.
-        kind: What most weights are: "bfloat16" (any 16 bits), "int8", or a format's own name of something else;
+        kind: What most weights are: "bfloat16" (any 16 bits), "int8", "int4", or a format's own name of another;
             None for a checkpoint, which is read in any dtype.
     """
 

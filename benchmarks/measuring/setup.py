@@ -10,12 +10,12 @@ from benchmarks.measuring.options import Options, kv_cache_tokens
 from benchmarks.measuring.workload import BenchRequest
 from inflight.models import DecoderConfig
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_BYTES = {"int4": 0.5, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def value_bytes(dtype: str) -> int:
     """Of an activation, a key or a value in a model with such weights."""
-    return _BYTES["bfloat16" if dtype == "int8" else dtype]
+    return int(_BYTES["bfloat16" if dtype in ("int8", "int4") else dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ModelShape:
 
     def weight_bytes(self, dtype: str) -> int:
         """Of all matrices, each number once, without scales."""
-        return self.num_weights * _BYTES[dtype]
+        return int(self.num_weights * _BYTES[dtype])
 
     def kv_cache_bytes(self, num_tokens: int, value_bytes: int) -> int:
         """Of the keys and values of so many tokens."""
@@ -107,7 +107,7 @@ class Kernels:
         asked: The parameter of config.pbtxt; "default" is the engine's choice.
         ran: "native" or "torch"; None of an engine in another process, whose log says it.
         instruction_sets: That native code was compiled for.
-        int8_products: With int8 weights, whether "vnni" multiplies them or they become "bfloat16".
+        int8_products: With weights of 8 or 4 bits, whether "vnni" multiplies them or they become "bfloat16".
     """
 
     asked: str

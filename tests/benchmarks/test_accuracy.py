@@ -52,13 +52,13 @@ def test_every_window_has_the_logits_of_its_own_tokens(monkeypatch, tmp_path):
 def test_of_a_gpu_only_what_runs_there_is_compared(monkeypatch, capsys):
     asked = []
 
-    def compute(way, windows, device):
+    def compute(way, windows, folder=None, device="cpu"):
         asked.append((way, device))
         return [logits([0.25, 0.75])]
 
     monkeypatch.setattr(accuracy, "compute_logits", compute)
     monkeypatch.setattr(accuracy, "held_out_tokens", lambda: [0, 1])
-    accuracy.main(["--device", "cuda"])
+    accuracy.main(["--device", "cuda", "--formats"])
     ways = [EXACT, *(Way(dtype, "torch") for dtype in ("bfloat16", "int8", "fp8"))]
     assert asked == [(way, "cuda") for way in ways]
     assert '"device": "cuda"' in capsys.readouterr().out

@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import Limits, Line, Model, Plan, draw_load, main, measure_vllm, table
+from benchmarks.gpu import (
+    Limits,
+    Line,
+    Model,
+    Plan,
+    draw_load,
+    main,
+    measure_iterations,
+    measure_load,
+    measure_vllm,
+    table,
+    with_plans,
+)
 from benchmarks.measuring.workload import BenchRequest
 from inflight.testing.make_model import make_model
+from tests.engine.tensorrt import runtime_stand_in
+from tests.engine.tensorrt.engines import standing_in
 
 ARGUMENTS = [
     *("--shapes=tiny", "--device=cpu", "--rows", "1", "3", "--context=40", "--iterations=3"),
@@ -61,6 +75,29 @@ def test_a_table_on_a_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> Non
     told = json.loads(printed.splitlines()[-1])
     assert told["left_out"] == [] and len(told["lines"]) == len(lines)
     assert table(lines) in printed
+
+
+def test_plans_are_measured_as_far_as_their_rows_reach(tmp_path: Path) -> None:
+    plan = Plan(CPU, "float32", (1, 3), 40, 3, (16, 2000), 3000, 2, (), 32)
+    model = Model(make_model(tmp_path / "tiny", dtype="float32"), plan, Limits(1e9, 1e9))
+    plans = with_plans(model, tmp_path / "plans", Limits(1e9, 1e9), runtime_stand_in.dump)
+    with standing_in():
+        lines = [*measure_iterations(plans), *measure_load(plans)]
+    assert [line.what for line in lines] == [
+        "iteration, 1 rows of 40",
+        "iteration, 3 rows of 40",
+        "first token of 16",
+        "load L, 2 requests",
+    ]
+    assert all(line.model == "tiny, tensorrt" and line.value > 0 for line in lines)
+
+
+def test_plans_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*ARGUMENTS, "float32", "--engine", "tensorrt"])
+    assert (
+        "--engine tensorrt needs an NVIDIA GPU and TensorRT, and the device is cpu" in capsys.readouterr().err
+    )
 
 
 def test_without_a_gpu_it_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

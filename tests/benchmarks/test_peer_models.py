@@ -11,7 +11,7 @@ import pytest
 from benchmarks.comparing.peer_models import check_peer_model
 
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
-BF16, Q8_0, Q4_0 = 30, 8, 2
+BF16, Q8_0, Q4_0, Q6_K = 30, 8, 2, 14
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_an_export_of_the_model_in_the_dtype_passes(model, tmp_path, kind, dtype
     check_peer_model(export(tmp_path / "export", kind), model, dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(BF16, "bfloat16"), (Q8_0, "int8")])
+@pytest.mark.parametrize(("kind", "dtype"), [(BF16, "bfloat16"), (Q8_0, "int8"), (Q4_0, "int4")])
 def test_a_gguf_file_of_the_model_in_the_dtype_passes(model, tmp_path, kind, dtype):
     check_peer_model(gguf(tmp_path / "m.gguf", kind), model, dtype)
 
@@ -82,8 +82,8 @@ def test_weights_of_another_dtype_are_refused(model, tmp_path):
         check_peer_model(export(tmp_path / "export", "u8"), model, "bfloat16")
     with pytest.raises(ValueError, match="most weights are bfloat16, expected int8"):
         check_peer_model(gguf(tmp_path / "m.gguf", BF16), model, "int8")
-    with pytest.raises(ValueError, match="most weights are GGUF type 2, expected int8"):
-        check_peer_model(gguf(tmp_path / "n.gguf", Q4_0), model, "int8")
+    with pytest.raises(ValueError, match="most weights are GGUF type 14, expected int4"):
+        check_peer_model(gguf(tmp_path / "n.gguf", Q6_K), model, "int4")
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])

@@ -17,6 +17,8 @@ from inflight.engine.torch import load_decoder
 from inflight.engine.torch.native import library
 from inflight.models import checkpoint as stored
 from inflight.server.repository import default_repository
+from inflight.testing.make_model import make_model as make_random_model
+from tests.engine.kernels import needs_native
 from tests.models.mxfp4 import pack
 from tests.models.zoo import make_model
 
@@ -48,6 +50,23 @@ def test_the_demo_model_is_described_as_it_is():
     assert "not quantized" in found["checkpoint"].says
     assert found["room"].level is GREEN and "131072 tokens" in found["room"].says
     assert found["tokenizer"].says == "3072 tokens"
+
+
+def test_plans_need_a_gpu_and_what_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from tests.engine.tensorrt import engines
+
+    folder = engines.build(DEMO, tmp_path / "plans")
+    found = check(folder)
+    assert found["plans"].level is RED
+    says = "LlamaForCausalLM, 4 layers of float32, 6 slots of 128 tokens, 1 rank(s)"
+    assert found["plans"].says.startswith(says) and "this machine has no GPU" in found["plans"].says
+    assert found["tokenizer"].says == "3072 tokens"
+    assert "have 6 slots" in check(folder, max_batch_size="9")["plans"].says
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
+    assert check(folder)["plans"].level is YELLOW
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert "this one has 9.0: TensorRT for RTX does not run on it" in check(folder)["plans"].says
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "olmoe", "gpt-oss"])
@@ -219,3 +238,14 @@ def test_text(copy: Path):
     (copy / "tokenizer.json").write_text("{}")
     found = check(copy)
     assert found["tokenizer"].level is YELLOW and "chat template" not in found
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("quantize", "says"), [("awq", "awq kept as it is (4 bits)"), ("fp8", "fp8 unpacked when")]
+)
+def test_what_becomes_of_quantized_weights(tmp_path: Path, quantize: str, says: str):
+    make_random_model(tmp_path, quantize=quantize)
+    found = check(tmp_path)
+    assert says in found["checkpoint"].says
+    assert "unpacked when" in check(tmp_path, "bfloat16")["checkpoint"].says

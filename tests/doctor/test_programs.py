@@ -17,7 +17,7 @@ import torch
 
 from inflight.doctor import programs
 from inflight.doctor.finding import Level
-from inflight.engine.torch import engine, load_decoder
+from inflight.engine.torch import load_decoder, room
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.errors import ConfigError
@@ -92,7 +92,7 @@ def test_attention_on_a_gpu(
             say("no kernel for %d", 24)
         return found
 
-    monkeypatch.setattr(engine, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(room, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(load_decoder, "find_attention", find)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     finding = only(programs.check_attention(None))

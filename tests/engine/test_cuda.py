@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from inflight.config import EngineConfig
 from inflight.engine.torch.attention_check import CannotAttend
 from inflight.engine.torch.cuda import torch_paged_attention
-from inflight.engine.torch.engine import _find_capture
+from inflight.engine.torch.engine import find_capture
 from inflight.ranks.topology import Mapping
 
 CUDA = torch.device("cuda")
@@ -61,9 +61,8 @@ def test_a_flash_attention_3_that_is_broken_leaves_2(
 def test_where_nothing_is_recorded_the_log_says_why_once(
     changes: dict[str, Any], mapping: Mapping, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder = mock.Mock(has_fixed_shapes=True)
     with caplog.at_level(logging.INFO):
-        assert _find_capture(EngineConfig("", **changes), decoder, mapping, CUDA, False) is None
+        assert find_capture(EngineConfig("", **changes), True, mapping, CUDA, False) is None
     (record,) = caplog.records
     assert "without CUDA graphs" in record.message and reason in record.message
 
@@ -74,8 +73,7 @@ def test_one_pipeline_stage_records(
 ) -> None:
     recorder = object()
     monkeypatch.setattr("inflight.engine.torch.engine.GraphCapture", lambda device: recorder)
-    decoder = mock.Mock(has_fixed_shapes=True)
-    assert _find_capture(EngineConfig(""), decoder, mapping, CUDA, False) is recorder
+    assert find_capture(EngineConfig(""), True, mapping, CUDA, False) is recorder
     assert not caplog.records
 
 

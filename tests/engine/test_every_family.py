@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.tensorrt.network import lacking
+from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.packing import quantize
-from inflight.models import FAMILIES
+from inflight.errors import ConfigError
+from inflight.models import FAMILIES, read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.kernels import by_default_and, needs_native
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, load, serve
-from tests.models.zoo import Zoo
+from tests.models.quantized import FORMATS, write
+from tests.models.zoo import Zoo, ZooModel
 
 CASE_OF = {
     "llama": "llama-gqa",
@@ -110,11 +114,24 @@ def _in_type(oracle: Any, dtype: str) -> Any:
     return copied.bfloat16()
 
 
-def _table(zoo: Zoo) -> str:
+def _of_four_bits(model: ZooModel, folder: Path) -> str:
+    """What becomes of a GPTQ checkpoint of it."""
+    try:
+        write(model, folder, FORMATS["gptq-one-group"], dtype="bfloat16")
+        decoder = load_engine(folder).runner.decoder
+    except ConfigError:
+        return "–"
+    if not isinstance(decoder, NativeDecoder):
+        return "unpacked"
+    assert {layer.struct.qkv.kind for layer in decoder._packed} == {2}
+    return "compiled"
+
+
+def _table(zoo: Zoo, scratch: Path) -> str:
     """A line for each family, by what its model was loaded as."""
     lines = [
-        "| model_type | architecture | float32 | bfloat16 | int8 | tp 2 | pp 2 |",
-        "|---|---|---|---|---|---|---|",
+        "| model_type | architecture | float32 | bfloat16 | int8 | 4 bits | tp 2 | pp 2 | TensorRT |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for family in FAMILIES:
         folder = zoo[CASE_OF[family.model_type]].folder
@@ -123,19 +140,22 @@ def _table(zoo: Zoo) -> str:
             with ranks(folder, topology) as engine:
                 found.append(next(stage for stage in engine.stages).kernels)
         names = {"native": "compiled", "torch": "torch"}
-        cells = " | ".join(names[each] for each in found)
+        cells = [names[each] for each in found]
+        cells.insert(3, _of_four_bits(zoo[CASE_OF[family.model_type]], scratch / family.model_type))
+        cells.append("no" if lacking(read_model_description(folder).decoder) else "plans")
+        cells = " | ".join(cells)
         lines.append(f"| `{family.model_type}` | `{family.architecture}` | {cells} |")
     return "\n".join(lines)
 
 
 @needs_native
-def test_the_page_has_what_is_true(zoo: Zoo) -> None:
+def test_the_page_has_what_is_true(zoo: Zoo, tmp_path: Path) -> None:
     assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
     begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
     page = PAGE.read_text()
     head, rest = page.split(begin)
     table, tail = rest.split(end)
-    found = _table(zoo)
+    found = _table(zoo, tmp_path)
     if os.environ.get("UPDATE_TABLES"):
         PAGE.write_text(head + begin + found + end + tail)
         table = found

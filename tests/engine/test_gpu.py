@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
+from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.engine.torch.layer_check import check_peaks_of, find_operations
 from inflight.engine.torch.quantized_linear import (
     QuantizedLinear,
@@ -34,8 +36,10 @@ from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.lora import make_adapter, stored
 from tests.engine.paged_rows import Rows, largest_error
 from tests.engine.serving import Served, config_of, load, serve, to_torch
+from tests.engine.test_kept_levels import draw
 from tests.engine.test_overlapped_iterations import assert_same, undemanding
 from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
+from tests.models.quantized import FORMATS, write
 from tests.models.zoo import CASES, Zoo, ZooModel
 
 pytestmark = [
@@ -396,6 +400,43 @@ def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
     error = (linear(x.bfloat16()).double() - exact).square().mean().sqrt() / exact.std()
     assert error < 0.01
     assert linear.product not in (dequantizing_product, float8_reference), "the processor's own"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq-act-order",
+        "awq",
+        "ct-int4-channel",
+        "ct-int8",
+        "gptq-8",
+        "fp8-tensor",
+        "fbgemm",
+        "ct-float-block",
+    ],
+)
+def test_quantized_checkpoints_stay_as_they_are(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    """Recorded, in bfloat16, against what the weights stand for; float8 by row rounds activations too."""
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    row = alone(_load_graphed(model, dtype=None), model.prompt(60), 30)
+    exact = model.logits(row.tokens)[59:-1]
+    error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
+    assert error < (0.6 if name in ("fp8-tensor", "fbgemm") else 0.15)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8"])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 300])
+def test_a_product_with_levels(kind: str, num_rows: int) -> None:
+    """Against float64, by the kernel and, of many rows, by torch's."""
+    device = torch.device("cuda")
+    for shape in ((768, 512, 128), (96, 192, 32), (80, 1000, 1000)):
+        matrix = draw(kind, *shape, shuffled=shape[2] == 32)
+        linear = KeepingLevels(torch.bfloat16, device).keep_levels(matrix, None, False)
+        assert isinstance(linear, GroupedLinear) and linear.has_kernel
+        x = torch.randn((num_rows, shape[1]), device=device).bfloat16()
+        exact = x.double() @ matrix.dequantized().double().to(device).T
+        error = (linear(x).double() - exact).square().mean().sqrt() / exact.std()
+        assert error < 0.01
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])

@@ -17,8 +17,7 @@ from inflight.engine.memory import (
     plan_adapter_pages,
     plan_kv_cache,
 )
-from inflight.engine.torch import engine as engine_module
-from inflight.engine.torch import load_stage
+from inflight.engine.torch import load_stage, room
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
@@ -183,7 +182,7 @@ def test_an_engine_says_how_many_adapters_it_has_room_for(
     decoder = read_model_description(zoo["llama"].folder).decoder
     blocks = 2 * 10 * block_bytes(decoder, 8, torch.float32)
     answers = iter([free_kib * 1024] if changes.get(LORA_FRACTION) != 0 else [])
-    monkeypatch.setattr(engine_module, "free_memory", lambda device: next(answers, blocks))
+    monkeypatch.setattr(room, "free_memory", lambda device: next(answers, blocks))
     with caplog.at_level("INFO"):
         limits = load_engine(zoo["llama"].folder, **changes).limits
     assert (limits.num_adapter_pages, limits.max_adapter_rank) == (num_pages, 64 if num_pages else 0)
@@ -224,7 +223,7 @@ def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
 def test_ranks_on_a_host_share_its_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     size = block_bytes(decoder, 8, torch.float32)
-    monkeypatch.setattr(engine_module, "free_memory", lambda device: 601 * size)
+    monkeypatch.setattr(room, "free_memory", lambda device: 601 * size)
     counts = [
         load_engine(
             zoo["llama"].folder, ranks_on_host=ranks, kv_cache_free_cpu_mem_fraction=0.5

@@ -78,6 +78,12 @@ def test_a_checkpoint_that_only_says_that_it_is_quantized(zoo: Zoo, tmp_path: Pa
         check_weights(read_model_description(tmp_path))
 
 
+def test_a_family_with_transposed_matrices_is_refused(zoo: Zoo, tmp_path: Path) -> None:
+    write(zoo["gpt2"], tmp_path, FORMATS["gptq"])
+    with pytest.raises(ConfigError, match=r"quantized \(gptq\), which is not read of a family whose"):
+        check_weights(read_model_description(tmp_path))
+
+
 def _change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())

@@ -31,7 +31,7 @@ from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import engine as engine_module
+from inflight.engine.torch import room
 from tests.core.integrity import check_integrity
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.lora import Adapter, make_adapter, stored
@@ -178,7 +178,7 @@ def alone(model: ZooModel, kernels: str | None) -> dict[int, ServedAll]:
 @contextmanager
 def few_pages(count: int = NUM_PAGES) -> Iterator[None]:
     """Engines that are loaded meanwhile have so few."""
-    with mock.patch.object(engine_module, "plan_adapter_pages", lambda *arguments: count):
+    with mock.patch.object(room, "plan_adapter_pages", lambda *arguments: count):
         yield
 
 

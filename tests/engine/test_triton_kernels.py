@@ -185,6 +185,22 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
         assert compiled(layers._gated_activation, capability, types, chosen).spilled <= 64
 
 
+@TARGETS
+@pytest.mark.parametrize("kind", ["int4", "int8", "uint8-zeros", "float8"])
+def test_products_with_levels_compile_for_a_gpu(
+    capability: int, shared_kib: int, dtype: str, kind: str
+) -> None:
+    from inflight.engine.torch.kernels import grouped
+
+    types = {"x": f"*{dtype}", "results": f"*{dtype}", "scales": "*fp32", "zeros": "*u8"}
+    types["values"] = "*i8" if kind == "int8" else "*u8"
+    for rows, outputs in ((16, 32), (64, 64)):
+        constants = {"FOUR_BITS": kind == "int4", "FLOAT8": kind == "float8", "HAS_ZEROS": kind != "float8"}
+        constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": 64}
+        made = compiled(grouped._multiply, capability, types, constants)
+        assert made.shared <= shared_kib << 10 and (made.spilled <= 64 or dtype == "fp32")
+
+
 @pytest.mark.parametrize(("capability", "shared_kib"), [(80, 163), (90, 227), (120, 99)])
 @pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 4096), (1, 28_672), (17, 64), (64, 64), (65, 64)])
 def test_an_int8_product_compiles_for_a_gpu(

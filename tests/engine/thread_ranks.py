@@ -21,7 +21,7 @@ from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.engine.torch import load_stage
-from inflight.engine.torch.engine import MakeGrammars, no_grammars
+from inflight.engine.torch.engine import LoadRunner, MakeGrammars, no_grammars
 from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.topology import Mapping
 
@@ -55,6 +55,7 @@ class ThreadCollectives:
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self.size = size
+        self.communicator = self
         self.num_calls = 0
         self._meeting = meeting
         self._rank = rank
@@ -160,12 +161,20 @@ class ThreadRanks:
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         make_grammars: MakeGrammars = no_grammars,
         moe_ep_size: int = 1,
+        load_runner: LoadRunner | None = None,
     ) -> None:
         mappings = [Mapping(tp_size, pp_size, rank, moe_ep_size) for rank in range(tp_size * pp_size)]
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
         self.collectives = [ThreadCollectives(meetings[m.pp_rank], m.tp_rank, tp_size) for m in mappings]
         self.stages = [
-            load_stage(config, mapping, collectives, processors=processors, make_grammars=make_grammars)
+            load_stage(
+                config,
+                mapping,
+                collectives,
+                processors=processors,
+                make_grammars=make_grammars,
+                load_runner=load_runner,
+            )
             for mapping, collectives in zip(mappings, self.collectives)
         ]
         self.limits: EngineLimits = self.stages[0].limits

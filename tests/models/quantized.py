@@ -31,6 +31,9 @@ Parts = dict[str, Tensor]
 Quantize = Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]
 """Of a matrix [outputs, inputs]: its module's tensors, and the numbers that they stand for."""
 
+PROJECTIONS = ("_proj", "_with_mqa", "query_key_value", "dense", "_h_to_4h", "_4h_to_h", "fc1", "fc2")
+"""How the names of layers' matrices end, but those of routers, and of gpt2, which are stored the other way."""
+
 FLOAT8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 outputs after each other each 4 bits of a word hold, from the lowest on."""
@@ -46,15 +49,24 @@ class Format:
     multiple: int = 1  # of which sizes are, of what is quantized
 
 
-def write(model: ZooModel, folder: Path, format: Format, skipped: tuple[str, ...] = ()) -> ZooModel:
-    """A checkpoint with quantized projections but for those `skipped`, and an oracle with their weights."""
+def write(
+    model: ZooModel,
+    folder: Path,
+    format: Format,
+    skipped: tuple[str, ...] = (),
+    dtype: str | None = None,
+) -> ZooModel:
+    """A checkpoint with quantized projections but for those `skipped`, and an oracle with their weights.
+
+    `dtype`: what its config.json says; None: that of the model's.
+    """
     shutil.copytree(model.folder, folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(1)
     tensors: Parts = {}
     plain: Parts = {}
     for name, tensor in load_file(model.folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        is_projection = name.endswith("_proj.weight") or ".experts." in name
+        is_projection = module.endswith(PROJECTIONS) or ".experts." in name
         is_fit = tensor.dim() == 2 and not any(size % format.multiple for size in tensor.shape)
         if not (is_projection and is_fit) or module.endswith(skipped or ("\0",)):
             tensors[name] = plain[name] = tensor
@@ -74,6 +86,9 @@ def write(model: ZooModel, folder: Path, format: Format, skipped: tuple[str, ...
         (folder / format.file).write_text(
             json.dumps({"producer": {"name": "x"}, "quantization": format.config})
         )
+    if dtype is not None:
+        config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        config["dtype"] = dtype
     path.write_text(json.dumps(config))
     return ZooModel(folder, oracle)
 
@@ -155,11 +170,21 @@ def awq(group_size: int) -> Format:
     return Format(config, quantize, multiple=8)
 
 
-def gptq(bits: int, group_size: int, is_symmetric: bool, act_order: bool, version: str | None) -> Format:
+def gptq(
+    bits: int,
+    group_size: int,
+    is_symmetric: bool,
+    act_order: bool,
+    version: str | None,
+    in_common: bool = True,
+) -> Format:
+    """`in_common`: projections of the same inputs have them in one order, as they have had one calibration."""
+
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         columns = weight.shape[1]
         size = columns if group_size < 0 else group_size
-        groups = _shuffled_groups(columns, size, generator) if act_order else torch.arange(columns) // size
+        order = torch.Generator().manual_seed(columns) if in_common else generator
+        groups = _shuffled_groups(columns, size, order) if act_order else torch.arange(columns) // size
         levels, zeros, scales, stands_for = _in_groups(weight, groups, bits, is_symmetric)
         stored = zeros if version == "gptq_v2" else zeros - 1
         parts = {
@@ -181,7 +206,7 @@ def packed_act_order() -> Format:
     """compressed-tensors of before its library left it out: an input's group is not that of its neighbours."""
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
-        groups = _shuffled_groups(weight.shape[1], 32, generator)
+        groups = _shuffled_groups(weight.shape[1], 32, torch.Generator().manual_seed(weight.shape[1]))
         levels, _, scales, stands_for = _in_groups(weight, groups, 4, True)
         shape = torch.tensor(weight.shape)
         parts = {"weight_packed": _packed(levels, 4), "weight_shape": shape, "weight_g_idx": groups}
@@ -239,6 +264,11 @@ FORMATS = {
     "fp8-tensor": scaled(FP8 | {"modules_to_not_convert": ["lm_head"]}, "weight_scale_inv", "tensor"),
     "fbgemm": scaled({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "weight_scale", "row"),
     "modelopt": scaled({"quant_method": "modelopt"} | MODELOPT, "weight_scale", "tensor"),
+    "modelopt-channel": scaled(
+        {"quant_method": "modelopt"} | MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "weight_scale",
+        "row",
+    ),
     "modelopt-file": scaled(MODELOPT, "weight_scale", "tensor", "hf_quant_config.json"),
     "ct-float-tensor": compressed("float-quantized", _FLOAT, num_bits=8, type="float", strategy="tensor"),
     "ct-float-channel": compressed("float-quantized", _FLOAT, num_bits=8, type="float", strategy="channel"),
@@ -262,5 +292,6 @@ FORMATS = {
     "gptq-zeros": gptq(4, 32, False, False, "gptq"),
     "gptq-act-order": gptq(4, 32, True, True, "gptq"),
     "gptq-v2": gptq(4, 16, False, True, "gptq_v2"),
+    "gptq-any-order": gptq(4, 32, True, True, "gptq", in_common=False),
     "gptq-8": gptq(8, 32, False, True, None),
 }

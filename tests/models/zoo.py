@@ -268,6 +268,16 @@ WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families that transformers' own code runs."""
 
+WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-heads-16": ("Llama", {"num_key_value_heads": 2, "head_dim": 16}),
+    "gemma3-heads-16": ("Gemma3", {**_GEMMA, "head_dim": 16, "sliding_window": 19}),
+    "mixtral-heads-16": (
+        "Mixtral",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+}
+"""Models whose heads are as wide as TensorRT's attention takes: a multiple of 8, from 16 on in half precision."""
+
 
 @dataclass(frozen=True)
 class ZooModel:
@@ -350,7 +360,7 @@ class Zoo:
 
 def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> ZooModel:
     """Draw the weights of `case`, save them in `folder`."""
-    family, changes = (CASES | WITHOUT_MAP)[case]
+    family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
     values = _GPT2 if family == "GPT2" else dict(_COMMON)
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
     for name in foreign.get(family, ()):

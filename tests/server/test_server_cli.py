@@ -1,5 +1,6 @@
 """The command line, up to where a process would be started."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,18 +50,37 @@ def test_a_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert cli.parse(["--model", "m"]).wanted.model == tmp_path / "m"
 
 
+def make_plans(folder: Path, num_slots: int = 5) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rank0.json").write_text(json.dumps({"settings": {"max_batch_size": num_slots}}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_plans_are_served_with_their_checkpoint_and_without(tmp_path: Path) -> None:
+    plans = make_plans(tmp_path / "plans")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    wanted = cli.parse(["--engine", "tensorrt", "--engine-dir", str(plans)]).wanted
+    assert (wanted.engine, wanted.engine_dir, wanted.model) == ("tensorrt", plans, None)
+    wanted = cli.parse(["--engine-dir", str(plans), "--model", str(tmp_path / "m")]).wanted
+    assert (wanted.engine_dir, wanted.model) == (plans, tmp_path / "m")
+    assert cli.parse(["--engine", "tensorrt", "--model", str(plans)]).wanted.model == plans
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["--engine", "tensorrt"],
-        ["--engine-dir", "somewhere"],
+        (["--engine", "tensorrt"], "--engine tensorrt needs --engine-dir"),
+        (["--engine-dir", "somewhere"], "--engine-dir somewhere: no plans in that folder"),
+        (["--engine", "torch", "--engine-dir", "x"], "--engine-dir x is for --engine tensorrt, not torch"),
     ],
 )
-def test_what_is_not_available_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_are_not_there(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
-    message = capsys.readouterr().err
-    assert "not available in this version" in message
-    assert arguments[0] in message
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

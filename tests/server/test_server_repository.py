@@ -80,6 +80,27 @@ def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
     }
 
 
+def test_plans_fill_the_engine_and_how_many_sequences_run(counting_repository: Path, tmp_path: Path) -> None:
+    """The folder of plans has the tokenizer; with a checkpoint, that is where the model is."""
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    (plans / "rank0.json").write_text('{"settings": {"max_batch_size": 5}}')
+    present = PRESENT | {"engine": "", "tensorrt_engine_dir": ""}
+    values = filled(Wanted(engine_dir=plans), present)
+    assert (values["engine"], values["gpt_model_path"], values["tokenizer_dir"]) == (
+        "tensorrt",
+        str(plans),
+        str(plans),
+    )
+    values = filled(Wanted(engine_dir=plans, model=tmp_path), present)
+    assert (values["tensorrt_engine_dir"], values["gpt_model_path"]) == (str(plans), str(tmp_path))
+    runtime = assemble(counting_repository, tmp_path / "out", Wanted(model=plans))
+    assert "max_batch_size: 5" in (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
+    fewer = Wanted(model=plans, settings={"max_batch_size": "3"})
+    runtime = assemble(counting_repository, tmp_path / "fewer", fewer)
+    assert "max_batch_size: 3" in (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
+
+
 def test_settings_win(tmp_path: Path) -> None:
     wanted = Wanted(model=tmp_path, dtype="bfloat16", settings={"dtype": "float32", "tokenizer_dir": "/t"})
     values = filled(wanted)

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.doctor.finding import Finding, green, red, yellow
+from inflight.engine_folder import is_engine_folder
 
 if TYPE_CHECKING:
     import torch
 
     from inflight.config import EngineConfig, Parameters
     from inflight.models import ModelDescription
+    from inflight.models.levels import Kind
 
 _GIB = 2**30
 
@@ -54,7 +56,10 @@ def check_checkpoint(
     except (OptionError, ConfigError) as error:
         yield red("checkpoint", str(error), _mend_settings(str(error)))
         return
-    yield from _check_model(folder, parameters.engine)
+    if is_engine_folder(folder):
+        yield from _check_plans(folder, parameters.engine)
+    else:
+        yield from _check_model(folder, parameters.engine)
     yield from _check_text(parameters.tokenizer_dir or str(folder), folder)
 
 
@@ -88,8 +93,8 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
-    from inflight.engine.torch.engine import find_device, longest_sequence
     from inflight.engine.torch.load_decoder import computed_dtype
+    from inflight.engine.torch.room import find_device, longest_sequence
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
     from inflight.models.loader import num_parameters, num_weight_bytes
@@ -101,8 +106,8 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
             return
         description = read_model_description(folder)
         dtype, device = computed_dtype(config, description), find_device(config.device)
-        path, linear_dtype = _check_path(config, description, dtype, device)
-        num_bytes = num_weight_bytes(description, dtype, linear_dtype)
+        path, linear_dtype, kept = _check_path(config, description, dtype, device)
+        num_bytes = num_weight_bytes(description, dtype, linear_dtype, kept)
         longest = longest_sequence(config, description.decoder)
     except ConfigError as error:
         if isinstance(error, UnknownFamily) and config.implementation is None:
@@ -118,11 +123,50 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     yield green(
         "checkpoint",
         f"{_family(folder)}, {decoder.num_layers} layers, {_count(total)} parameters{chosen}, "
-        f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(folder)}, "
+        f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(folder, kept)}, "
         f"sequences of up to {longest} tokens",
     )
     yield path
     yield from _check_room(config, description, (dtype, linear_dtype), device, num_bytes, longest)
+
+
+def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
+    """Whether plans of TensorRT would run here, by what a load looks at before it reads them."""
+    from inflight.engine.tensorrt.checks import (
+        check_model,
+        check_processor,
+        check_settings,
+        find_runtime,
+        longest_of_plans,
+    )
+    from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
+    from inflight.engine.torch.room import find_device
+    from inflight.errors import ConfigError
+    from inflight.models import read_model_description
+    from inflight.ranks.topology import Mapping
+
+    try:
+        sidecar, decoder = Sidecar.read(folder / sidecar_name(0)), read_model_description(folder).decoder
+        built = sidecar.settings
+        check_settings(config, sidecar, Mapping(tp_size=built.tensor_parallel_size), folder)
+        longest = longest_of_plans(config, sidecar, decoder)
+        check_model(config, sidecar, decoder, folder)
+        device = find_device(config.device)
+        check_processor(sidecar, folder, device)
+        find_runtime(sidecar, folder)
+    except ConfigError as error:
+        yield red("plans", f"they are refused: {error}", "docs/tensorrt.md says what plans need")
+        return
+    says = (
+        f"{_family(folder)}, {decoder.num_layers} layers of {built.weight_dtype}, {built.max_batch_size} slots of "
+        f"{longest} tokens, {built.tensor_parallel_size} rank(s), for GPUs of compute capability "
+        f"{sidecar.processors}"
+    )
+    if device.type == "cuda":
+        yield yellow("plans", f"{says}; no hardware had run any when this was written", "docs/tensorrt.md")
+    else:
+        mend = "take a machine with an NVIDIA GPU, or serve the checkpoint itself"
+        yield red("plans", f"{says}; this machine has no GPU", mend)
 
 
 def _check_transformers(folder: Path) -> Iterator[Finding]:
@@ -160,14 +204,17 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
-def _quantization(folder: Path) -> str:
-    """How weights are stored that will be loaded."""
+def _quantization(folder: Path, kept: frozenset[Kind]) -> str:
+    """How weights are stored that will be loaded, and what becomes of them."""
     from inflight.models.config_file import ConfigFile
 
     config = ConfigFile.load(folder / "config.json")
     if not config.has("quantization_config"):
         return "not quantized"
-    return f"{config.child('quantization_config').text_or_none('quant_method')} unpacked when it is loaded"
+    method = config.child("quantization_config").text_or_none("quant_method")
+    if kept:
+        return f"{method} kept as it is ({' and '.join(sorted(kind.value for kind in kept))})"
+    return f"{method} unpacked when it is loaded"
 
 
 def _mend(reason: str) -> str:
@@ -184,27 +231,32 @@ def _mend(reason: str) -> str:
 
 def _check_path(
     config: EngineConfig, description: ModelDescription, dtype: torch.dtype, device: torch.device
-) -> tuple[Finding, torch.dtype]:
-    """What will compute its layers, and the type that it keeps their matrices in."""
+) -> tuple[Finding, torch.dtype, frozenset[Kind]]:
+    """What will compute its layers, the type that it keeps their matrices in, and which quantized ones stay so."""
     import torch
 
     from inflight.config import INT8, QUANTIZED
-    from inflight.engine.torch.load_decoder import check_native
+    from inflight.engine.torch.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
     from inflight.engine.torch.native.library import CannotBuild, foresee
+    from inflight.models.loader import quantized_kinds
 
     kept = torch.int8 if config.dtype in QUANTIZED else dtype
+    kinds = kept_by_compiled_layers(config, description, device)
+    computed = torch.bfloat16 if kinds else dtype
     try:
-        check_native(config, description.decoder, dtype, device)
-        where = foresee(str(dtype).removeprefix("torch."), config.dtype == INT8)
+        check_native(config, description.decoder, computed, device)
+        where = foresee(str(computed).removeprefix("torch."), config.dtype == INT8 or bool(kinds))
     except CannotBuild as reason:
+        is_kept = keeps_levels(config, description, device)
+        kinds = frozenset(quantized_kinds(description)) if is_kept else frozenset()
         if config.kernels == "native":
             says = f"kernels is native, but there is no compiled code: {reason}"
-            return red("its layers", says, "leave out --set kernels=native"), kept
+            return red("its layers", says, "leave out --set kernels=native"), kept, kinds
         if device.type != "cpu":
-            return green("its layers", f"torch's operators on {device}"), kept
+            return green("its layers", f"torch's operators on {device}"), kept, kinds
         says = f"torch's operators, which are slower than compiled layers: {reason}"
-        return yellow("its layers", says, _mend_path(str(reason))), kept
-    return green("its layers", f"compiled layers, {where}"), kept
+        return yellow("its layers", says, _mend_path(str(reason))), kept, kinds
+    return green("its layers", f"compiled layers, {where}"), kept, kinds
 
 
 def _mend_path(reason: str) -> str:

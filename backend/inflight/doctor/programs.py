@@ -65,8 +65,8 @@ def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Fi
     import torch
 
     from inflight.config import EngineConfig
-    from inflight.engine.torch.engine import find_device
     from inflight.engine.torch.load_decoder import computed_dtype, find_attention
+    from inflight.engine.torch.room import find_device
     from inflight.models import read_model_description
     from inflight.models.registry import UnknownFamily
     from inflight.server.repository import default_repository

@@ -29,6 +29,7 @@ from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimit
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
+from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.errors import InvalidArgument
 from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
@@ -331,7 +332,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     Args:
         config: The configuration. `max_queue_size`, `parallel_config.orchestrator_config` and what is kept to be
             fetched beside statistics are the executor's own.
-        model_path: The checkpoint folder.
+        model_path: The checkpoint folder, or one of plans.
         base: Everything that the configuration does not say, such as data type, size of blocks and number of
             ranks; parameters' defaults without it. Of several ranks, `parallel_config` says who starts them.
 
@@ -339,7 +340,8 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
         InvalidValue: It names a tensor that there is not.
     """
     base = base or Parameters()
-    num_sequences = config.max_batch_size or _default_batch_size(config, base.engine.tokens_per_block)
+    most = num_slots(model_path) if is_engine_folder(model_path) else None
+    num_sequences = config.max_batch_size or _default_batch_size(config, base.engine.tokens_per_block, most)
     num_tokens = config.max_num_tokens or max(base.scheduler.max_num_tokens, num_sequences)
     chunking = config.scheduler_config.context_chunking_policy
     is_static = config.batching_type is BatchingType.STATIC
@@ -385,9 +387,12 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     )
 
 
-def _default_batch_size(config: ExecutorConfig, tokens_per_block: int) -> int:
-    """Sequences that run at once where nobody says: no more than an iteration and the KV cache have room for."""
-    bounds = [DEFAULT_MAX_BATCH_SIZE]
+def _default_batch_size(config: ExecutorConfig, tokens_per_block: int, most: int | None) -> int:
+    """Sequences that run at once where nobody says: no more than an iteration and the KV cache have room for.
+
+    `most`: as many as plans were built for.
+    """
+    bounds = [DEFAULT_MAX_BATCH_SIZE if most is None else most]
     if config.max_num_tokens is not None:
         in_chunks = tokens_per_block - 1 if config.enable_chunked_context else 0
         bounds.append(config.max_num_tokens - in_chunks)

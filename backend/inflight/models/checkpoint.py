@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.models.config_file import ConfigFile
+from inflight.models.levels import Kind, Levels
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -32,15 +33,37 @@ class TensorInfo:
         file: Name of the file inside the folder.
         shape: Dimensions.
         dtype: float32, bfloat16, float16, or the file format's own name for any other.
+        level_bytes: Of a quantized matrix, what its levels and scales take in the file.
     """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    level_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LevelsOfFile:
+    """A quantized matrix's levels.
+
+    Attributes:
+        kind: What it is made of, by the shapes of its tensors.
+        read: Where they are mapped, or a copy.
+        release: When nobody needs what was read any more.
+    """
+
+    kind: Kind
+    read: Callable[[], Levels]
+    release: Callable[[], None]
 
 
 class Checkpoint:
-    """Tensors by name, over one file or many. A context manager: the files are unmapped at its end."""
+    """Tensors by name, over one file or many. A context manager: the files are unmapped at its end.
+
+    Attributes:
+        tensors: What they look like.
+        levels: Of those that are quantized.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Map the files of `folder`. Raises ConfigError if any is missing or damaged."""
@@ -49,6 +72,7 @@ class Checkpoint:
         self._files = {}
         self._stored_as: dict[str, str] = {}
         self._added: dict[str, Callable[[], Tensor]] = {}
+        self.levels: dict[str, LevelsOfFile] = {}
         try:
             # In transformers' order: of a tensor that stands in two files, the last one's counts.
             for name, expected in sorted(_file_names(folder).items()):
@@ -74,9 +98,13 @@ class Checkpoint:
         """A tensor of a file, by its name there, whether or not it is one of `tensors` still."""
         return self._files[info.file].get_tensor(name)
 
-    def add(self, name: str, info: TensorInfo, make: Callable[[], Tensor]) -> None:
-        """Have one more tensor, which `make` makes of others each time it is read."""
+    def add(
+        self, name: str, info: TensorInfo, make: Callable[[], Tensor], levels: LevelsOfFile | None = None
+    ) -> None:
+        """Have one more tensor, which `make` makes of others each time it is read; quantized, if it has levels."""
         self.tensors[name], self._added[name] = info, make
+        if levels is not None:
+            self.levels[name] = levels
 
     def rename(self, name: str, new_name: str) -> None:
         """Tensor `name` goes by `new_name` from now on, and by no other name."""

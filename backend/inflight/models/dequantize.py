@@ -1,14 +1,11 @@
-"""The numbers that quantized matrices stand for, by the published layouts of their formats.
-
-    weight[o, i] = (level[o, i] - zero[o, group]) * scale[o, group]
-
-All of it is exact in float32 but for the last product, which is rounded once.
-"""
+"""The levels, zero points and scales of quantized matrices, by the published layouts of their formats."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from inflight.models.levels import Levels
 
 FLOAT8 = "F8_E4M3"
 """What a safetensors file calls float8_e4m3fn."""
@@ -23,29 +20,39 @@ def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None)
 
     `places`: which part of its word, counted from the lowest bits, each number is; None: in order.
     """
-    per_word = _WORD_BITS // bits
-    numbers = torch.empty((*words.shape, per_word), dtype=torch.uint8)
-    for index, place in enumerate(places or range(per_word)):
-        numbers[..., index] = (words >> (bits * place)) & ((1 << bits) - 1)
+    stored = words.contiguous().view(torch.uint8)  # from the lowest bits on, as the files are
+    if bits == 8 and places is None:
+        return stored
+    most = (1 << bits) - 1
+    per_byte = 8 // bits
+    if places is None:
+        numbers = torch.empty((*stored.shape, per_byte), dtype=torch.uint8)
+        for index in range(per_byte):
+            torch.bitwise_and(stored >> (bits * index), most, out=numbers[..., index])
+        return numbers.flatten(-2)
+    of_words = stored.unflatten(-1, (-1, _WORD_BITS // 8))
+    numbers = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
+    for index, place in enumerate(places):
+        numbers[..., index] = (of_words[..., place // per_byte] >> (bits * (place % per_byte))) & most
     return numbers.flatten(-2)
 
 
-def dequantize_awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-    """AutoAWQ's layout `gemm`, as float32 [outputs, inputs].
+def awq_levels(words: Tensor, zeros: Tensor, scales: Tensor) -> Levels:
+    """AutoAWQ's layout `gemm`.
 
     Args:
         words: [inputs, outputs / 8] int32.
         zeros: [groups, outputs / 8] int32.
         scales: [groups, outputs].
     """
-    levels = unpack_bits(words, 4, _AWQ_PLACES).T
-    return _by_groups(levels, unpack_bits(zeros, 4, _AWQ_PLACES).T, scales.T)
+    levels = unpack_bits(words, 4, _AWQ_PLACES).T.contiguous()
+    return Levels(levels, scales.T.float(), unpack_bits(zeros, 4, _AWQ_PLACES).T, None, 4)
 
 
-def dequantize_gptq(
+def gptq_levels(
     words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, bits: int, zero_offset: int
-) -> Tensor:
-    """GPTQ's layout, as float32 [outputs, inputs].
+) -> Levels:
+    """GPTQ's layout.
 
     Args:
         words: [inputs * bits / 32, outputs] int32.
@@ -57,13 +64,13 @@ def dequantize_gptq(
     """
     levels = unpack_bits(words.T.contiguous(), bits)
     points = unpack_bits(zeros, bits).to(torch.int16).T + zero_offset
-    return _by_groups(levels, points, scales.T, groups)
+    return Levels(levels, scales.T.float(), points, None if groups is None else groups.long(), bits)
 
 
-def dequantize_packed(
+def packed_levels(
     words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, bits: int, num_inputs: int
-) -> Tensor:
-    """compressed-tensors' format pack-quantized, as float32 [outputs, inputs].
+) -> Levels:
+    """compressed-tensors' format pack-quantized.
 
     Signed levels are stored with half of their range added.
 
@@ -77,16 +84,18 @@ def dequantize_packed(
     """
     middle = 1 << (bits - 1)
     levels = unpack_bits(words, bits)[:, :num_inputs]
-    points: Tensor = torch.full((1, 1), middle, dtype=torch.uint8)
+    points: Tensor | None = torch.full((1, 1), middle, dtype=torch.uint8)
     if zeros is not None:
         points = unpack_bits(zeros.T.contiguous(), bits).T[: len(levels)]
-    return _by_groups(levels, points, scales, groups)
+    elif bits == 8:  # then they are signed levels, and nothing else
+        levels, points = (levels ^ middle).view(torch.int8), None
+    return Levels(levels, scales.float(), points, None if groups is None else groups.long(), bits)
 
 
-def dequantize_scaled(
+def scaled_levels(
     levels: Tensor, scales: Tensor, block: tuple[int, int] | None = None, zeros: Tensor | None = None
-) -> Tensor:
-    """int8 or float8 levels [outputs, inputs] times their scales, as float32.
+) -> Levels:
+    """int8 or float8 levels [outputs, inputs] and their scales.
 
     Args:
         levels: The stored matrix.
@@ -98,23 +107,6 @@ def dequantize_scaled(
     if block is not None:
         rows, columns = block
         scales = scales.repeat_interleave(rows, 0)[: len(levels)]
-        scales = scales.repeat_interleave(columns, 1)[:, : levels.shape[1]]
-        return levels.float().mul_(scales)
-    points = torch.zeros((1, 1)) if zeros is None else zeros.reshape(len(zeros), -1)
-    return _by_groups(levels, points, scales.reshape(len(scales) if scales.dim() else 1, -1))
-
-
-def _by_groups(levels: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None = None) -> Tensor:
-    """(level - zero) * scale, [outputs, inputs] float32, by each input's group.
-
-    `zeros` and `scales` are [outputs or 1, groups or 1].
-    """
-    weight = levels.float()
-    if groups is not None:
-        groups = groups.long()
-        zeros = zeros.expand(-1, scales.shape[1])[:, groups]
-        return weight.sub_(zeros).mul_(scales.float()[:, groups])
-    num_inputs, num_groups = weight.shape[1], max(scales.shape[1], zeros.shape[1])
-    of_groups = weight.contiguous().view(len(weight), num_groups, num_inputs // num_groups)
-    of_groups.sub_(zeros[..., None]).mul_(scales.float()[..., None])
-    return of_groups.view(len(weight), num_inputs)
+        return Levels(levels, scales, None, torch.arange(levels.shape[1]) // columns, 8)
+    points = None if zeros is None else zeros.float().reshape(len(zeros) if zeros.dim() else 1, -1)
+    return Levels(levels, scales.reshape(len(scales) if scales.dim() else 1, -1), points, None, 8)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -34,6 +35,7 @@ from inflight.models.decoder_weights import (
     Norm,
     PlainWeights,
 )
+from inflight.models.levels import GroupedMatrix, Kind, stack_rows
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import DTYPES, ModelDescription
 from inflight.models.sharding import Part, Range
@@ -49,9 +51,11 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
 
     Attributes:
         keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
+        keeps_levels: Whether what is quantized in the checkpoint is offered as it is, to `keep_levels`.
     """
 
     keeps_tied_embedding = True
+    keeps_levels = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a tensor of a layer, not initialized."""
@@ -77,6 +81,30 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
             is_gated: They are gate above up.
         """
 
+    def head(self, linear: Linear) -> LinearT:
+        """What is kept instead of the output projection."""
+        return self.linear(linear)
+
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        """Why a quantized matrix is read like any other; empty: it is kept by `keep_levels`, or with its stack.
+
+        `is_stack`: it is that of an expert.
+        """
+        return "it is not kept as it is"
+
+    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> LinearT:
+        """What is kept of a projection that the checkpoint has quantized. Asked only where `keeps_levels`."""
+        raise NotImplementedError
+
+    def keep_stacked_levels(
+        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> LinearT:
+        """Likewise of a layer's experts, as `stack`. The iterator may end the call with an exception."""
+        raise NotImplementedError
+
+    def note_unpacked(self, name: str, reason: str) -> None:
+        """A quantized projection, its first matrix being `name`, is read like any other, for this reason."""
+
     @abstractmethod
     def layer(self, layer: Layer[LinearT]) -> LayerT:
         """What is kept instead of a layer, whose projections are what `linear` has made of them."""
@@ -99,6 +127,10 @@ class _AsRead(Finisher[LayerWeights, Linear]):
         return layer
 
 
+class _NotKept(Exception):
+    """One of a layer's experts is not quantized as the first one is."""
+
+
 class _NotRead(_AsRead):
     """For a walk over a model's tensors that reads none."""
 
@@ -112,6 +144,7 @@ class _NotRead(_AsRead):
 _AS_READ = _AsRead()
 _Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 _Make = Callable[["_TensorSpec"], Tensor]
+_MakeLevels = Callable[["_TensorSpec"], GroupedMatrix | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +215,18 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
         return _stored_dtype(_fitted(model, checkpoint), checkpoint)
 
 
-def num_weight_bytes(model: ModelDescription, dtype: torch.dtype, linear_dtype: torch.dtype) -> int:
+def quantized_kinds(model: ModelDescription) -> Counter[Kind]:
+    """What the checkpoint's quantized matrices are made of, by its files' headers, and how many of each."""
+    if model.quantization is None:
+        return Counter()
+    with Checkpoint(model.folder) as checkpoint:
+        _fitted(model, checkpoint)
+        return Counter(levels.kind for levels in checkpoint.levels.values())
+
+
+def num_weight_bytes(
+    model: ModelDescription, dtype: torch.dtype, linear_dtype: torch.dtype, kept: Set[Kind] = frozenset()
+) -> int:
     """Bytes of all the model's weights. ConfigError if the checkpoint does not hold them.
 
     Args:
@@ -190,17 +234,23 @@ def num_weight_bytes(model: ModelDescription, dtype: torch.dtype, linear_dtype: 
         dtype: Of embeddings and vectors.
         linear_dtype: Of the matrices that are multiplied with. An embedding that is the output projection's matrix
             too is there twice if the types differ.
+        kept: Which of the quantized matrices stay as the checkpoint has them.
     """
     with Checkpoint(model.folder) as checkpoint:
         model = _untied(_fitted(model, checkpoint), checkpoint)
+        levels, tensors = checkpoint.levels, checkpoint.tensors
+        of_levels = {name: tensors[name].level_bytes or 0 for name in levels if levels[name].kind in kept}
     specs = _specs(model, Part.whole(model.decoder))
+    whole = [spec for spec in specs if all(part.name in of_levels for part in spec.parts)]
+    num_kept = sum(of_levels[part.name] for spec in whole for part in spec.parts)
+    specs = [spec for spec in specs if spec not in whole]
     names = model.names
     looked_up = {f"{names.base}{name}.weight" for name in (names.embedding, names.position_embedding)}
     linear = [spec for spec in specs if spec.columns is not None and spec.parts[0].name not in looked_up]
     others = [spec for spec in specs if spec not in linear]
     if model.decoder.tied_embeddings and linear_dtype != dtype:
         linear.append(specs[0])
-    return _num_bytes(linear, linear_dtype) + _num_bytes(others, dtype)
+    return num_kept + _num_bytes(linear, linear_dtype) + _num_bytes(others, dtype)
 
 
 def num_parameters(model: ModelDescription) -> tuple[int, int]:
@@ -256,7 +306,16 @@ def load_finished_weights(
                 advance(tensor.nbytes)
                 return tensor
 
-            return _Builder(model, part, read, partial(read, empty=finisher.empty), finisher).build()
+            def read_levels(spec: _TensorSpec) -> GroupedMatrix | None:
+                return _read_levels(checkpoint, spec, finisher) if finisher.keeps_levels else None
+
+            def release(spec: _TensorSpec) -> None:
+                for part in spec.parts:
+                    checkpoint.levels[part.name].release()
+                advance(_num_bytes([spec], target))
+
+            makes = read, partial(read, empty=finisher.empty), read_levels, release
+            return _Builder(model, part, *makes, finisher).build()
 
 
 def _num_bytes(specs: list[_TensorSpec], dtype: torch.dtype) -> int:
@@ -273,6 +332,11 @@ def _fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription
     if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
     if model.quantization is not None:
+        if model.names.transposed:
+            raise ConfigError(
+                f"{checkpoint.folder}: its weights are quantized ({model.quantization.method}), which is not read "
+                "of a family whose matrices are stored [inputs, outputs]: take the unquantized checkpoint"
+            )
         unpack_quantized(checkpoint, model.quantization)
     unstack_experts(checkpoint, model)
     embedding, head = _vocabulary_names(model)
@@ -321,12 +385,15 @@ def _specs(model: ModelDescription, part: Part) -> list[_TensorSpec]:
         specs.append(spec)
         return torch.empty(0)
 
-    _Builder(model, part, note, note, _NotRead()).build()
+    _Builder(model, part, note, note, lambda _: None, lambda _: None, _NotRead()).build()
     return specs
 
 
 class _Builder(Generic[LayerT, LinearT]):
-    """Walks over a part of a model, asking `make` for each of its tensors, `make_in_layer` for those of layers."""
+    """Walks over a part of a model, asking `make` for each of its tensors, `make_in_layer` for those of layers.
+
+    Of projections of layers `make_levels` is asked first; what it has given, `release` is told of after its use.
+    """
 
     def __init__(
         self,
@@ -334,10 +401,13 @@ class _Builder(Generic[LayerT, LinearT]):
         part: Part,
         make: _Make,
         make_in_layer: _Make,
+        make_levels: _MakeLevels,
+        release: Callable[[_TensorSpec], None],
         finisher: Finisher[LayerT, LinearT],
     ) -> None:
         self._decoder, self._names, self._part = model.decoder, model.names, part
         self._make, self._make_in_layer, self._finisher = make, make_in_layer, finisher
+        self._make_levels, self._release = make_levels, release
 
     def build(self) -> DecoderWeights[LayerT, LinearT]:
         """The part's weights, as the finisher makes them."""
@@ -356,7 +426,7 @@ class _Builder(Generic[LayerT, LinearT]):
             if table is None:
                 name = base + self._names.embedding if decoder.tied_embeddings else self._names.lm_head
                 table = self._matrix(name, decoder.vocab_size, vocabulary)
-            lm_head = self._finisher.linear(Linear(table))
+            lm_head = self._finisher.head(Linear(table))
             if decoder.tied_embeddings and not self._finisher.keeps_tied_embedding:
                 embedding = None
             del table
@@ -392,16 +462,14 @@ class _Builder(Generic[LayerT, LinearT]):
             experts = self._experts(prefix, decoder.experts)
         return Layer(
             attention_norm=norm(names.attention_norm, hidden),
-            qkv=self._finisher.linear(qkv),
+            qkv=qkv,
             query_norm=self._head_norm(prefix, names.query_norm, (decoder.query_size, queries)),
             key_norm=self._head_norm(prefix, names.key_norm, keys),
-            output=self._finisher.linear(
-                self._row_parallel(
-                    prefix + names.output,
-                    decoder.num_heads * decoder.output_head_dim,
-                    shard.head_rows(decoder, decoder.output_head_dim),
-                    decoder.output_bias,
-                )
+            output=self._row_parallel(
+                prefix + names.output,
+                decoder.num_heads * decoder.output_head_dim,
+                shard.head_rows(decoder, decoder.output_head_dim),
+                decoder.output_bias,
             ),
             attention_post_norm=norm(names.attention_post_norm, hidden),
             mlp_norm=norm(names.mlp_norm, hidden),
@@ -413,7 +481,7 @@ class _Builder(Generic[LayerT, LinearT]):
             sinks=self._sinks(prefix) if decoder.learned_sinks else None,
         )
 
-    def _latent(self, prefix: str, config: LatentAttention) -> tuple[Linear, LatentWeights]:
+    def _latent(self, prefix: str, config: LatentAttention) -> tuple[LinearT, LatentWeights]:
         """What hidden states are multiplied by, and the rest of latent attention, of this shard's heads."""
         decoder, names, rank = self._decoder, self._names, config.query_rank
 
@@ -446,10 +514,9 @@ class _Builder(Generic[LayerT, LinearT]):
             return None, None
         decoder, own = self._decoder, (inner, self._part.shard.split(inner))
         rows = (own, own) if decoder.gated_mlp else (own,)
-        finish = self._finisher.linear
         return (
-            finish(self._column_parallel(prefix, up, rows, decoder.mlp_bias), decoder.gated_mlp),
-            finish(self._row_parallel(prefix + down, inner, own[1], decoder.mlp_bias)),
+            self._column_parallel(prefix, up, rows, decoder.mlp_bias, decoder.gated_mlp),
+            self._row_parallel(prefix + down, inner, own[1], decoder.mlp_bias),
         )
 
     def _sinks(self, prefix: str) -> Tensor:
@@ -481,6 +548,8 @@ class _Builder(Generic[LayerT, LinearT]):
             if has_bias:
                 vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
                 bias = self._make_in_layer(_TensorSpec(vectors, None)).view(-1, shape[1])
+            if (levels := self._stacked_levels(specs, shape, bias, is_gated)) is not None:
+                return levels
             return self._finisher.stack(map(self._make_in_layer, specs), shape, bias, is_gated)
 
         # What the ranks give is added up, and a bias is in it once.
@@ -492,6 +561,35 @@ class _Builder(Generic[LayerT, LinearT]):
             shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
             choice_bias=self._choice_bias(prefix, config) if config.has_choice_bias else None,
         )
+
+    def _stacked_levels(
+        self, specs: list[_TensorSpec], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> LinearT | None:
+        first = self._kept_levels(specs[0], is_stack=True)
+        if first is None:
+            return None
+
+        def each() -> Iterator[GroupedMatrix]:
+            for index, spec in enumerate(specs):
+                matrix = first if index == 0 else self._kept_levels(spec, is_stack=True)
+                if matrix is None or matrix.form != first.form:
+                    raise _NotKept
+                yield matrix
+                self._release(spec)
+
+        try:
+            return self._finisher.keep_stacked_levels(each(), shape, bias, is_gated)
+        except _NotKept:
+            self._finisher.note_unpacked(specs[0].parts[0].name, "experts that are not all quantized alike")
+            return None
+
+    def _kept_levels(self, spec: _TensorSpec, is_stack: bool = False) -> GroupedMatrix | None:
+        """The levels of a matrix that is kept as the checkpoint has it; None of any other."""
+        matrix = self._make_levels(spec)
+        if matrix is not None and (reason := self._finisher.why_unpacked(matrix, is_stack)):
+            self._finisher.note_unpacked(spec.parts[0].name, reason)
+            return None
+        return matrix
 
     def _choice_bias(self, prefix: str, config: ExpertsConfig) -> Tensor:
         """Kept in float32: what it decides between may be closer together than bfloat16's steps."""
@@ -507,8 +605,13 @@ class _Builder(Generic[LayerT, LinearT]):
         return self._norm(prefix + module, size, self._make_in_layer, own)
 
     def _column_parallel(
-        self, prefix: str, modules: tuple[str, ...], rows: tuple[tuple[int, Range], ...], bias: bool
-    ) -> Linear:
+        self,
+        prefix: str,
+        modules: tuple[str, ...],
+        rows: tuple[tuple[int, Range], ...],
+        bias: bool,
+        is_gated: bool = False,
+    ) -> LinearT:
         """`rows`: of each of the fused projections all there are, and this shard's."""
 
         def parts(kind: str) -> tuple[_Rows, ...]:
@@ -523,7 +626,8 @@ class _Builder(Generic[LayerT, LinearT]):
             return (_Rows(f"{prefix}{fused}.{kind}", sum(count for count, _ in rows), own),)
 
         hidden = self._decoder.hidden_size
-        return self._linear(parts("weight"), hidden, (0, hidden), parts("bias") if bias else None)
+        weight, vector = parts("weight"), parts("bias") if bias else None
+        return self._projection(weight, hidden, (0, hidden), vector, is_gated)
 
     def _rows_by_head(self, name: str) -> _Rows:
         """This shard's rows of a matrix with a head's query, key and value after each other, in our order."""
@@ -535,10 +639,27 @@ class _Builder(Generic[LayerT, LinearT]):
         )
         return _Rows(name, 3 * self._decoder.query_size, tuple(ranges))
 
-    def _row_parallel(self, name: str, columns: int, own: Range, bias: bool) -> Linear:
+    def _row_parallel(self, name: str, columns: int, own: Range, bias: bool) -> LinearT:
         hidden = self._decoder.hidden_size
         weight, vector = (_Rows(f"{name}.{kind}", hidden, ((0, hidden),)) for kind in ("weight", "bias"))
-        return self._linear((weight,), columns, own, (vector,) if bias else None)
+        return self._projection((weight,), columns, own, (vector,) if bias else None)
+
+    def _projection(
+        self,
+        weight: tuple[_Rows, ...],
+        columns: int,
+        kept: Range,
+        bias: tuple[_Rows, ...] | None,
+        is_gated: bool = False,
+    ) -> LinearT:
+        """A layer's projection, as it is kept."""
+        spec = _TensorSpec(weight, columns, kept, self._names.transposed)
+        if (matrix := self._kept_levels(spec)) is not None:
+            vector = None if bias is None else self._make_in_layer(_TensorSpec(bias, None))
+            found = self._finisher.keep_levels(matrix, vector, is_gated)
+            self._release(spec)
+            return found
+        return self._finisher.linear(self._linear(weight, columns, kept, bias), is_gated)
 
     def _linear(
         self, weight: tuple[_Rows, ...], columns: int, kept: Range, bias: tuple[_Rows, ...] | None
@@ -624,3 +745,22 @@ def _read(checkpoint: Checkpoint, spec: _TensorSpec, tensor: Tensor) -> Tensor:
             start = end
         checkpoint.release_pages(stored)
     return tensor
+
+
+def _read_levels(
+    checkpoint: Checkpoint, spec: _TensorSpec, finisher: Finisher[LayerT, LinearT]
+) -> GroupedMatrix | None:
+    """The levels of what `spec` wants; None if it is not quantized, or its parts do not go together."""
+    names = [part.name for part in spec.parts]
+    are_quantized = [name in checkpoint.levels for name in names]
+    if spec.transposed or not all(are_quantized):
+        if any(are_quantized):
+            finisher.note_unpacked(names[0], "what is multiplied with it is not quantized")
+        return None
+    found = []
+    for part in spec.parts:
+        levels = checkpoint.levels[part.name].read()
+        found += [levels.part(rows, spec.kept).grouped() for rows in part.ranges]
+    if (matrix := stack_rows(found)) is None:
+        finisher.note_unpacked(names[0], "others that are multiplied with it are quantized otherwise")
+    return matrix

@@ -102,7 +102,7 @@ def _read_fp8(section: ConfigFile) -> Quantization:
 
 
 def _read_modelopt(section: ConfigFile) -> Quantization:
-    _expect(section, "quant_algo", ("FP8",))
+    _expect(section, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
     _pass_over(
         section, "quant_method", "kv_cache_quant_algo", "exclude_modules", "ignore", "config_groups", "producer",
         "kv_cache_scheme", "group_size",

@@ -1,30 +1,28 @@
 """The tensors that make up a quantized matrix, seen as if the checkpoint had the matrix itself.
 
-A module's parts are taken away, and `….weight` is made of them each time it is read, float32 [outputs, inputs].
+A module's parts are taken away, and `….weight` is made of them each time it is read: its levels and scales, or
+what these stand for, float32 [outputs, inputs].
 Scales of activations, and of keys and values, are passed over: activations are not quantized here.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.models.checkpoint import Checkpoint, TensorInfo
-from inflight.models.dequantize import (
-    FLOAT8,
-    dequantize_awq,
-    dequantize_gptq,
-    dequantize_packed,
-    dequantize_scaled,
-)
+from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
+from inflight.models.dequantize import FLOAT8, awq_levels, gptq_levels, packed_levels, scaled_levels
+from inflight.models.levels import Kind, Levels
 from inflight.models.quantization import Quantization
 
 _logger = logging.getLogger(__name__)
 _FLOATS = ("float32", "bfloat16", "float16")
 _SCALE_DTYPES = (*_FLOATS, "F8_E8M0")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F8_E8M0": 1, FLOAT8: 1, "I8": 1, "I32": 4, "I64": 8}
 _WORDS = ("I32",)
 _INTEGERS = ("I32", "I64")
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale")
@@ -102,17 +100,22 @@ class _Parts:
         """The same, or None."""
         return self.read(kind) if kind in self.infos else None
 
-    def add(self, shape: tuple[int, int], make: Callable[[], Tensor]) -> None:
-        """Have `….weight`, of this shape, as `make` makes it of what the parts are."""
+    def add(self, shape: tuple[int, int], kind: Kind, make: Callable[[], Levels]) -> None:
+        """Have `….weight`, of this shape and kind, as `make` makes it of what the parts are."""
+        file = next(iter(self.infos.values())).file
+        num_bytes = sum(math.prod(info.shape) * _BYTES[info.dtype] for info in self.infos.values())
+        info = TensorInfo(file, shape, "float32", num_bytes)
 
-        def made() -> Tensor:
-            weight = make()
+        def release() -> None:
             for kind in self.infos:
                 self._checkpoint.release_pages(self.read(kind))
+
+        def made() -> Tensor:
+            weight = make().dequantized()
+            release()
             return weight
 
-        file = next(iter(self.infos.values())).file
-        self._checkpoint.add(f"{self._module}.weight", TensorInfo(file, shape, "float32"), made)
+        self._checkpoint.add(f"{self._module}.weight", info, made, LevelsOfFile(kind, make, release))
 
 
 def _modules(checkpoint: Checkpoint, kind: str) -> list[_Parts]:
@@ -132,10 +135,10 @@ def _unpack_awq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
         parts.take("qzeros", _WORDS, (groups, words))
 
-        def make(parts: _Parts = parts) -> Tensor:
-            return dequantize_awq(parts.read("qweight"), parts.read("qzeros"), parts.read("scales"))
+        def make(parts: _Parts = parts) -> Levels:
+            return awq_levels(parts.read("qweight"), parts.read("qzeros"), parts.read("scales"))
 
-        parts.add((8 * words, inputs), make)
+        parts.add((8 * words, inputs), Kind.INT4, make)
 
 
 def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -154,11 +157,11 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
         if groups == 0 or (inputs % groups and not has_groups):
             raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
 
-        def make(parts: _Parts = parts, bits: int = bits) -> Tensor:
+        def make(parts: _Parts = parts, bits: int = bits) -> Levels:
             stored = parts.read("qweight"), parts.read("qzeros"), parts.read("scales")
-            return dequantize_gptq(*stored, parts.read_if_there("g_idx"), bits, quantization.zero_offset)
+            return gptq_levels(*stored, parts.read_if_there("g_idx"), bits, quantization.zero_offset)
 
-        parts.add((outputs, inputs), make)
+        parts.add((outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8, make)
 
 
 def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -187,12 +190,15 @@ def _unpack_packed(parts: _Parts) -> None:
     if scale_rows not in (1, outputs) or groups == 0 or (inputs % groups and not has_groups):
         raise parts.refuse("weight_scale", f"{outputs} rows, and groups whose number divides {inputs} inputs")
 
-    def make() -> Tensor:
+    def make() -> Levels:
         zeros, of_inputs = parts.read_if_there("weight_zero_point"), parts.read_if_there("weight_g_idx")
         stored = parts.read("weight_packed"), parts.read("weight_scale")
-        return dequantize_packed(*stored, zeros, of_inputs, bits, inputs)
+        return packed_levels(*stored, zeros, of_inputs, bits, inputs)
 
-    parts.add((outputs, inputs), make)
+    is_by_row = groups == 1 and "weight_zero_point" not in parts.infos
+    parts.add(
+        (outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8_BY_ROW if is_by_row else Kind.INT8, make
+    )
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
@@ -209,10 +215,16 @@ def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> N
         raise parts.refuse(kind, f"{' or '.join(map(str, wanted))} for a matrix of {[outputs, inputs]}")
     parts.take_if_there("weight_zero_point", ("I8", "I32", FLOAT8), shape)
 
-    def make() -> Tensor:
+    def make() -> Levels:
         levels, scales = parts.read("weight"), parts.read(kind)
         zeros = parts.read_if_there("weight_zero_point")
         of_blocks = block if is_block else None
-        return dequantize_scaled(levels, scales, of_blocks, None if zeros is None else zeros.float())
+        return scaled_levels(levels, scales, of_blocks, None if zeros is None else zeros.float())
 
-    parts.add((outputs, inputs), make)
+    is_by_row = not is_block and shape in ((), (1,), (1, 1), (outputs,), (outputs, 1))
+    if parts.infos["weight"].dtype == FLOAT8:
+        of_levels = Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
+    else:
+        has_zeros = "weight_zero_point" in parts.infos
+        of_levels = Kind.INT8_BY_ROW if is_by_row and not has_zeros else Kind.INT8
+    parts.add((outputs, inputs), of_levels, make)

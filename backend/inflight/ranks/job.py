@@ -30,7 +30,11 @@ class Job(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
         """The job with paths that mean the same in every process."""
-        engine = replace(parameters.engine, gpt_model_path=_absolute(parameters.engine.gpt_model_path))
+        engine = replace(
+            parameters.engine,
+            gpt_model_path=_absolute(parameters.engine.gpt_model_path),
+            engine_dir=_absolute(parameters.engine.engine_dir),
+        )
         parameters = replace(
             parameters,
             engine=engine,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
+from inflight.engine_folder import is_engine_folder
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
 from inflight.progress import ProgressEcho
 from inflight.server.checkpoint import find_checkpoint
@@ -40,13 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> ServerOptions:
     """The options a command line stands for; raises OptionError, or ends the program for wrong usage."""
     given = _parser().parse_args(arguments)
-    _refuse_unavailable(given)
+    _check_engine(given)
     return ServerOptions(
         model_repository=given.model_repository,
         wanted=Wanted(
             model=_checkpoint(given),
             dtype=given.dtype,
             engine=given.engine,
+            engine_dir=given.engine_dir,
             settings=dict(given.set),
             adapters=tuple(given.lora),
         ),
@@ -192,10 +194,15 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
         help="torch: this server's own layers; transformers: its modelling code, for any decoder whose attention "
-        "can be replaced; tensorrt: not in this version (default: torch for families that it has, transformers "
-        "for others)",
+        "can be replaced; tensorrt: plans that scripts/build wrote (default: torch for families that it has, "
+        "transformers for others)",
     )
-    add("--engine-dir", metavar="DIR", help="not in this version")
+    add(
+        "--engine-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder of plans that scripts/build wrote; without --model it has the tokenizer, too",
+    )
 
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -222,11 +229,15 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _refuse_unavailable(given: argparse.Namespace) -> None:
-    if given.engine == "tensorrt":
-        raise OptionError("--engine tensorrt is not available in this version, torch and transformers are")
-    if given.engine_dir is not None:
-        raise OptionError("--engine-dir is not available in this version; --model names a checkpoint")
+def _check_engine(given: argparse.Namespace) -> None:
+    """Raise OptionError where --engine and --engine-dir do not go together."""
+    folder = given.engine_dir
+    if folder is not None and given.engine not in (None, "tensorrt"):
+        raise OptionError(f"--engine-dir {folder} is for --engine tensorrt, not {given.engine}")
+    if folder is not None and not is_engine_folder(folder):
+        raise OptionError(f"--engine-dir {folder}: no plans in that folder; scripts/build writes them")
+    if given.engine == "tensorrt" and folder is None and not (given.model and is_engine_folder(given.model)):
+        raise OptionError("--engine tensorrt needs --engine-dir with a folder that scripts/build wrote")
 
 
 def _serve(options: ServerOptions) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.config import is_filled
+from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.parameter_spec import input_types
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
@@ -29,6 +30,7 @@ from inflight.server.config_text import (
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE, ENGINE = "gpt_model_path", "tokenizer_dir", "dtype", "engine"
+ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH = "record_path"
@@ -49,7 +51,8 @@ class Wanted:
         dtype: Of its weights.
         settings: Parameter names and values; they win over the two before, and over `engine`.
         adapters: Names of LoRA adapters, and their folders.
-        engine: Whose layers compute it: torch's or transformers'.
+        engine: Whose layers compute it: torch's, transformers' or TensorRT's.
+        engine_dir: TensorRT's plans.
     """
 
     model: Path | None = None
@@ -57,6 +60,7 @@ class Wanted:
     settings: Mapping[str, str] = field(default_factory=dict)
     adapters: tuple[tuple[str, Path], ...] = ()
     engine: str | None = None
+    engine_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def assemble(
     present = {model: read_parameters(text) for model, text in configs.items()}
     _check_ranks_known(ranks_wanted or {}, present, source)
     settings = {**wanted.settings, **(ranks_wanted or {})}
-    batch_size = _batch_size(settings.pop(MAX_BATCH_SIZE, None))
+    batch_size = _batch_size(settings.pop(MAX_BATCH_SIZE, None)) or _slots_of_plans(wanted)
     decoupled = _decoupled(settings.pop(DECOUPLED_MODE, None))
     filled = fill(present, replace(wanted, settings=settings), source)
     engines = [model for model, known in filled.items() if _is_engine(known)]
@@ -162,8 +166,12 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         values[DTYPE] = wanted.dtype
     if wanted.engine is not None:
         values[ENGINE] = wanted.engine
-    if wanted.model is not None:
-        values[MODEL_PATH] = str(wanted.model.resolve())
+    if wanted.engine_dir is not None:
+        values[ENGINE] = "tensorrt"
+    if wanted.engine_dir is not None and wanted.model is not None:
+        values[ENGINE_DIR] = str(wanted.engine_dir.resolve())
+    if (model := wanted.model or wanted.engine_dir) is not None:
+        values[MODEL_PATH] = str(model.resolve())
     values |= wanted.settings
     if wanted.adapters:
         values[LORA_ADAPTERS] = _named_folders(wanted)
@@ -242,6 +250,14 @@ def _batch_size(value: str | None) -> int | None:
     if value is not None and not (value.isdecimal() and int(value) > 0):
         raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
     return None if value is None else int(value)
+
+
+def _slots_of_plans(wanted: Wanted) -> int | None:
+    """How many sequences the plans that are to be served run at once; None: there are none."""
+    for folder in (wanted.engine_dir, wanted.model):
+        if folder is not None and is_engine_folder(folder):
+            return num_slots(folder)
+    return None
 
 
 def _decoupled(value: str | None) -> bool | None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from inflight.models.loader import tensor_shapes
 from inflight.models.registry import read_model_description
+from inflight.testing.quantize import FORMATS, quantize_weights
 from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
 
 # The usual initialization. A tiny model drawn with it mostly repeats its last token; tests that need varied
@@ -76,6 +77,7 @@ def make_model(
     seed: int = 0,
     standard_deviation: float = STANDARD_DEVIATION,
     on_progress: Callable[[int], None] | None = None,
+    quantize: str | None = None,
 ) -> Path:
     """Write the checkpoint into the folder `out` and return it; `on_progress` is told of numbers drawn.
 
@@ -86,6 +88,7 @@ def make_model(
         dtype: what the weights are stored as, a key of `DTYPES`. They are drawn in float32.
         seed: equal seeds give equal files.
         standard_deviation: of all weights but the scales of normalizations, which are ones.
+        quantize: what the projections are written as, a key of FORMATS in `testing/quantize.py`; None: as drawn.
     """
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)
@@ -100,6 +103,9 @@ def make_model(
         weights[name] = drawn.to(DTYPES[dtype])
         if on_progress is not None:
             on_progress(drawn.numel())
+    if quantize is not None:
+        weights, described = quantize_weights(quantize, weights, DTYPES[dtype])
+        _write_json(out / "config.json", config(family, sizes, dtype) | {"quantization_config": described})
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # written for its owner alone
     ids: dict[str, object] = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
@@ -188,7 +194,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--std", type=float, default=STANDARD_DEVIATION, help="of the weights (default: %(default)s)"
     )
+    parser.add_argument(
+        "--quantize", choices=FORMATS, help="write the projections as checkpoints of this format have them"
+    )
     given = parser.parse_args(arguments)
+    if given.quantize and given.family == "gpt2":
+        parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
     total = num_weights(given.family, SHAPES[given.shape])
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -201,8 +212,10 @@ def main(arguments: list[str] | None = None) -> int:
             given.seed,
             given.std,
             on_progress=lambda drawn: progress.advance(task, drawn),
+            quantize=given.quantize,
         )
-    console.print(f"{given.out}: {given.family} {given.shape}, {total / 1e6:.1f} M weights, {given.dtype}")
+    stored = f"{given.quantize} and {given.dtype}" if given.quantize else given.dtype
+    console.print(f"{given.out}: {given.family} {given.shape}, {total / 1e6:.1f} M weights, {stored}")
     return 0
 
 

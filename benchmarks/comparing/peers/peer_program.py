@@ -193,7 +193,7 @@ def _parse() -> Setting:
         required=True,
         help='JSON: {"w": [{"prompt": [ids], "max_tokens": n}, …], "lone": […]}; one or both, in this order',
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "int8", "int4"), default="bfloat16")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--kv-cache-tokens", type=int, required=True)
     options = parser.parse_args()

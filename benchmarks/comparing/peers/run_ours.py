@@ -27,7 +27,7 @@ class _Ours(System):
             "w",
             together,
             together,
-            setting.dtype,
+            None if setting.dtype == "int4" else setting.dtype,  # as the checkpoint is
             None,
             setting.threads,
             _MAX_NUM_TOKENS,

@@ -203,10 +203,12 @@ class AdapterPool:
         page_rank: Ranks that a page has room for.
         dtype: Of the layers.
         device: Where they are.
+        max_active_rank: Most ranks of all adapters that compute together; None: any.
 
     Attributes:
         num_pages: As given.
         page_rank: As given.
+        max_active_rank: As given.
         layers: The pages, by layer of the part.
     """
 
@@ -218,9 +220,11 @@ class AdapterPool:
         page_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        max_active_rank: int | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_rank = page_rank
+        self.max_active_rank = max_active_rank
         self._config, self._part = config, part
         self._shapes = _LayerShapes(part.held_config(config), page_rank)
         self._device = device

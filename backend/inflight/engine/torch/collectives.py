@@ -12,11 +12,12 @@ where it should only be queued, and how fast that is.
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +43,11 @@ class Collectives(Protocol):
         """How many ranks there are."""
         ...
 
+    @property
+    def communicator(self) -> Any:
+        """What others than torch add up through: between GPUs a capsule with NCCL's ncclComm_t, on a CPU this."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on each; `tensor` may be written over."""
         ...
@@ -55,6 +61,7 @@ class Alone:
     """The collectives of a stage with one rank."""
 
     size = 1
+    communicator = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """`tensor`: there is nothing to add."""
@@ -76,6 +83,7 @@ class MpiCollectives:
 
     def __init__(self, stage: MpiStage) -> None:
         self.size = stage.size
+        self.communicator = self
         self._stage = stage
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -118,6 +126,17 @@ class TorchCollectives:
         group = groups[mapping.pp_rank]
         assert isinstance(group, dist.ProcessGroup), "only ranks outside of a group get something else"
         self._group = group
+        self._device = device
+
+    @property
+    def communicator(self) -> Any:
+        """As `Collectives.communicator`; every rank asks at the same time."""
+        if self._device.type != "cuda":
+            return self
+        dist.all_reduce(
+            torch.zeros(1, device=self._device), group=self._group
+        )  # NCCL begins with the first call
+        return _capsule(self._group._get_backend(self._device)._comm_ptr())  # pyright: ignore
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that share this stage's layers, in the tensor's dtype."""
@@ -228,6 +247,13 @@ class TorchStageLink:
         hidden = self._example.new_empty(num_rows, self._example.shape[-1])
         dist.recv(hidden, self._previous)
         return hidden
+
+
+def _capsule(address: int) -> Any:
+    """A Python capsule around an address."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(address, None, None)
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:

@@ -55,12 +55,14 @@ class Decoder:
         config: Of the whole model.
         dtype: Of activations and KV cache, and of weights that are not quantized.
         adapters: Where its LoRA adapters are; None: it takes none.
+        kernels: Who computes the layers.
         has_fixed_shapes: As `attention` says.
         takes_fixed_rows: Likewise.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
         row_kernels: Computes over its rows of logits when tokens are chosen.
     """
 
+    kernels = "torch"
     needs_cleared_blocks = True
 
     def __init__(

@@ -9,19 +9,17 @@ next batch is forwarded while one is computed.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.adapters.lora_modules import module_sizes
-from inflight.additional_outputs import OfferedOutput
 from inflight.config import QUANTIZED, EngineConfig
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
 from inflight.decoding import Decoding
@@ -31,18 +29,12 @@ from inflight.engine.additional_outputs import (
     AdditionalOutputs,
     HiddenStates,
     LayerOutputs,
-    offer,
 )
 from inflight.engine.context_outputs import ContextOutputs
 from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.engine import ModelEngine, Pending, RowOutputs, Runner
 from inflight.engine.memory import (
     allocating,
-    check_adapter_pages,
-    free_memory,
-    largest_adapter_pages,
-    plan_adapter_pages,
-    plan_kv_cache,
 )
 from inflight.engine.packing import PackedBatch, pack
 from inflight.engine.prompt_tables import PromptTables
@@ -51,16 +43,21 @@ from inflight.engine.torch.adapters import page_bytes
 from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.interfaces import BlockCache, RecordedDecoder, RunnerDecoder
 from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.load_decoder import AnyDecoder, computed_dtype, find_model, load_decoder
-from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
+from inflight.engine.torch.load_decoder import computed_dtype, find_model, kept_kinds, load_decoder
+from inflight.engine.torch.room import (
+    count_adapter_pages,
+    count_blocks,
+    find_device,
+    longest_sequence,
+    make_limits,
+    offer_outputs,
+)
+from inflight.engine.torch.transformers_decoder import TransformersModel
 from inflight.engine.windows import layer_windows
-from inflight.errors import ConfigError
 from inflight.guided.grammars import Grammars
-from inflight.models import DecoderConfig
-from inflight.models.decoder_config import DynamicScaling
 from inflight.models.loader import check_weights, num_weight_bytes
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
@@ -73,8 +70,6 @@ _LESS_WEIGHTS = (
     "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
 )
 _LESS_CACHE = "lower kv_cache_free_gpu_mem_fraction or max_tokens_in_paged_kv_cache"
-
-_KERNELS = {NativeDecoder: "native", Decoder: "torch", TransformersDecoder: "transformers"}
 
 MakeGrammars = Callable[[int], Grammars | None]
 
@@ -99,14 +94,14 @@ class TorchRunner(Runner):
     Attributes:
         decoder_config: What the checkpoint says of the model.
         dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
-        kernels: What computes the layers: "native", "torch" or "transformers".
+        kernels: What computes the layers: "native", "torch", "transformers" or "tensorrt".
         recorded: Of which iterations there are recordings.
     """
 
     def __init__(
         self,
-        decoder: AnyDecoder,
-        cache: KvCache,
+        decoder: RunnerDecoder,
+        cache: BlockCache,
         limits: EngineLimits,
         max_num_tokens: int,
         mapping: Mapping = _ALONE,
@@ -117,13 +112,13 @@ class TorchRunner(Runner):
         super().__init__(limits, slots)
         self.decoder_config = decoder.config
         self.dtype = str(decoder.dtype).removeprefix("torch.")
-        self.kernels = _KERNELS[type(decoder)]
+        self.kernels = decoder.kernels
         self.decoder = decoder
         self.cache = cache
         self._max_num_tokens = max_num_tokens
         self._graphs = None
-        if capture is not None and debug_tensors is None and isinstance(decoder, Decoder):
-            self._graphs = _record(decoder, slots, cache, capture, max_num_tokens)
+        if capture is not None and debug_tensors is None:
+            self._graphs = _record(cast(RecordedDecoder, decoder), slots, cache, capture, max_num_tokens)
         self.recorded = RecordedKinds(()) if self._graphs is None else self._graphs.kinds
         self._is_last_stage, self._is_sampler = mapping.is_last_stage, mapping.is_sampler
         self.additional_outputs = AdditionalOutputs(decoder.config.num_layers)
@@ -237,6 +232,13 @@ class TorchRunner(Runner):
             self.cache.clear(upload(np.array(fresh_blocks), device))
 
 
+LoadRunner = Callable[
+    [EngineConfig, Mapping, Collectives, Callable[[int], int], tuple[str, ...]], TorchRunner
+]
+"""Loads a rank's part of a model: takes what to load, which rank this is, the ranks of its stage, what agrees on a
+number as `load_stage` has it, and the names of logits post-processors."""
+
+
 class TorchEngine(ModelEngine):
     """A TorchRunner of a whole model, or of its last pipeline stage, and the Sampler. Made by `load`.
 
@@ -282,17 +284,19 @@ class TorchEngine(ModelEngine):
         config: EngineConfig,
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         make_grammars: MakeGrammars = no_grammars,
+        load_runner: LoadRunner | None = None,
     ) -> TorchEngine:
         """Read a whole model and allocate its KV cache; requests may name `processors`.
 
         Args:
             config: What to load, and how.
             make_grammars: Called with the size of the vocabulary: makes what follows guides.
+            load_runner: Loads the runner; None: one that computes with torch.
 
         Raises:
             ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
         """
-        runner = _load_runner(config, _ALONE, ALONE, int, processors.names)
+        runner = (load_runner or _load_runner)(config, _ALONE, ALONE, int, processors.names)
         grammars = make_grammars(runner.limits.vocab_size)
         return cls(runner, config.normalize_log_probs, processors, grammars)
 
@@ -325,6 +329,7 @@ def load_stage(
     agree: Callable[[int], int] = int,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
+    load_runner: LoadRunner | None = None,
 ) -> TorchRunner | TorchEngine:
     """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
 
@@ -337,11 +342,12 @@ def load_stage(
             the least of all ranks'. With its ConfigError, this one's load fails too.
         processors: What requests may name; those of all ranks have the same names.
         make_grammars: As for `TorchEngine.load`; called at the rank that chooses tokens.
+        load_runner: As for `TorchEngine.load`.
 
     Raises:
         ConfigError: As `TorchEngine.load`.
     """
-    runner = _load_runner(config, mapping, collectives, agree, processors.names)
+    runner = (load_runner or _load_runner)(config, mapping, collectives, agree, processors.names)
     if mapping.is_sampler:
         grammars = make_grammars(runner.limits.vocab_size)
         return TorchEngine(runner, config.normalize_log_probs, processors, grammars)
@@ -369,7 +375,7 @@ def _load_runner(
         config = replace(config, lora_cache_gpu_memory_fraction=0.0)
     else:
         check_weights(model)  # before anything that takes time
-    offered = _offer(config, model.decoder, mapping)
+    offered = offer_outputs(config, model.decoder, mapping)
     debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
     max_sequence_length = longest_sequence(config, model.decoder)
     windows = layer_windows(
@@ -383,7 +389,7 @@ def _load_runner(
     with allocating("the weights", weight_bytes, device, _LESS_WEIGHTS):
         decoder = load_decoder(config, model, device, part, windows, max_sequence_length, collectives)
     held = part.held_config(model.decoder)
-    num_adapter_pages = _num_adapter_pages(config, held, decoder.dtype, device, agree)
+    num_adapter_pages = count_adapter_pages(config, held, decoder.dtype, device, agree)
     if num_adapter_pages and isinstance(decoder, Decoder):  # compiled layers take memory as adapters come
         page_rank = config.lora_cache_optimal_adapter_size
         adapter_bytes = num_adapter_pages * page_bytes(held, page_rank, decoder.dtype)
@@ -391,35 +397,23 @@ def _load_runner(
             "LoRA adapters", lambda: adapter_bytes, device, "lower lora_cache_gpu_memory_fraction"
         ):
             decoder.reserve_adapters(num_adapter_pages, page_rank)
-    capture = _find_capture(config, decoder, mapping, device, debug_tensors is not None)
+    capture = find_capture(config, decoder.has_fixed_shapes, mapping, device, debug_tensors is not None)
     if device.type == "cuda" and not agree(int(capture is not None)):
         capture = None
     reserved = 0
     if capture is not None and isinstance(decoder, Decoder):
         kinds = RecordedKinds.of(
-            decoder, config.max_num_sequences, config.max_num_tokens, bool(num_adapter_pages)
+            decoder.takes_fixed_rows, config.max_num_sequences, config.max_num_tokens, bool(num_adapter_pages)
         )
         reserved = kinds.num_bytes
-    num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
+    num_blocks = count_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
     cache_bytes = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
     with allocating("the KV cache", lambda: cache_bytes, device, _LESS_CACHE):
         cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
-    limits = EngineLimits(
-        vocab_size=model.decoder.vocab_size,
-        max_sequence_length=max_sequence_length,
-        max_num_sequences=config.max_num_sequences,
-        num_blocks=num_blocks,
-        tokens_per_block=config.tokens_per_block,
-        num_micro_batches=mapping.pp_size,
-        overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
-        takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
-        logits_post_processors=post_processor_names,
-        additional_outputs=offered,
-        hidden_size=model.decoder.hidden_size,
-        num_adapter_pages=num_adapter_pages,
-        adapter_page_rank=config.lora_cache_optimal_adapter_size,
-        max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
+    limits = make_limits(
+        config, model.decoder, max_sequence_length, num_blocks, num_adapter_pages, device, mapping
     )
+    limits = replace(limits, logits_post_processors=post_processor_names, additional_outputs=offered)
     runner = TorchRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
         runner.agree_on_recordings(agree)
@@ -437,46 +431,19 @@ def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersMo
         return 0
     dtype = computed_dtype(config, model)
     of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
-    return num_weight_bytes(model, dtype, of_linear) // mapping.world_size
+    kept = kept_kinds(config, model, find_device(config.device))
+    return num_weight_bytes(model, dtype, of_linear, kept) // mapping.world_size
 
 
-def _offer(config: EngineConfig, decoder: DecoderConfig, mapping: Mapping) -> tuple[OfferedOutput, ...]:
-    """What requests may ask for; the same on all ranks, or ConfigError on all."""
-    last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
-    first_layer = last_stage.layers(decoder.num_layers)[0]
-    return offer(
-        config.additional_model_outputs,
-        decoder.num_layers,
-        decoder.hidden_size,
-        decoder.vocab_size,
-        first_layer,
-    )
-
-
-def find_device(name: str | None) -> torch.device:
-    """The device that the parameter `device` names; None: a GPU if there is one. ConfigError without it."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}, expected cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(
-            f"device is {name!r}, which this machine does not have or this engine does not run on"
-        )
-    return device
-
-
-def _find_capture(
+def find_capture(
     config: EngineConfig,
-    decoder: AnyDecoder,
+    has_fixed_shapes: bool,
     mapping: Mapping,
     device: torch.device,
     has_debug_tensors: bool,
 ) -> Capture | None:
     """Records iterations; None if they are not to be recorded, and the log says why."""
-    if device.type != "cuda" or not decoder.has_fixed_shapes:  # it was said when the attention was chosen
+    if device.type != "cuda" or not has_fixed_shapes:  # it was said when the attention was chosen
         return None
     if config.cuda_graph_mode and mapping.pp_size == 1 and not has_debug_tensors:
         if any(output.name.startswith("hidden_states_") for output in config.additional_model_outputs):
@@ -494,7 +461,7 @@ def _find_capture(
 
 
 def _record(
-    decoder: Decoder, slots: SlotTable, cache: KvCache, capture: Capture, max_num_tokens: int
+    decoder: RecordedDecoder, slots: SlotTable, cache: BlockCache, capture: Capture, max_num_tokens: int
 ) -> IterationGraphs | None:
     started = time.monotonic()
     try:
@@ -517,82 +484,3 @@ def _record(
             graphs.adapter_ranks,
         )
     return graphs
-
-
-def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """What was asked for, or all that the positions reach. ConfigError for more than that."""
-    wanted, longest = config.max_sequence_length, decoder.max_positions
-    if wanted is None or wanted <= longest:
-        return wanted or longest
-    reason = ""
-    if any(rope is not None and isinstance(rope.scaling, DynamicScaling) for rope in decoder.ropes):
-        reason = (
-            ": its rotary positions are of type dynamic, which change for all tokens of a sequence with every one "
-            "beyond that, so that cached keys would be wrong; type yarn or linear in config.json reaches further"
-        )
-    raise ConfigError(
-        f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
-        f"{config.gpt_model_path} reach{reason}"
-    )
-
-
-def _num_adapter_pages(
-    config: EngineConfig,
-    held: DecoderConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    agree: Callable[[int], int],
-) -> int:
-    """How much room for adapters there is beside the weights; ConfigError if what was asked for is too little."""
-    if config.lora_cache_gpu_memory_fraction == 0:
-        return 0
-    if not module_sizes(held):
-        if config.lora_cache_gpu_memory_fraction is not None:
-            raise ConfigError(
-                f"lora_cache_gpu_memory_fraction is {config.lora_cache_gpu_memory_fraction}, expected 0 or "
-                "nothing: models with latent attention take no adapters"
-            )
-        _logger.info("LoRA adapters are not taken: the model has latent attention")
-        return 0
-    page_rank = config.lora_cache_optimal_adapter_size
-    size = page_bytes(held, page_rank, dtype)
-    free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
-    num_pages = check_adapter_pages(config, agree(plan_adapter_pages(config, size, free_bytes)), size)
-    largest = config.lora_cache_max_adapter_size
-    if num_pages:
-        _logger.info(
-            "LoRA adapters: %d pages of %d ranks, %.1f MiB, room for %d adapters of rank %d, the largest",
-            num_pages,
-            page_rank,
-            num_pages * size / 2**20,
-            num_pages // largest_adapter_pages(config),
-            largest,
-        )
-    else:
-        _logger.warning("LoRA adapters are not taken: there is no memory for one of rank %d", largest)
-    return num_pages
-
-
-def _num_blocks(
-    config: EngineConfig,
-    decoder: DecoderConfig,
-    max_sequence_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    reserved: int,
-    agree: Callable[[int], int],
-) -> int:
-    """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
-    on_gpu = device.type == "cuda"
-    size = block_bytes(decoder, config.tokens_per_block, dtype)
-    free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
-    plan = plan_kv_cache(config, max_sequence_length, size, free_bytes, on_gpu)
-    num_blocks = agree(plan.num_blocks)
-    _logger.info(
-        "KV cache: %d blocks of %d tokens, %.0f MiB; %s decides",
-        num_blocks,
-        config.tokens_per_block,
-        num_blocks * size / 2**20,
-        plan.decided_by if num_blocks == plan.num_blocks else "another rank",
-    )
-    return num_blocks

@@ -35,9 +35,8 @@ from inflight.engine.packing import (
     lay_out,
 )
 from inflight.engine.slots import SlotTable
-from inflight.engine.torch.adapters import ActiveAdapters
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
+from inflight.engine.torch.interfaces import BlockCache, RecordedDecoder
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs operations and records them; what it returns runs them again, on what is in the same memory by then."""
@@ -82,9 +81,11 @@ class RecordedKinds:
     with_adapters: bool = False
 
     @classmethod
-    def of(cls, decoder: Decoder, num_slots: int, max_num_tokens: int, with_adapters: bool) -> RecordedKinds:
+    def of(
+        cls, takes_fixed_rows: bool, num_slots: int, max_num_tokens: int, with_adapters: bool
+    ) -> RecordedKinds:
         """For as many sequences as there are slots, and batches of at most `max_num_tokens` rows."""
-        mixed = mixed_sizes(max_num_tokens) if decoder.takes_fixed_rows else ()
+        mixed = mixed_sizes(max_num_tokens) if takes_fixed_rows else ()
         return cls(tuple(recorded_sizes(num_slots)), tuple(mixed), with_adapters)
 
     @property
@@ -103,6 +104,12 @@ class _Recording:
     with_adapters: bool
 
 
+def _most_pages(pool: AdapterPool) -> int:
+    """How many pages of adapters a recorded batch has."""
+    ranks = _ADAPTER_RANKS if pool.max_active_rank is None else min(_ADAPTER_RANKS, pool.max_active_rank)
+    return min(pool.num_pages, max(1, ranks // pool.page_rank))
+
+
 class IterationGraphs:
     """Recordings of a decoder's layers.
 
@@ -118,18 +125,24 @@ class IterationGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, table: SlotTable, cache: KvCache, capture: Capture, max_num_tokens: int
+        self,
+        decoder: RecordedDecoder,
+        table: SlotTable,
+        cache: BlockCache,
+        capture: Capture,
+        max_num_tokens: int,
     ) -> None:
         self._decoder, self._table, self._cache = decoder, table, cache
         self._pool = pool = decoder.adapters
-        self.kinds = kinds = RecordedKinds.of(decoder, table.null_slot, max_num_tokens, pool is not None)
+        self.kinds = kinds = RecordedKinds.of(
+            decoder.takes_fixed_rows, table.null_slot, max_num_tokens, pool is not None
+        )
         device, most = cache.device, max(*kinds.generation_sizes, *kinds.mixed_sizes)
         self._numbers = torch.zeros(sum(self._parts(most, True)), dtype=torch.int64, device=device)
         self._bounds = torch.arange(most + 1, device=device)
         shape = (most, decoder.config.hidden_size)
         self._hidden = torch.zeros(shape, dtype=decoder.dtype, device=device)
-        num_pages = 0 if pool is None else min(pool.num_pages, max(1, _ADAPTER_RANKS // pool.page_rank))
-        self._num_pages = num_pages
+        self._num_pages = num_pages = 0 if pool is None else _most_pages(pool)
         # Pages, each one's owner, and each row's adapter, as `ActiveAdapters.of_rows` takes them.
         self._adapters = torch.zeros(2 * num_pages + most, dtype=torch.int64, device=device)
         recordings = [

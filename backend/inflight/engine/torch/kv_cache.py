@@ -53,6 +53,14 @@ class KvCache:
         """Each layer's keys and values, [num_blocks + 1, tokens_per_block * kv_size], in any order."""
         return [(layer[0], layer[1]) for layer in self._blocks]
 
+    @property
+    def all_tokens(self) -> Tensor:
+        """All keys and values by the places that `write` takes: [layers, 2, tokens, kv_heads, head_dim].
+
+        With latent attention 1 instead of 2.
+        """
+        return self._tokens
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values where they are: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
         parts = self._blocks[layer].unflatten(-1, (self.tokens_per_block, *self._head_shape))

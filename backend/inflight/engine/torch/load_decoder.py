@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -22,8 +24,10 @@ from inflight.engine.torch.attention_check import CannotAttend, check_attention
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.decoder import Decoder
+from inflight.engine.torch.grouped_linear import KeepingLevels
 from inflight.engine.torch.host_memory import zeros
 from inflight.engine.torch.layer_check import find_operations, find_row_kernels
+from inflight.engine.torch.native import packing
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.native.library import CannotBuild, load_library
 from inflight.engine.torch.native.packing import PackedLayer, PackedLinear, Packer
@@ -32,7 +36,8 @@ from inflight.engine.torch.transformers_decoder import TransformersDecoder, Tran
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, Layer, Linear, load_weights
-from inflight.models.loader import Finisher, load_finished_weights, stored_dtype
+from inflight.models.levels import GroupedMatrix, Kind
+from inflight.models.loader import Finisher, load_finished_weights, quantized_kinds, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
 
@@ -45,12 +50,19 @@ AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
 
 
 class _Packing(Finisher[PackedLayer, PackedLinear]):
-    """Packs every matrix as it is read, and gives the memory back that it was read into."""
+    """Packs every matrix as it is read, and gives the memory back that it was read into.
 
-    def __init__(self, packer: Packer) -> None:
+    With `keeps_levels` projections stay as the checkpoint has quantized them, and the output projection, which it
+    seldom has, is int8.
+    """
+
+    def __init__(self, packer: Packer, keeps_levels: bool) -> None:
         self._packer = packer
+        self.keeps_levels = keeps_levels
         # int8 columns are no rows that could be looked up.
-        self.keeps_tied_embedding = packer.int8
+        self.keeps_tied_embedding = packer.int8 or keeps_levels
+        self._kept: Counter[Kind] = Counter()
+        self._unpacked: dict[str, list[str]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return super().empty(shape, dtype, device) if len(shape) == 1 else zeros(shape, dtype)
@@ -64,8 +76,46 @@ class _Packing(Finisher[PackedLayer, PackedLinear]):
         assert bias is None, "checked: experts with biases are not for compiled layers"
         return self._packer.stack(matrices, shape, is_gated)
 
+    def head(self, linear: Linear) -> PackedLinear:
+        return self._packer.linear(linear, int8=self._packer.int8 or self.keeps_levels)
+
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        return packing.why_unpacked(matrix, is_stack)
+
+    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> PackedLinear:
+        self._kept[matrix.kind] += 1
+        return self._packer.levels(matrix, bias, is_gated)
+
+    def keep_stacked_levels(
+        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> PackedLinear:
+        assert bias is None, "checked: experts with biases are not for compiled layers"
+        first = next(matrices)
+        packed = self._packer.stacked_levels(chain((first,), matrices), shape, is_gated)
+        self._kept[first.kind] += 1
+        return packed
+
+    def note_unpacked(self, name: str, reason: str) -> None:
+        self._unpacked.setdefault(reason, []).append(name)
+
     def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
         return self._packer.layer(layer)
+
+    def say(self, dtype: torch.dtype) -> None:
+        """Log what has become of the quantized projections."""
+        if not self.keeps_levels:
+            return
+        kept = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
+        _log.info(
+            "quantized projections stay as the checkpoint has them (%s), and what they multiply is rounded to "
+            "int8; the output projection is int8 by row; dtype bfloat16 unpacks and rounds nothing",
+            kept or "none",
+        )
+        for reason, names in self._unpacked.items():
+            short = str(dtype).removeprefix("torch.")
+            _log.warning(
+                "%d quantized projections are unpacked to %s (%s): %s", len(names), short, names[0], reason
+            )
 
 
 def find_model(
@@ -111,15 +161,22 @@ def load_decoder(
     if isinstance(model, TransformersModel):
         return _take_transformers(config, model, device, windows)
     is_int8, dtype = config.dtype == INT8, computed_dtype(config, model)
+    kept = kept_by_compiled_layers(config, model, device)
     try:
-        library = _find_library(config, model.decoder, dtype, device, part.shard)
+        computed = torch.bfloat16 if kept else dtype
+        library = _find_library(config, model.decoder, computed, device, part.shard, is_int8 or bool(kept))
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
         if config.dtype in QUANTIZED:
             weights = load_finished_weights(
                 model, dtype, device, part, Quantizing(config.dtype, dtype, device)
             )
+        elif keeps_levels(config, model, device):
+            keeping = KeepingLevels(dtype, device)
+            weights = load_finished_weights(model, dtype, device, part, keeping)
+            keeping.say()
         else:
+            _say_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
             weights = load_weights(model, dtype, device, part)
         held = part.held_config(model.decoder)
         attention = find_attention(config, held, windows, dtype, device)
@@ -127,8 +184,12 @@ def load_decoder(
         row_kernels = find_row_kernels(model.decoder.vocab_size, device)
         parts = part, collectives, attention, operations, row_kernels
         return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
-    packer = Packer(library, dtype, is_int8, torch.get_num_threads())
-    weights = load_finished_weights(model, dtype, device, part, _Packing(packer))
+    if not kept:
+        _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
+    packer = Packer(library, computed, is_int8, torch.get_num_threads())
+    finisher = _Packing(packer, bool(kept))
+    weights = load_finished_weights(model, computed, device, part, finisher)
+    finisher.say(computed)
     return NativeDecoder(
         model.decoder,
         weights,
@@ -222,12 +283,69 @@ def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype
     return torch.bfloat16 if config.dtype in QUANTIZED else getattr(torch, config.dtype)
 
 
+def kept_by_compiled_layers(
+    config: EngineConfig, model: ModelDescription, device: torch.device
+) -> frozenset[Kind]:
+    """Which of the checkpoint's quantized matrices compiled layers multiply as they are; they compute in bfloat16.
+
+    None where a dtype is asked for, and where the checkpoint's own is float32: then they are unpacked to that.
+    """
+    if device.type != "cpu" or not _has_own_dtype(config, model):
+        return frozenset()
+    return packing.KEPT & quantized_kinds(model).keys()
+
+
+def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.device) -> bool:
+    """Whether torch's operators keep what the checkpoint has quantized: on a GPU, or where `kernels` is torch.
+
+    On a CPU it takes longer to unpack a matrix than to multiply with it, and memory is all that is won.
+    """
+    is_asked_for = config.kernels == "torch" or device.type == "cuda"
+    return is_asked_for and _has_own_dtype(config, model)
+
+
+def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[Kind]:
+    """Which of the checkpoint's quantized matrices stay as they are, if the machine can run compiled code."""
+    if keeps_levels(config, model, device):
+        return frozenset(quantized_kinds(model))
+    return kept_by_compiled_layers(config, model, device)
+
+
+def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
+    """Whether a quantized checkpoint is to be as it is: a dtype that is asked for is what it is unpacked to.
+
+    So is float32 where that is the checkpoint's own.
+    """
+    is_quantized = config.dtype is None and model.quantization is not None
+    return is_quantized and stored_dtype(model) is not torch.float32
+
+
+def _say_unpacked(config: EngineConfig, model: ModelDescription, dtype: torch.dtype, otherwise: str) -> None:
+    """Log that quantized matrices are unpacked, if there are any; `otherwise`: why, if nobody has asked for it."""
+    kinds = quantized_kinds(model)
+    if not kinds:
+        return
+    of_kinds = " and ".join(f"{count} in {kind.value}" for kind, count in kinds.items())
+    reason = otherwise
+    if config.dtype is not None:
+        reason = f"dtype is {config.dtype}"
+    elif dtype is torch.float32:
+        reason = "that is the checkpoint's own dtype"
+    short = str(dtype).removeprefix("torch.")
+    _log.info("quantized matrices (%s) are unpacked to %s: %s", of_kinds, short, reason)
+
+
 def _find_library(
-    config: EngineConfig, decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, shard: Shard
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
+    int8: bool,
 ) -> ctypes.CDLL:
     """The compiled code; CannotBuild where torch's operators are asked for or have to do."""
     check_native(config, decoder, dtype, device, shard)
-    return load_library(str(dtype).removeprefix("torch."), config.dtype == INT8)
+    return load_library(str(dtype).removeprefix("torch."), int8)
 
 
 def check_native(

@@ -146,10 +146,10 @@ class Quantizing(Finisher[LayerWeights, Linear]):
 
     def _made(self, levels: Tensor, scales: Tensor, bias: Tensor | None) -> QuantizedLinear:
         one = (levels, scales) if levels.dim() == 2 else (levels[0], scales[0])
-        product = self._product(*one)
+        product = self.product(*one)
         return QuantizedLinear(levels, bias, scales=scales, computed=self.computed, product=product)
 
-    def _product(self, levels: Tensor, scales: Tensor) -> Product:
+    def product(self, levels: Tensor, scales: Tensor) -> Product:
         """What multiplies matrices of this shape."""
         shape = tuple(levels.shape)
         if shape not in self._products:

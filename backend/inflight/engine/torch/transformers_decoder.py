@@ -143,6 +143,7 @@ class TransformersDecoder:
         attention: How rows read keys and values.
     """
 
+    kernels = "transformers"
     has_fixed_shapes = False
     needs_cleared_blocks = True
     row_kernels = RowKernels()

@@ -62,11 +62,13 @@ class NativeDecoder:
     Attributes:
         config: Of the whole model.
         dtype: Of activations and KV cache.
+        kernels: As for `Decoder`.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
         row_kernels: As for `Decoder`.
     """
 
+    kernels = "native"
     has_fixed_shapes = False
 
     # What lies behind a sequence's last token is masked, or zeroed as that is stored.

@@ -1,14 +1,16 @@
 """Weights in the layout that the compiled products read, and the structs that point to them.
 
-A matrix becomes panels of 32 columns (source/gemm.h), in its own dtype or quantized to int8 with a scale for each
-column. Matrices are packed as they are read from the checkpoint, so that no more than one is there twice.
+A matrix becomes panels of 32 columns (source/gemm.h), in its own dtype, or quantized to int8 with a scale for each
+column, or as the checkpoint has quantized it: to int8 likewise, or to 4 bits in groups (source/int4.h). Matrices
+are packed as they are read from the checkpoint, so that no more than one is there twice.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +20,13 @@ from inflight.engine.torch.host_memory import Arena
 from inflight.engine.torch.native.structs import LayerStruct, LinearStruct, NormStruct
 from inflight.models import Layer, Linear, Norm
 from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.levels import GroupedMatrix, Kind
 
 PANEL = 32
 HALF = PANEL // 2
+_INT8, _INT4 = 1, 2  # kinds of LinearStruct
 _INT8_LEVELS = 127
+_INT4_TOGETHER, _OF_GROUP, _ZERO_BITS = 8, 8, 31  # kAtOnce, kOfGroup, kZeroBits of source/int4.h
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
 
 
@@ -119,10 +124,17 @@ class Packer:
             Contribution(layer.down.bias if layer.down else None, layer.mlp_post_norm),
         )
 
-    def linear(self, linear: Linear, is_gated: bool = False) -> PackedLinear:
-        """Pack a projection; `is_gated`: gate above up of a gated MLP."""
+    def linear(self, linear: Linear, is_gated: bool = False, int8: bool | None = None) -> PackedLinear:
+        """Pack a projection.
+
+        Args:
+            linear: As it was read.
+            is_gated: It is gate above up of a gated MLP.
+            int8: Whether to quantize it; None: as all.
+        """
         self._tensors = []
-        struct = self._pack((linear.weight,), (1, *linear.weight.shape), self.int8, is_gated, linear.bias)
+        int8 = self.int8 if int8 is None else int8
+        struct = self._pack((linear.weight,), (1, *linear.weight.shape), int8, is_gated, linear.bias)
         return PackedLinear(struct, tuple(self._tensors), linear.bias)
 
     def stack(
@@ -135,6 +147,23 @@ class Packer:
         self._tensors = []
         struct = self._pack(matrices, shape, self.int8, is_gated, is_stack=True)
         return PackedLinear(struct, tuple(self._tensors), None)
+
+    def levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool = False) -> PackedLinear:
+        """Pack a projection that the checkpoint has quantized, of which `why_unpacked` says nothing."""
+        self._tensors = []
+        shape = (1, *matrix.shape)
+        pack = self._pack_int4 if matrix.kind is Kind.INT4 else self._pack_levels
+        return PackedLinear(pack((matrix,), shape, is_gated, bias), tuple(self._tensors), bias)
+
+    def stacked_levels(
+        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], is_gated: bool = False
+    ) -> PackedLinear:
+        """As `stack`, of quantized ones that are all of one form."""
+        self._tensors = []
+        first = next(matrices)
+        matrices = chain((first,), matrices)
+        pack = self._pack_int4 if first.kind is Kind.INT4 else self._pack_levels
+        return PackedLinear(pack(matrices, shape, is_gated, is_stack=True), tuple(self._tensors), None)
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
         """Pack a norm by itself."""
@@ -165,10 +194,7 @@ class Packer:
     ) -> LinearStruct:
         """Matrices behind each other, `shape` [count, rows, inner]; those of a stack in whole panels each."""
         count, rows, inner = shape
-        order = gated_order(rows) if is_gated else torch.arange(rows)
-        width = -(-len(order) // PANEL) * PANEL
-        if is_stack:
-            order = F.pad(order, (0, width - len(order)), value=-1)
+        order, width = _column_order(rows, is_gated, is_stack)
         dtype = torch.int8 if int8 else self.dtype
         together = 4 // dtype.itemsize  # of what a lane multiplies at a time
         padded = -(-inner // together) * together
@@ -187,9 +213,78 @@ class Packer:
             self._keep(None if bias is None else in_order(bias.float(), order, width)),
             self._keep(scales),
             self._keep(corrections),
+            None,
             count * len(order),
             padded,
             int(int8),
+        )
+
+    def _pack_levels(
+        self,
+        matrices: Iterable[GroupedMatrix],
+        shape: tuple[int, ...],
+        is_gated: bool,
+        bias: Tensor | None = None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        """As `_pack`, of int8 levels with a scale for each row."""
+        count, rows, inner = shape
+        order, width = _column_order(rows, is_gated, is_stack)
+        padded = -(-inner // 4) * 4
+        packed = self._arena.empty(count * width * padded, torch.int8).view(count, width, padded)
+        scales = torch.zeros((count, width))
+        corrections = torch.zeros((count, width), dtype=torch.int32)
+        for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
+            values = matrix.values.contiguous()
+            sums = values.sum(1, dtype=torch.int32) * (_INT8_LEVELS + 1)
+            scales[index] = in_order(matrix.scales[:, 0], order, width)
+            corrections[index] = in_order(sums, order, width)
+            sizes = (inner, order.data_ptr(), len(order), inner)
+            self.library.pack_int8(values.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
+        return LinearStruct(
+            self._keep(packed),
+            self._keep(None if bias is None else in_order(bias.float(), order, width)),
+            self._keep(scales),
+            self._keep(corrections),
+            None,
+            count * len(order),
+            padded,
+            _INT8,
+        )
+
+    def _pack_int4(
+        self,
+        matrices: Iterable[GroupedMatrix],
+        shape: tuple[int, ...],
+        is_gated: bool,
+        bias: Tensor | None = None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        """As `_pack`, of levels 0 to 15 in groups, which are the same ones in all matrices."""
+        count, rows, inner = shape
+        order, width = _column_order(rows, is_gated, is_stack)
+        matrices = iter(matrices)
+        first = next(matrices)
+        size = -(-first.group_size // _INT4_TOGETHER) * _INT4_TOGETHER
+        groups = first.scales.shape[1]
+        row_bytes = groups * (size + _OF_GROUP)
+        packed = self._arena.empty(count * width * row_bytes // 2, torch.uint8).view(count, -1)
+        for matrix, target in zip(chain((first,), matrices), packed, strict=True):
+            values, words = matrix.values.contiguous(), _words(matrix)
+            sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
+            sizes = len(order), inner, groups, size
+            self.library.pack_int4(*sources, *sizes, target.data_ptr(), self.num_threads)
+        return LinearStruct(
+            self._keep(packed),
+            self._keep(None if bias is None else in_order(bias.float(), order, width)),
+            None,
+            None,
+            self._keep(first.order, torch.int32),
+            count * len(order),
+            row_bytes,
+            _INT4,
+            groups,
+            size,
         )
 
     def _pack_int8(
@@ -230,6 +325,35 @@ class Packer:
         kept = tensor.to(dtype or tensor.dtype).contiguous()
         self._tensors.append(kept)
         return kept.data_ptr()
+
+
+KEPT = frozenset({Kind.INT4, Kind.INT8_BY_ROW})
+"""What compiled layers multiply as the checkpoint has it."""
+
+
+def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
+    """As `Finisher.why_unpacked`."""
+    if matrix.kind not in KEPT:
+        return f"{matrix.kind.value}, which int8 by row would round again"
+    if matrix.kind is Kind.INT4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
+        return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
+    if is_stack and matrix.order is not None:
+        return "experts whose inputs are in an order of their own"
+    return ""
+
+
+def _words(matrix: GroupedMatrix) -> Tensor:
+    """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits."""
+    zeros = torch.zeros(1) if matrix.zeros is None else matrix.zeros
+    scales = matrix.scales.contiguous().view(torch.int32) & ~_ZERO_BITS
+    return scales | zeros.to(torch.int32)
+
+
+def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:
+    """The source row of every column, and how many columns whole panels have; a stack's matrices have those."""
+    order = gated_order(rows) if is_gated else torch.arange(rows)
+    width = -(-len(order) // PANEL) * PANEL
+    return F.pad(order, (0, width - len(order)), value=-1) if is_stack else order, width
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

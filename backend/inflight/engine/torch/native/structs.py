@@ -16,9 +16,12 @@ class LinearStruct(Structure):
         ("bias", c_void_p),
         ("scales", c_void_p),
         ("corrections", c_void_p),
+        ("order", c_void_p),
         ("columns", c_int32),
         ("inner", c_int32),
         ("kind", c_int32),
+        ("groups", c_int32),
+        ("group_size", c_int32),
     )
 
 
@@ -186,6 +189,10 @@ _SIGNATURES = {
     "unpack_rows": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
     "pack": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "pack_int8": (None, (c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "pack_int4": (
+        None,
+        (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int32),
+    ),
     "pack_a": (None, (c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)),
     "pack_b": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_void_p)),
     "quantize": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32)),

@@ -66,6 +66,11 @@ void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int 
                int num_threads) {
   pack<Int8>(source, stride, order, columns, inner, target, num_threads);
 }
+// As int4.h says.
+void pack_int4(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner, int groups,
+               int group_size, uint8_t* target, int num_threads) {
+  inflight::pack_int4(levels, words, order, columns, inner, groups, group_size, target, num_threads);
+}
 void pack_a(const Stored* source, int64_t stride, int rank, int inner, int first, Stored* target) {
   pack_a<Element>(source, stride, rank, inner, first, target);
 }

@@ -15,6 +15,7 @@
 #include "draw.h"
 #include "experts.h"
 #include "gemm.h"
+#include "int4.h"
 #include "int8.h"
 #include "layer.h"
 #include "low_rank.h"
@@ -211,12 +212,13 @@ class Decoder {
   }
   bool reserve_operand(int64_t rows) {
     return operand_.reserve(rows * pairs_of_widest()) && row_scales_.reserve(rows) &&
-           scratch_.reserve((kRowsAtOnce + 1) * pairs_of_widest() * team_.size());
+           scratch_.reserve(kScratchRows * pairs_of_widest() * team_.size());
   }
   bool reserve_low_rank(int64_t rows) {
     return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMostRowsOfTask * kPanel * team_.size());
   }
-  // Of bfloat16 and float32 there are at least as many as of int8.
+  static constexpr int kScratchRows = kRowsAtOnce + 2;
+  // Of bfloat16 and float32 there are at least as many as of int8, and of int4 with its scales.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width()});
     return (widest + E::kPair - 1) / E::kPair + kLanes;
@@ -231,13 +233,17 @@ class Decoder {
                     const ReadRow& read_row) {
     const Linear& linear = product.linear;
     team_.deal(tasks.count(), thread);
-    uint32_t* row_memory = scratch_.get() + (kRowsAtOnce + 1) * pairs_of_widest() * thread;
+    uint32_t* row_memory = scratch_.get() + kScratchRows * pairs_of_widest() * thread;
     auto* quantized = reinterpret_cast<uint8_t*>(row_memory);
     const auto plain = [&](int i) { return reinterpret_cast<Stored*>(row_memory + (i + 1) * pairs_of_widest()); };
+    auto* const permuted = plain(kRowsAtOnce);
     const auto pack = [&](int64_t row, const Stored* source) {
       if (linear.kind == kElement) {
         if (width < linear.inner) source = pad(source, width, linear.inner, plain(0));
         tasks.pack(source, linear.inner / E::kPair, operand_.get(), row);
+      } else if (linear.kind == kInt4) {
+        quantize_groups<E>(source, width, linear.order, linear.groups, linear.group_size, quantized, permuted);
+        tasks.pack(quantized, linear.inner / Int4::kPair, operand_.get(), row);
       } else {
         row_scales_.get()[row] = quantize_row<E>(source, width, linear.inner, quantized);
         tasks.pack(quantized, linear.inner / Int8::kPair, operand_.get(), row);
@@ -309,6 +315,16 @@ class Decoder {
                     finish(row, panel, low, high);
                     done(row, tasks.within_matrix(panel), low, high);
                   });
+      return;
+    }
+    if constexpr (kHasInt8) if (linear.kind == kInt4) {
+      const Packed<Int4> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner,
+                                linear.group_size + Int4::kOfGroup};
+      multiply<Int4>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
+                     [&](int row, int panel, __m512 low, __m512 high) {
+                       finish(row, panel, low, high);
+                       done(row, tasks.within_matrix(panel), low, high);
+                     });
       return;
     }
     if constexpr (kHasInt8) {
@@ -627,7 +643,7 @@ class Decoder {
   Buffer<Stored> normalized_;  // [rows, hidden]
   Buffer<Stored> mixed_;       // [visits, hidden], by every expert to its rows
   Buffer<uint32_t> operand_;  // packed rows, a pair each
-  Buffer<uint32_t> scratch_;  // of every thread, a quantized row and a few plain ones
+  Buffer<uint32_t> scratch_;  // of every thread, a quantized row, a few plain ones, and one in another order
   Buffer<float> row_scales_;
   RowsByAdapter by_adapter_;
   Buffer<Stored> ranks_;  // [rows, most ranks of a product], A x of rows with adapters

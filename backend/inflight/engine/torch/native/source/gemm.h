@@ -35,6 +35,7 @@ struct Packed {
     return panel(index) + static_cast<int64_t>(begin) * kPanel;
   }
   static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * kPanel * sizeof(typename E::Stored); }
+  static int whole(int inner) { return inner; }  // so much can be a part
 };
 
 // Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1. All but the fewest are in two blocks at least, the
@@ -109,7 +110,7 @@ struct Waiting {
 };
 
 // Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block, after the panel's last part.
-template <class E, int kRows, class Done>
+template <int kRows, class E, class Done>
 inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Part& part,
                      const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
   typename E::Sums sums[kRows][2];
@@ -145,7 +146,7 @@ void run_part(const typename E::Stored* a, const RowBlocks& blocks, int64_t firs
     switch (end - row) {
 #define INFLIGHT_ROWS(n) \
   case n:                \
-    run_rows<E, n>(rows, row, w, panel, part, ahead, own, done); \
+    run_rows<n>(rows, row, w, panel, part, ahead, own, done); \
     break;
       INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
       INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)
@@ -224,7 +225,7 @@ template <class E, class Begin, class Done>
 void multiply(const typename E::Stored* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
               const Begin& begin_task, const Done& done) {
   const int64_t num_parts = (2 * w.part_bytes(w.inner) + kCache - 1) / kCache;
-  const int part_size = static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair);
+  const int part_size = w.whole(static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair));
   Waiting<E> waiting;
   int64_t last = -1;
   team.share(thread, [&](int64_t number) {

@@ -13,14 +13,16 @@
 
 namespace inflight {
 
-enum Kind : int32_t { kElement = 0, kInt8 = 1 };
+enum Kind : int32_t { kElement = 0, kInt8 = 1, kInt4 = 2 };
 
 struct Linear {
   const void* data;
   const float* bias;          // [padded columns], or none
   const float* scales;        // int8: [padded columns]
   const int32_t* corrections;  // int8: [padded columns], 128 times the column's sum
-  int32_t columns, inner, kind;
+  const int32_t* order;        // int4: [width], which value each input is; none: the one in its place
+  int32_t columns, inner, kind;  // int4: `inner` is bytes of an operand's row
+  int32_t groups, group_size;  // int4: of inputs
 };
 
 struct Norm {

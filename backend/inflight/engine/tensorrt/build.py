@@ -1,0 +1,338 @@
+"""A checkpoint → a folder with an engine: for each rank two plans and what describes them.
+
+Needs no GPU with TensorRT for RTX. One process, one rank after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from inflight.config import FP8, INT8
+from inflight.engine.tensorrt.graph import Extent, Graph
+from inflight.engine.tensorrt.module import find_module, make_logger, module_name, module_version
+from inflight.engine.tensorrt.network import check_additional_outputs, define_head, define_layers, lacking
+from inflight.engine.tensorrt.sidecar import (
+    FORMAT,
+    File,
+    ModelFacts,
+    Plan,
+    Processors,
+    Profile,
+    Settings,
+    Sidecar,
+    checkpoint_digest,
+    file_digest,
+    sidecar_name,
+)
+from inflight.engine.tensorrt.targets import find_processors, set_target
+from inflight.engine.tensorrt.weights import INT4, load_matrices
+from inflight.engine.windows import layer_windows
+from inflight.errors import ConfigError
+from inflight.models import DTYPES, ModelDescription, read_model_description
+from inflight.models.levels import Kind
+from inflight.models.loader import quantized_kinds, stored_dtype
+from inflight.models.rope import longest_sequence
+from inflight.models.sharding import Part, Shard
+
+WEIGHT_DTYPES = (INT8, FP8, INT4)
+"""Types of matrices alone. Activations are bfloat16 with the first two, and with int4 as the checkpoint's."""
+
+_USUAL_CHUNKS, _MOST_LOGITS = 8, 256
+_BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
+_INDEX = "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What to build; `Settings` says what each means.
+
+    Attributes:
+        dtype: float32, float16, bfloat16, int8, fp8 or int4; None: the checkpoint's.
+        max_seq_len: None: the model's longest sequence, at most 4096.
+        max_context_chunks: None: 8, or as many as there are slots.
+        target: None: portable, or with the module tensorrt the GPU of this machine.
+        module: tensorrt or tensorrt_rtx; None: the first that is installed.
+    """
+
+    dtype: str | None = None
+    max_batch_size: int = 16
+    max_seq_len: int | None = None
+    max_num_tokens: int = 2048
+    max_context_chunks: int | None = None
+    max_lora_rank: int = 0
+    additional_outputs: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+    attention: str = "split"
+    weights: str = "constants"
+    target: str | None = None
+    module: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A network, and TensorRT's configuration of how a plan is made of it."""
+
+    graph: Graph
+    config: Any
+    profiles: tuple[Profile, ...]
+
+
+Serialize = Callable[[Definition], Any]
+"""Makes a plan of a network, bytes or a buffer."""
+
+
+def serialize(definition: Definition) -> Any:
+    """A plan. ConfigError, with TensorRT's reason, if it builds none."""
+    graph = definition.graph
+    graph.logger.errors.clear()
+    plan = graph.builder.build_serialized_network(graph.network, definition.config)
+    if plan is None:
+        raise ConfigError(f"TensorRT does not build this network: {_reason(graph)}")
+    return plan
+
+
+def build_engine(
+    checkpoint: Path,
+    folder: Path,
+    options: BuildOptions,
+    serialize: Serialize = serialize,
+    monitor: Any | None = None,
+) -> list[Sidecar]:
+    """Write the engine of a checkpoint to `folder`, which is made if it is missing; one sidecar for each rank.
+
+    Args:
+        checkpoint: A Hugging Face folder.
+        folder: Files of the same names there are replaced.
+        options: What to build.
+        serialize: Makes the plans.
+        monitor: TensorRT's IProgressMonitor; None: nobody is told.
+
+    Raises:
+        ConfigError: TensorRT is missing, cannot express the model or does not build it, or an option does not go
+            with the model or the others.
+        OSError: The folder cannot be written.
+    """
+    module = find_module(options.module)
+    model = read_model_description(checkpoint)
+    settings = settle(options, model, module_name(module))
+    processors = find_processors(module, settings)
+    digest = checkpoint_digest(model.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(sidecar_name("*")):
+        old.unlink()  # until the last plan is there, there is no engine
+    _copy_beside(model.folder, folder)
+    builder = _Builder(module, model, settings, processors, digest, folder, serialize, monitor)
+    return [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
+
+
+def settle(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
+    """The settings of a build, with what options leave open. ConfigError as `build_engine`."""
+    config, size = model.decoder, options.tensor_parallel_size
+    if missing := lacking(config):
+        raise ConfigError(
+            f"{model.folder}: TensorRT's layers do not express {', '.join(missing)}; the engine torch runs it"
+        )
+    if size < 1:
+        raise ConfigError(f"tp is {size}, expected at least 1")
+    Shard(size).check(config)
+    check_additional_outputs(options.additional_outputs, config.num_layers)
+    own_dtype = str(stored_dtype(model)).removeprefix("torch.")
+    dtype = options.dtype or (INT4 if Kind.INT4 in quantized_kinds(model) else own_dtype)
+    if dtype not in DTYPES + WEIGHT_DTYPES:
+        raise ConfigError(f"dtype is {dtype}, expected one of {', '.join(DTYPES + WEIGHT_DTYPES)}")
+    _check_choice("attention", options.attention, ("split", "packed"))
+    _check_choice("weights", options.weights, ("constants", "inputs"))
+    longest = longest_sequence([rope for rope in config.ropes if rope is not None], config.max_positions)
+    for name in ("max_batch_size", "max_num_tokens"):
+        _check_range(name, getattr(options, name), 1)
+    _check_range("max_lora_rank", options.max_lora_rank, 0)
+    max_seq_len = min(longest, 4096) if options.max_seq_len is None else options.max_seq_len
+    _check_range("max_seq_len", max_seq_len, 1, longest)
+    chunks = min(_USUAL_CHUNKS, options.max_batch_size)
+    if options.max_context_chunks is not None:
+        chunks = options.max_context_chunks
+    _check_range("max_context_chunks", chunks, 1, options.max_batch_size)
+    if options.max_num_tokens < options.max_batch_size:
+        raise ConfigError(
+            f"max_num_tokens is {options.max_num_tokens}, expected at least {options.max_batch_size}, which is "
+            "max_batch_size"
+        )
+    return Settings(
+        dtype={INT8: "bfloat16", FP8: "bfloat16", INT4: own_dtype}.get(dtype, dtype),
+        weight_dtype=dtype,
+        max_batch_size=options.max_batch_size,
+        max_seq_len=max_seq_len,
+        max_num_tokens=options.max_num_tokens,
+        max_context_chunks=chunks,
+        max_lora_rank=options.max_lora_rank,
+        additional_outputs=options.additional_outputs,
+        tensor_parallel_size=size,
+        attention=options.attention,
+        weights=options.weights,
+        target=options.target or ("portable" if module == "tensorrt_rtx" else "current"),
+    )
+
+
+class _Builder:
+    """Builds one rank after the other."""
+
+    def __init__(
+        self,
+        module: Any,
+        model: ModelDescription,
+        settings: Settings,
+        processors: Processors,
+        digest: str,
+        folder: Path,
+        serialize: Serialize,
+        monitor: Any | None,
+    ) -> None:
+        self._module, self._model, self._settings = module, model, settings
+        self._processors, self._digest, self._folder = processors, digest, folder
+        self._serialize, self._monitor = serialize, monitor
+        self._logger = make_logger(module)
+
+    def build(self, rank: int) -> Sidecar:
+        """Write a rank's files, the sidecar last."""
+        settings, config = self._settings, self._model.decoder
+        part = Part(Shard(settings.tensor_parallel_size, rank), (0, config.num_layers))
+        dtype = getattr(torch, settings.dtype)
+        weights = load_matrices(self._model, dtype, settings.weight_dtype, part)
+        arguments = config, part, settings, weights
+        layers = Graph(self._module, self._logger, settings.weights == "inputs")
+        define_layers(layers, *arguments)
+        head = Graph(self._module, self._logger, settings.weights == "inputs")
+        define_head(head, *arguments)
+        held = part.held_config(config)
+        windows = layer_windows(config.sliding_windows, (), 0, settings.max_seq_len)
+        sidecar = Sidecar(
+            format=FORMAT,
+            module=module_name(self._module),
+            module_version=module_version(self._module),
+            rank=rank,
+            checkpoint_digest=self._digest,
+            settings=settings,
+            model=ModelFacts(
+                hidden_size=held.hidden_size,
+                num_layers=held.num_layers,
+                num_heads=held.num_heads,
+                num_kv_heads=held.num_kv_heads,
+                head_dim=held.head_dim,
+                vocab_size=held.vocab_size,
+                sliding_windows=tuple(window and window.recent for window in windows),
+            ),
+            processors=self._processors,
+            layers=self._write_plan(layers, f"rank{rank}.plan", _layer_extents(settings)),
+            head=self._write_plan(head, f"rank{rank}.head.plan", (_head_extents(settings),)),
+            weights=self._write_weights(f"rank{rank}.weights.safetensors", layers, head),
+        )
+        sidecar.write(self._folder)
+        return sidecar
+
+    def _write_plan(
+        self, graph: Graph, name: str, extents: tuple[tuple[str, tuple[Extent, ...]], ...]
+    ) -> Plan:
+        config = graph.builder.create_builder_config()
+        set_target(self._module, config, self._processors)
+        if (flag := getattr(self._module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)) is not None:
+            config.set_flag(flag)  # else a stream that is captured may not run the plan
+        if self._monitor is not None:
+            config.progress_monitor = self._monitor
+        profiles = tuple(graph.profile(*each) for each in extents)
+        for profile in profiles:
+            theirs = graph.builder.create_optimization_profile()
+            for each in profile.ranges:
+                theirs.set_shape(each.name, each.min, each.opt, each.max)
+            config.add_optimization_profile(theirs)
+        path = self._folder / name
+        with path.open("wb") as file:
+            file.write(self._serialize(Definition(graph, config, profiles)))
+        made = tuple(graph.inputs), tuple(graph.outputs)
+        return Plan(File(name, file_digest(path)), *made, profiles, tuple(graph.aliases))
+
+    def _write_weights(self, name: str, *graphs: Graph) -> File | None:
+        tensors = {each: constant.memory for graph in graphs for each, constant in graph.weights.items()}
+        path = self._folder / name
+        if not tensors:
+            path.unlink(missing_ok=True)
+            return None
+        seen: set[int] = set()
+        for each, tensor in tensors.items():  # a tied embedding is two inputs, and a file has no memory twice
+            if tensor.data_ptr() in seen:
+                tensors[each] = tensor.clone()
+            seen.add(tensor.data_ptr())
+        save_file(tensors, path)
+        return File(name, file_digest(path))
+
+
+def _copy_beside(checkpoint: Path, folder: Path) -> None:
+    """Copy what a checkpoint has beside its weights: then the folder is served, and moved, by itself."""
+    for pattern in _BESIDE_WEIGHTS:
+        for path in checkpoint.glob(pattern):
+            if path.is_file() and path.name != _INDEX and path.parent != folder:
+                shutil.copyfile(path, folder / path.name)
+
+
+def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], ...]:
+    """The profiles of the layers: batches of generation alone, and any."""
+    slots, rows = settings.max_batch_size, settings.max_num_tokens
+    longest = min(rows, settings.max_seq_len)
+    ranks = Extent("ranks", 0, min(16, settings.max_lora_rank), settings.max_lora_rank)
+    generation = (
+        Extent("T", 1, slots, slots),
+        Extent("Nc", 0, 0, 0),
+        Extent("Sc", 1, 1, 1),
+        Extent("Nv", 0, 0, 0),
+        ranks,
+    )
+    context = (
+        Extent("T", 1, rows, rows),
+        Extent("Nc", 0, 1, settings.max_context_chunks),
+        Extent("Sc", 1, longest, longest),
+        Extent("Nv", 0, 0, rows),
+        ranks,
+    )
+    return ("generation", generation), ("context", context)
+
+
+def _head_extents(settings: Settings) -> tuple[str, tuple[Extent, ...]]:
+    """The profile of the head. Logits are wide: more rows are several calls."""
+    slots = settings.max_batch_size
+    return "rows", (Extent("R", 1, slots, max(slots, min(_MOST_LOGITS, settings.max_num_tokens))),)
+
+
+def _reason(graph: Graph) -> str:
+    """TensorRT's last error, in one line."""
+    errors = graph.logger.errors
+    text = " ".join(errors[-1].split()) if errors else "it gives no reason"
+    if "packed (NHD) inputs" in text:
+        return "it has no kernel for packed attention here, expected split"
+    caches = [spec for spec in graph.inputs if spec.name == graph.aliases[0].input] if graph.aliases else []
+    if "Attention operation was not supported by a dedicated kernel" in text and caches:
+        *_, max_seq_len, head_dim = caches[0].shape
+        return (
+            f"it has no attention kernel for heads of {head_dim} dimensions in {caches[0].dtype} and max_seq_len "
+            f"{max_seq_len}; heads of a multiple of 8 have one, in half precision from 16 on, and up to about "
+            "24000 tokens"
+        )
+    return text
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value}, expected {' or '.join(choices)}")
+
+
+def _check_range(name: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        upper = "" if most is None else f", at most {most}"
+        raise ConfigError(f"{name} is {value}, expected at least {least}{upper}")

@@ -1,0 +1,174 @@
+"""What is asked for against what plans were built for, before anything takes time; a sentence for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine.tensorrt.module import find_module, module_version
+from inflight.engine.tensorrt.sidecar import File, Sidecar, checkpoint_digest, file_digest, sidecar_name
+from inflight.engine.torch.room import longest_sequence
+from inflight.engine.windows import layer_windows
+from inflight.engine_folder import is_engine_folder
+from inflight.errors import ConfigError
+from inflight.file_names import native
+from inflight.models import DecoderConfig
+from inflight.ranks.topology import Mapping
+
+_HOPPER = 90
+
+
+def find_folder(config: EngineConfig) -> Path:
+    """Where the plans are. ConfigError, as of all functions here, if it is not there."""
+    folder = Path(native(str(config.engine_dir or config.gpt_model_path)))
+    if not is_engine_folder(folder):
+        raise ConfigError(
+            f"engine is tensorrt, and {folder} has no {sidecar_name(0)}, expected a folder that scripts/build "
+            "wrote"
+        )
+    return folder
+
+
+def plan_rank(mapping: Mapping) -> int:
+    """Whose plans a rank loads. ConfigError for ranks that plans are not divided among."""
+    if mapping.pp_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {mapping.pp_size}, expected 1: plans have all layers, and --tp divides "
+            "them"
+        )
+    if mapping.moe_ep_size > 1:
+        raise ConfigError(
+            f"moe_expert_parallel_size is {mapping.moe_ep_size}, expected 1: plans have a slice of every expert"
+        )
+    return mapping.tp_rank
+
+
+def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, folder: Path) -> None:
+    """ConfigError if more is asked for than was built, or something else."""
+    built = sidecar.settings
+    rebuild = "or build the engine again"
+    if built.tensor_parallel_size != mapping.tp_size:
+        raise ConfigError(
+            f"tensor_parallel_size is {mapping.tp_size}, but the plans of {folder} are for "
+            f"{built.tensor_parallel_size}: set that, {rebuild}"
+        )
+    if config.dtype not in (None, built.weight_dtype):
+        raise ConfigError(
+            f"dtype is {config.dtype}, but the plans of {folder} are of {built.weight_dtype}: leave it out, "
+            f"{rebuild}"
+        )
+    if config.max_num_sequences > built.max_batch_size:
+        raise ConfigError(
+            f"max_batch_size is {config.max_num_sequences}, but the plans of {folder} have {built.max_batch_size} "
+            f"slots: lower it, {rebuild}"
+        )
+    if config.kernels == "native":
+        raise ConfigError("kernels is native, expected torch or nothing with the engine tensorrt")
+    for output in config.additional_model_outputs:
+        name = output.name
+        is_between = name.startswith("hidden_states_") and name not in built.additional_outputs
+        if is_between and name != f"hidden_states_{sidecar.model.num_layers}":
+            has = ", ".join(built.additional_outputs) or "none"
+            raise ConfigError(
+                f"additional_model_outputs has {name}, but the plans of {folder} give {has}: leave it out, "
+                f"{rebuild}"
+            )
+
+
+def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, folder: Path) -> None:
+    """ConfigError if the plans are of another checkpoint, or attend to other tokens."""
+    checkpoint = Path(native(str(config.gpt_model_path)))
+    if not is_engine_folder(checkpoint) and checkpoint_digest(checkpoint) != sidecar.checkpoint_digest:
+        raise ConfigError(
+            f"the plans of {folder} were built from another checkpoint than {checkpoint}: name the one that they "
+            "were built from, or build the engine again"
+        )
+    windows = layer_windows(
+        decoder.sliding_windows,
+        config.max_attention_window_size,
+        config.sink_token_length,
+        sidecar.settings.max_seq_len,
+    )
+    asked = tuple(window and (window.recent if not window.sinks else window) for window in windows)
+    if asked != sidecar.model.sliding_windows:
+        raise ConfigError(
+            "max_attention_window_size and sink_token_length cannot change the windows of plans: leave them out"
+        )
+
+
+def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig) -> int:
+    """Tokens of the longest sequence. ConfigError if a slot has no room for what was asked for."""
+    room = sidecar.settings.max_seq_len
+    if config.max_sequence_length is not None and config.max_sequence_length > room:
+        raise ConfigError(
+            f"max_sequence_length is {config.max_sequence_length}, but the plans' slots have room for {room} "
+            "tokens: lower it, or build the engine again"
+        )
+    return min(room, longest_sequence(config, decoder))
+
+
+def find_runtime(sidecar: Sidecar, folder: Path) -> Any:
+    """The module of TensorRT that has built the plans. ConfigError without it."""
+    try:
+        module = find_module(sidecar.module)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} needs an NVIDIA GPU and TensorRT; {error}") from error
+    if (version := module_version(module)) != sidecar.module_version:
+        raise ConfigError(
+            f"the plans of {folder} were built with {sidecar.module} {sidecar.module_version}, and {version} is "
+            "installed: a plan runs with the version that has built it; build the engine again"
+        )
+    return module
+
+
+def check_processor(sidecar: Sidecar, folder: Path, device: torch.device) -> None:
+    """ConfigError for a GPU that the plans are not for."""
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if sidecar.processors.include(10 * major + minor) and (10 * major + minor, sidecar.module) != (
+        _HOPPER,
+        "tensorrt_rtx",
+    ):
+        return
+    hint = (
+        "TensorRT for RTX does not run on it" if 10 * major + minor == _HOPPER else "build the engine for it"
+    )
+    raise ConfigError(
+        f"the plans of {folder} are for GPUs of compute capability {sidecar.processors}, and this one has "
+        f"{major}.{minor}: {hint}"
+    )
+
+
+def check_digest(folder: Path, file: File) -> None:
+    """ConfigError if a file is not the one that was described."""
+    path = folder / file.name
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}, expected what scripts/build writes") from error
+    if found != file.digest:
+        raise ConfigError(
+            f"{path} is not the file that its description is of, which another build has written: build the "
+            "engine again"
+        )
+
+
+def with_adapter_limits(config: EngineConfig, sidecar: Sidecar) -> EngineConfig:
+    """The parameters of adapters, no larger than what the plans have room for."""
+    room, page_rank = sidecar.settings.max_lora_rank, config.lora_cache_optimal_adapter_size
+    wanted = config.lora_cache_gpu_memory_fraction
+    if page_rank > room:
+        if wanted:
+            raise ConfigError(
+                f"lora_cache_gpu_memory_fraction is {wanted}, but the plans have room for adapters of {room} "
+                f"ranks together, and a page has {page_rank}: leave it out, or build the engine with a larger "
+                "max_lora_rank"
+            )
+        return replace(config, lora_cache_gpu_memory_fraction=0.0)
+    largest = min(config.lora_cache_max_adapter_size, room // page_rank * page_rank)
+    return replace(config, lora_cache_max_adapter_size=largest)

@@ -1,0 +1,113 @@
+"""`scripts/build`: a checkpoint as an engine for TensorRT."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from inflight.engine.tensorrt.build import WEIGHT_DTYPES, BuildOptions, build_engine
+from inflight.engine.tensorrt.build_progress import build_progress
+from inflight.engine.tensorrt.module import MODULES, find_module
+from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
+from inflight.errors import InflightError
+from inflight.hub import find_checkpoint
+from inflight.models import DTYPES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build what the command line asks for; returns the exit status."""
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    options = BuildOptions(
+        dtype=given.dtype,
+        max_batch_size=given.max_batch_size,
+        max_seq_len=given.max_seq_len,
+        max_num_tokens=given.max_num_tokens,
+        max_context_chunks=given.max_context_chunks,
+        max_lora_rank=given.max_lora_rank,
+        additional_outputs=tuple(given.additional_output),
+        tensor_parallel_size=given.tp,
+        attention=given.attention,
+        weights=given.weights,
+        target=given.target,
+        module=given.module,
+    )
+    try:
+        checkpoint = find_checkpoint(given.model, given.revision)
+        with build_progress(find_module(options.module)) as monitor:
+            built = build_engine(Path(checkpoint), given.output, options, monitor=monitor)
+    except (OSError, InflightError) as error:
+        sys.stderr.write(f"scripts/build: {error}\n")
+        return 1
+    for sidecar in built:
+        sys.stderr.write(_summary(given.output, sidecar))
+    return 0
+
+
+def _summary(folder: Path, sidecar: Sidecar) -> str:
+    names = [
+        sidecar.layers.file.name,
+        sidecar.head.file.name,
+        *([sidecar.weights.name] if sidecar.weights else []),
+    ]
+    size = sum((folder / name).stat().st_size for name in names)
+    settings = sidecar.settings
+    return (
+        f"{folder / sidecar_name(sidecar.rank)}: {settings.weight_dtype}, {settings.max_batch_size} sequences of "
+        f"{settings.max_seq_len} tokens, {size / 1e9:.2f} GB, by {sidecar.module} {sidecar.module_version} for "
+        f"compute capability {sidecar.processors}\n"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = BuildOptions()
+    parser = argparse.ArgumentParser(
+        prog="scripts/build",
+        description="Build a TensorRT engine of a checkpoint: for each rank two plans and a description, in a "
+        "folder. With TensorRT for RTX this needs no GPU.",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face checkpoint: a folder, or a name of the hub",
+    )
+    add("--revision", help="of a name of the hub: a branch, tag or commit")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="where the engine goes; made if it is missing",
+    )
+    add(
+        "--dtype", choices=DTYPES + WEIGHT_DTYPES, help="default: the checkpoint's, int4 if that is in 4 bits"
+    )
+    add("--max-batch-size", type=int, default=defaults.max_batch_size, metavar="N",
+        help="sequences at a time; each has its memory for keys and values (default: %(default)s)")  # fmt: skip
+    add("--max-seq-len", type=int, metavar="N",
+        help="tokens of a sequence (default: the model's longest, at most 4096)")  # fmt: skip
+    add("--max-num-tokens", type=int, default=defaults.max_num_tokens, metavar="N",
+        help="tokens that are computed at a time (default: %(default)s)")  # fmt: skip
+    add("--max-context-chunks", type=int, metavar="N",
+        help="context chunks that are computed at a time (default: 8)")  # fmt: skip
+    add("--max-lora-rank", type=int, default=0, metavar="N",
+        help="ranks of all LoRA adapters of a batch together; 0: no adapters (default)")  # fmt: skip
+    add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
+        help="hidden states behind i layers, to be had beside the tokens; may be repeated")  # fmt: skip
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
+    add("--target", help="portable (default), current, or compute capabilities: sm89, or sm80,sm89")
+    add("--attention", choices=("split", "packed"), default=defaults.attention,
+        help="how chunks and generation are computed together; packed is not for tensorrt_rtx "
+        "(default: %(default)s)")  # fmt: skip
+    add("--weights", choices=("constants", "inputs"), default=defaults.weights,
+        help="in the plans, or in a file beside them (default: %(default)s)")  # fmt: skip
+    add("--module", choices=MODULES, help="default: the first that is installed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

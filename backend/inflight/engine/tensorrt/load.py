@@ -1,0 +1,192 @@
+"""A folder of plans → a runner: what was built is checked against what is asked for, then it is loaded.
+
+Whatever does not go together is said before anything that takes time, in one sentence. Called on the thread that
+loads the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from inflight.config import EngineConfig
+from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.memory import allocating
+from inflight.engine.tensorrt.checks import (
+    check_digest,
+    check_model,
+    check_processor,
+    check_settings,
+    find_folder,
+    find_runtime,
+    longest_of_plans,
+    plan_rank,
+    with_adapter_limits,
+)
+from inflight.engine.tensorrt.decoder import TensorRtDecoder
+from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
+from inflight.engine.tensorrt.runner import TensorRtRunner
+from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
+from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
+from inflight.engine.torch.adapters import page_bytes
+from inflight.engine.torch.collectives import Collectives
+from inflight.engine.torch.engine import find_capture
+from inflight.engine.torch.iteration_graphs import RecordedKinds
+from inflight.engine.torch.layer_check import find_row_kernels
+from inflight.engine.torch.room import (
+    count_adapter_pages,
+    count_blocks,
+    find_device,
+    make_limits,
+    offer_outputs,
+)
+from inflight.models import DecoderConfig
+from inflight.models.registry import read_model_description
+from inflight.models.sharding import Part
+from inflight.ranks.topology import Mapping
+
+_logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def load_runner(
+    config: EngineConfig,
+    mapping: Mapping,
+    collectives: Collectives,
+    agree: Callable[[int], int],
+    post_processor_names: tuple[str, ...],
+) -> TensorRtRunner:
+    """Read one rank's plans and allocate its KV cache; a `LoadRunner`.
+
+    Raises:
+        ConfigError: The plans, or a GPU or TensorRT to run them, are not there; or they are not for what is asked.
+    """
+    config.validate()
+    device = find_device(config.device)
+    if config.engine_threads is not None:
+        torch.set_num_threads(config.engine_threads)
+    folder = find_folder(config)
+    sidecar = Sidecar.read(folder / sidecar_name(plan_rank(mapping)))
+    model = read_model_description(str(config.gpt_model_path))
+    check_settings(config, sidecar, mapping, folder)
+    max_sequence_length = longest_of_plans(config, sidecar, model.decoder)
+    check_model(config, sidecar, model.decoder, folder)
+    offered = offer_outputs(config, model.decoder, mapping)
+    debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
+    part = Part.from_mapping(mapping, model.decoder)
+    held = part.held_config(model.decoder)
+    layers, head = _load_plans(sidecar, folder, device, collectives)
+    dtype: torch.dtype = getattr(torch, sidecar.settings.dtype)
+
+    config = with_adapter_limits(config, sidecar)
+    num_adapter_pages = count_adapter_pages(config, held, dtype, device, agree)
+    capture = find_capture(
+        config, TensorRtDecoder.has_fixed_shapes, mapping, device, debug_tensors is not None
+    )
+    if device.type == "cuda" and not agree(int(capture is not None)):
+        capture = None
+    cache = _allocate(
+        config, sidecar, held, max_sequence_length, num_adapter_pages, capture is not None, device, agree
+    )
+    row_kernels = find_row_kernels(model.decoder.vocab_size, device)
+    decoder = TensorRtDecoder(
+        model.decoder, part, sidecar.settings, layers, head, cache, collectives, row_kernels
+    )
+    if num_adapter_pages:
+        decoder.reserve_adapters(num_adapter_pages, config.lora_cache_optimal_adapter_size)
+    limits = replace(
+        make_limits(
+            config, model.decoder, max_sequence_length, cache.num_blocks, num_adapter_pages, device, mapping
+        ),
+        logits_post_processors=post_processor_names,
+        additional_outputs=offered,
+    )
+    runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+    if device.type == "cuda":
+        runner.agree_on_recordings(agree)
+    _logger.warning(
+        "engine is tensorrt (%s %s): its authors had no GPU that runs plans, so nothing but a stand-in for "
+        "TensorRT has run it; compare its answers with those of the engine torch before you rely on them",
+        sidecar.module,
+        sidecar.module_version,
+    )
+    return runner
+
+
+def _load_plans(
+    sidecar: Sidecar, folder: Path, device: torch.device, collectives: Collectives
+) -> tuple[LoadedPlan, LoadedPlan]:
+    """The layers and the head, with the weights that are inputs bound."""
+    module = find_runtime(sidecar, folder)
+    check_processor(sidecar, folder, device)
+    for file in (sidecar.layers.file, sidecar.head.file, sidecar.weights):
+        if file is not None:
+            check_digest(folder, file)
+    communicator = collectives.communicator if collectives.size > 1 else None
+
+    def num_bytes() -> int:
+        return sum((folder / plan.file.name).stat().st_size for plan in (sidecar.layers, sidecar.head))
+
+    with allocating("the plans", num_bytes, device, "build them with fewer slots or rows, or for more ranks"):
+        runtime = Runtime(module, device, communicator)
+        layers, head = runtime.load(folder, sidecar.layers), runtime.load(folder, sidecar.head)
+        if sidecar.weights is not None:
+            tensors = load_file(folder / sidecar.weights.name, device=str(device))
+            for plan in (layers, head):
+                plan.bind(
+                    {spec.name: tensors[spec.name] for spec in plan.spec.inputs if spec.name in tensors}
+                )
+    return layers, head
+
+
+def _allocate(
+    config: EngineConfig,
+    sidecar: Sidecar,
+    held: DecoderConfig,
+    max_sequence_length: int,
+    num_adapter_pages: int,
+    is_recorded: bool,
+    device: torch.device,
+    agree: Callable[[int], int],
+) -> RowCache:
+    """The rows, and blocks in the memory that is left."""
+    settings, dtype = sidecar.settings, getattr(torch, sidecar.settings.dtype)
+    slots, size = config.max_num_sequences, config.tokens_per_block
+    of_rows = settings.max_batch_size * row_bytes(held, settings.max_seq_len, dtype)
+    of_adapters = num_adapter_pages * page_bytes(held, config.lora_cache_optimal_adapter_size, dtype)
+    reserved = of_rows + of_adapters
+    if is_recorded:
+        kinds = RecordedKinds.of(
+            TensorRtDecoder.takes_fixed_rows, slots, settings.max_num_tokens, bool(num_adapter_pages)
+        )
+        reserved += kinds.num_bytes
+    _logger.info(
+        "rows of the KV cache: %d slots of %d tokens, %.0f MiB", settings.max_batch_size, settings.max_seq_len,
+        of_rows / 2**20,
+    )  # fmt: skip
+    if config.shares_blocks:
+        num_blocks = count_blocks(config, held, max_sequence_length, dtype, device, reserved, agree)
+    else:
+        num_blocks = agree(slots * -(-max_sequence_length // size))
+        _logger.info(
+            "no blocks are kept beside rows: sequences share nothing (block reuse is off, and beams are)"
+        )
+    mend = (
+        "build the plans with fewer slots or a smaller max_seq_len, or lower kv_cache_free_gpu_mem_fraction"
+    )
+    with allocating("the KV cache", lambda: of_rows, device, mend):
+        return RowCache(
+            held,
+            settings.max_batch_size,
+            settings.max_seq_len,
+            num_blocks,
+            size,
+            config.shares_blocks,
+            dtype,
+            device,
+        )

@@ -1,0 +1,57 @@
+"""LoRA adapters in a network: the matrices of all adapters of a batch behind each other, as inputs.
+
+    y += B (mask * (A x))       A [ranks, in], B [out, ranks], mask [rows, ranks]
+
+`ranks` are those of all adapters together, maybe none. The mask is 1 where a rank is of the row's own adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.adapters.lora_modules import Module, module_sizes
+from inflight.engine.tensorrt.graph import Graph
+from inflight.engine.tensorrt.sidecar import Settings
+from inflight.models import DecoderConfig
+
+_GATE_UP = (Module.MLP_H_TO_4H, Module.MLP_GATE)
+_FUSED = {
+    "qkv": (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
+    "output": (Module.ATTN_DENSE,),
+    "down": (Module.MLP_4H_TO_H,),
+}
+"""The modules of a layer's projections, in the order of their outputs."""
+
+
+class Adapters:
+    """The adapters' inputs of a network; nothing if it is built without.
+
+    Args:
+        graph: Where they are defined.
+        held: The model as this rank computes it.
+        settings: Of the build.
+        order: [rows], which of the batch's rows each row is.
+    """
+
+    def __init__(self, graph: Graph, held: DecoderConfig, settings: Settings, order: Any) -> None:
+        self._graph, self._dtype, self._sizes = graph, settings.dtype, module_sizes(held)
+        self._fused = _FUSED | {"up": _GATE_UP if held.gated_mlp else _GATE_UP[:1]}
+        self._mask = None
+        if settings.max_lora_rank:
+            mask = graph.input("lora_mask", settings.dtype, ("T", "ranks"))
+            self._mask = graph.gather(mask, order)
+
+    def add(self, y: Any, x: Any, index: int, name: str) -> Any:
+        """What a projection `name` of a layer gives, with what each row's adapter adds; x is what it was given."""
+        modules = self._fused[name.rsplit(".", 1)[1]]
+        if self._mask is None or modules[0] not in self._sizes:
+            return y
+        graph = self._graph
+        parts: list[Any] = []
+        for module in modules:
+            size, which = self._sizes[module], f"{index}_{module.text}"
+            a = graph.input(f"lora_a_{which}", self._dtype, ("ranks", size.inner))
+            b = graph.input(f"lora_b_{which}", self._dtype, (size.outer, "ranks"))
+            reduced = graph.multiply(graph.multiply_matrices(x, a), self._mask)
+            parts.append(graph.multiply_matrices(reduced, b))
+        return graph.add(y, graph.concat(parts, 1))

@@ -1,0 +1,76 @@
+"""Finds TensorRT: `tensorrt`, or `tensorrt_rtx`, TensorRT for RTX. Both define and build the same networks.
+
+What they lack in type stubs, they lack here too: a module, and what comes of it, is Any.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from inflight.errors import ConfigError
+
+MODULES = ("tensorrt", "tensorrt_rtx")
+"""Their names, the one that is preferred first."""
+
+_BINDINGS = {
+    "tensorrt": ("tensorrt", "tensorrt_bindings"),
+    "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
+}
+_log = logging.getLogger(__name__)
+
+
+def find_module(name: str | None = None) -> Any:
+    """The module of this name; None: the first that is installed.
+
+    Raises:
+        ConfigError: None is installed, or its libraries cannot be loaded.
+    """
+    reasons: list[str] = []
+    for wanted in MODULES if name is None else (name,):
+        for package in _BINDINGS[wanted]:
+            try:
+                return importlib.import_module(package)
+            except ModuleNotFoundError as error:
+                if error.name != package:  # it is there, and what it imports is not
+                    reasons.append(f"{package}: {error}")
+            except (ImportError, OSError, RuntimeError) as error:
+                reasons.append(f"{package}: {error}")
+    if reasons:
+        raise ConfigError(f"TensorRT is installed and cannot be loaded: {'; '.join(reasons)}")
+    missing = f"neither {' nor '.join(MODULES)} is" if name is None else f"{name} is not"
+    raise ConfigError(
+        f"{missing} installed: pip install -e '.[tensorrt-rtx]' in the "
+        "checkout brings TensorRT for RTX; TensorRT itself is in NVIDIA's containers"
+    )
+
+
+def module_name(module: Any) -> str:
+    """Which of `MODULES` a module is."""
+    return "tensorrt_rtx" if "rtx" in module.__name__ else "tensorrt"
+
+
+def module_version(module: Any) -> str:
+    """Such as 1.7.1.116. A plan runs with the version that has built it."""
+    return module.__version__
+
+
+def make_logger(module: Any) -> Any:
+    """A logger for TensorRT that writes to this package's log and remembers errors, as the attribute `errors`.
+
+    TensorRT keeps the first logger of a process for good.
+    """
+
+    class Logger(module.ILogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, msg: str) -> None:
+            severities = module.ILogger.Severity
+            if severity in (severities.INTERNAL_ERROR, severities.ERROR):
+                self.errors.append(msg)
+            _log.debug("%s", msg)  # of an error, whoever asked for something raises it
+
+    return Logger()

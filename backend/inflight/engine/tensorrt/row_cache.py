@@ -1,0 +1,156 @@
+"""The linear KV caches of a plan, a row for each slot, and the blocks that the rows are copies of.
+
+    rows    [layers, 2, slots, kv_heads, length, head_dim]; 2 is keys, values
+    blocks  as `engine.torch.kv_cache` has them, [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]
+
+A plan reads and writes rows alone. What `RowResidency` says is copied here, in a few operations over all layers,
+as either is one tensor. Where no two sequences can share a block, there are no blocks: rows are all there is then,
+and block ids are numbers that the scheduler counts with. Called by the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.core.schedule.batch import ScheduledBatch
+from inflight.decoding.transfer import upload
+from inflight.engine.tensorrt.row_residency import RowChange, RowResidency
+from inflight.engine.torch.host_memory import zeros
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.models import DecoderConfig
+
+_TOKENS_AT_ONCE = 256  # of all layers together: 32 MiB of a model that keeps 128 KiB for a token
+
+
+def row_bytes(held: DecoderConfig, max_seq_len: int, dtype: torch.dtype) -> int:
+    """Bytes of a slot's row over all layers."""
+    return 2 * held.num_layers * held.kv_size * max_seq_len * dtype.itemsize
+
+
+class RowCache:
+    """Device memory for rows, and for blocks where there are any.
+
+    Args:
+        held: What this rank has of the model.
+        num_slots: Rows.
+        max_seq_len: Positions of a row.
+        num_blocks: Block ids that the scheduler hands out.
+        tokens_per_block: Tokens of one.
+        shares_blocks: Whether sequences may share blocks, or find them later: without it there are none.
+        dtype: Of keys and values.
+        device: Where all of it is.
+
+    Attributes:
+        null_block: Id of the block that no sequence has.
+        num_blocks: As given.
+        tokens_per_block: As given.
+        num_slots: As given.
+        last_position: The last of a row. The last token of the longest sequence is never fed, so nobody reads it.
+    """
+
+    def __init__(
+        self,
+        held: DecoderConfig,
+        num_slots: int,
+        max_seq_len: int,
+        num_blocks: int,
+        tokens_per_block: int,
+        shares_blocks: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (held.num_layers, 2, num_slots, held.num_kv_heads, max_seq_len, held.head_dim)
+        on_host = device.type == "cpu"
+        self._rows = zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        self._blocks = KvCache(held, num_blocks, tokens_per_block, dtype, device) if shares_blocks else None
+        self._residency = RowResidency(
+            num_slots, -(-max_seq_len // tokens_per_block), tokens_per_block, num_blocks
+        )
+        self.null_block = self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self.num_slots = num_slots
+        self.last_position = max_seq_len - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self._rows.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are."""
+        return self._rows.dtype
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, as a plan takes them: [slots, kv_heads, length, head_dim], contiguous."""
+        keys, values = self._rows[index]
+        return keys, values
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """As `KvCache.copy`."""
+        self._known_blocks().copy(sources, targets)
+
+    def clear(self, block_ids: Tensor) -> None:
+        """As `KvCache.clear`."""
+        self._known_blocks().clear(block_ids)
+
+    def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
+        """Let rows hold what the batch's rows read, behind its block copies.
+
+        Arguments are as for `RowResidency.apply`.
+
+        Raises:
+            ValueError: A row needs what another has computed, and there are no blocks.
+        """
+        changes = self._residency.apply(batch, num_tokens)
+        for change in changes:
+            if change.cleared_from is not None:
+                self._rows[:, :, change.slot, :, change.cleared_from :] = 0
+        if any(change.loads for change in changes):
+            self._load(changes)
+
+    def forget(self, batch: ScheduledBatch) -> None:
+        """The batch failed."""
+        self._residency.forget(batch)
+
+    def write_through(self, slots: Tensor, positions: Tensor, places: Tensor) -> None:
+        """Copy what a batch has written from rows to blocks.
+
+        Args:
+            slots: [n] int64, on the device like the others.
+            positions: [n] int64, in the rows.
+            places: [n] int64, in the blocks: block * tokens_per_block + offset.
+        """
+        if self._blocks is None:
+            return
+        tokens = self._blocks.all_tokens
+        for begin in range(0, len(slots), _TOKENS_AT_ONCE):
+            some = slice(begin, begin + _TOKENS_AT_ONCE)
+            written = self._rows[:, :, slots[some], :, positions[some]]  # [n, layers, 2, kv_heads, head_dim]
+            tokens[:, :, places[some]] = written.permute(1, 2, 0, 3, 4)
+
+    def _load(self, changes: Sequence[RowChange]) -> None:
+        tokens, size = self._known_blocks().all_tokens, self.tokens_per_block
+        parts = [
+            (change.slot, load.column * size, load.block_id * size, load.num_tokens)
+            for change in changes
+            for load in change.loads
+        ]
+        slots, firsts, places, counts = np.array(parts, dtype=np.int64).T
+        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        numbers = np.stack([np.repeat(each, counts) for each in (slots, firsts, places)])
+        numbers[1:] += within
+        for part in upload(numbers, self.device).split(_TOKENS_AT_ONCE, dim=1):
+            of_slot, positions, place = part
+            read = tokens[:, :, place]  # [layers, 2, n, kv_heads, head_dim]
+            self._rows[:, :, of_slot, :, positions] = read.permute(2, 0, 1, 3, 4)
+
+    def _known_blocks(self) -> KvCache:
+        if self._blocks is None:
+            raise ValueError("a sequence is to begin with blocks of another, and this engine keeps none")
+        return self._blocks

@@ -1,0 +1,177 @@
+"""Which KV blocks a slot's row of a linear cache holds, and what has to be done before a batch may read it.
+
+TensorRT's caches are linear: a slot has a row with room for the longest sequence, and position p of its sequence
+is at p. The scheduler knows blocks, which sequences share, and which outlive them. So blocks stay what is true:
+each batch's new keys and values go to the rows and, behind the batch, from there to the blocks. A row is a copy of
+the blocks of its slot's block table, column by column; a column is what one block holds.
+
+A column is as it should be if it was read from, or written with, the block that the table has there, in the
+block's present **version**. A block gets a new version when what rows hold of it may no longer be true: when it is
+the target of a copy, and when something is written to it from another row than before, or after some row has read
+from it. Ordinary generation changes none of that and costs nothing here.
+
+Numbers on the host alone; knows neither a device nor a model. Called by the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.core.schedule.batch import ScheduledBatch
+
+_NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLoad:
+    """The first `num_tokens` tokens of a block are to be copied to a column of a row."""
+
+    column: int
+    block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """What has to be done to a slot's row before a batch runs: first cleared, then loaded.
+
+    Attributes:
+        slot: Whose row.
+        cleared_from: The position from which on it is to be zero; None: nothing is cleared. A sequence that takes
+            a slot over gets a row without the last one's numbers: those beyond its end are masked, and what they
+            are multiplied by is zero, but that is not enough if they are infinite.
+        loads: What is to be read from blocks.
+    """
+
+    slot: int
+    cleared_from: int | None
+    loads: tuple[ColumnLoad, ...]
+
+
+class RowResidency:
+    """What is in the rows.
+
+    Args:
+        num_slots: Rows.
+        num_columns: Blocks of the longest sequence.
+        tokens_per_block: Tokens of a column.
+        num_blocks: Block ids are below.
+    """
+
+    def __init__(self, num_slots: int, num_columns: int, tokens_per_block: int, num_blocks: int) -> None:
+        self._size = tokens_per_block
+        shape = (num_slots, num_columns)
+        # The block tables, as the batches tell them.
+        self._tables = np.zeros(shape, dtype=np.int64)
+        self._lengths = np.zeros(num_slots, dtype=np.int64)
+        # What each column holds: that version of that block, as far as its sequence goes.
+        self._blocks = np.full(shape, _NOBODY, dtype=np.int64)
+        self._versions = np.zeros(shape, dtype=np.int64)
+        # Of each block: its version; whose row writes it; whether a row has read from it.
+        self._current = np.zeros(num_blocks, dtype=np.int64)
+        self._writers = np.full(num_blocks, _NOBODY, dtype=np.int64)
+        self._was_read = np.zeros(num_blocks, dtype=np.bool_)
+        self._taken: set[int] = set()  # slots with a sequence
+        self._untouched: set[int] = set()  # of these, those whose sequence had no row in a batch yet
+
+    def apply(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> list[RowChange]:
+        """Take over a batch; returns what is to be done to rows before it runs, but behind its block copies.
+
+        Args:
+            batch: It carries on in no slot of a failed batch.
+            num_tokens: [slots] how many tokens of each slot's sequence are computed, beams' after their moves.
+        """
+        moved = self._change_tables(batch)
+        changes: list[RowChange] = []
+        for chunk in batch.context:
+            changes += self._prepare(chunk.slot, chunk.start)
+        for slot in moved.intersection(batch.generation_slots):
+            changes += self._prepare(slot, int(num_tokens[slot]))
+        for chunk in batch.context:
+            self._write(chunk.slot, chunk.start, chunk.start + len(chunk.token_ids))
+        grown = {slot for slot, _ in batch.new_blocks}
+        for slot in (grown | moved).intersection(batch.generation_slots):
+            self._write(slot, int(num_tokens[slot]), int(num_tokens[slot]) + 1)
+        return changes
+
+    def forget(self, batch: ScheduledBatch) -> None:
+        """The batch failed somewhere: nobody knows what is in its slots' rows."""
+        slots = {start.slot for start in batch.starts}
+        slots.update(chunk.slot for chunk in batch.context)
+        slots.update(batch.generation_slots)
+        slots.update(slot for slot, _ in batch.new_blocks)
+        self._blocks[list(slots)] = _NOBODY
+        self._untouched |= slots
+
+    def _change_tables(self, batch: ScheduledBatch) -> set[int]:
+        """Apply all deltas; returns the slots whose table is not what it was with something behind it."""
+        self._taken.difference_update(batch.released_slots)
+        for start in batch.starts:
+            self._lengths[start.slot] = 0
+            self._taken.add(start.slot)
+            self._untouched.add(start.slot)
+        for _, target in batch.block_copies:
+            self._renew(target)
+        moved = {slot for slot, _, _ in batch.replaced_blocks}
+        if batch.moves:
+            slots = [move.slot for move in batch.moves]
+            parents = [move.parent_slot for move in batch.moves]
+            self._tables[slots] = self._tables[parents]
+            self._lengths[slots] = self._lengths[parents]
+            self._untouched.update(set(slots) - self._taken)
+            self._taken.update(slots)
+            moved.update(slots)
+        for slot, column, block_id in batch.replaced_blocks:
+            self._tables[slot, column] = block_id
+        for slot, block_ids in batch.new_blocks:
+            end = self._lengths[slot] + len(block_ids)
+            self._tables[slot, self._lengths[slot] : end] = block_ids
+            self._lengths[slot] = end
+        return moved
+
+    def _prepare(self, slot: int, num_tokens: int) -> Iterable[RowChange]:
+        """Let a row hold the first `num_tokens` tokens of its slot's sequence, behind which `_write` follows."""
+        count = min(-(-num_tokens // self._size), int(self._lengths[slot]))
+        block_ids = self._tables[slot, :count]
+        is_held = self._blocks[slot, :count] == block_ids
+        is_held &= self._versions[slot, :count] == self._current[block_ids]
+        cleared_from = None
+        if slot in self._untouched:
+            self._untouched.remove(slot)
+            kept = count if is_held.all() else int(is_held.argmin())
+            is_held[kept:] = False
+            self._blocks[slot, kept:] = _NOBODY
+            cleared_from = min(num_tokens, kept * self._size)
+        missing = np.flatnonzero(~is_held)
+        if cleared_from is None and not len(missing):
+            return ()
+        block_ids = block_ids[missing]
+        self._hold(slot, missing, block_ids)
+        self._was_read[block_ids] = True
+        counts = np.minimum(num_tokens - missing * self._size, self._size)
+        loads = map(ColumnLoad, missing.tolist(), block_ids.tolist(), counts.tolist())
+        return (RowChange(slot, cleared_from, tuple(loads)),)
+
+    def _write(self, slot: int, begin: int, end: int) -> None:
+        """Positions `begin` to `end` are written to the row, and to the blocks that it is a copy of."""
+        last = min(-(-end // self._size), int(self._lengths[slot]))
+        columns = np.arange(begin // self._size, last)
+        block_ids = self._tables[slot, columns]
+        self._renew(block_ids[(self._writers[block_ids] != slot) | self._was_read[block_ids]])
+        self._writers[block_ids] = slot
+        # It is the only row that writes this version, so it has all that is written.
+        self._hold(slot, columns, block_ids)
+
+    def _hold(self, slot: int, columns: NDArray[np.int64], block_ids: NDArray[np.int64]) -> None:
+        self._blocks[slot, columns] = block_ids
+        self._versions[slot, columns] = self._current[block_ids]
+
+    def _renew(self, block_ids: int | NDArray[np.int64]) -> None:
+        """What rows hold of these blocks is not what they are from now on."""
+        self._current[block_ids] += 1
+        self._writers[block_ids] = _NOBODY
+        self._was_read[block_ids] = False

@@ -1,0 +1,168 @@
+"""A model's matrices as TensorRT's networks take them: floating point, or quantized by rows, experts flattened.
+
+They come through the same loader as the torch engine's, so that every family and every quantized checkpoint
+arrives in one layout (`inflight.models.decoder_weights`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from inflight.config import FP8, INT8
+from inflight.engine.torch.native.packing import quantize
+from inflight.engine.torch.quantized_linear import quantize_float8
+from inflight.errors import ConfigError
+from inflight.models import DecoderWeights, Layer, Linear, ModelDescription
+from inflight.models.levels import GroupedMatrix
+from inflight.models.loader import Finisher, load_finished_weights
+from inflight.models.sharding import Part
+
+INT4 = "int4"
+"""Keeps matrices that the checkpoint has in 4 bits."""
+
+_MIDDLE = 8  # of the levels 0 to 15; TensorRT's are -8 to 7
+_LEAST_GROUP, _MOST_GROUP = 16, 128  # inputs that share a scale in TensorRT
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """y = x Wᵀ + b.
+
+    Attributes:
+        weight: [outputs, inputs] floating point; or levels, int8 or float8_e4m3fn, of which row i stands for
+            weight[i] * scales[i]; or levels of 4 bits, uint8 [outputs, inputs / 2], each of which stands for
+            itself times the scale of its group. Of two in a byte the first is the lower half.
+        bias: [outputs], or None.
+        scales: float32 [outputs], or of 4 bits [outputs, groups] in the type of activations; None: the weight is
+            floating point.
+        offsets: [outputs, groups], of the type of scales: what stands beside each level of a group, because the
+            checkpoint has zero points; None: nothing.
+        order: [inputs] int32, which input each column is for; None: its own.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    order: Tensor | None = None
+
+
+Weights = DecoderWeights[Layer[Matrix], Matrix]
+
+
+class _Reading(Finisher[Layer[Matrix], Matrix]):
+    """Rounds each matrix to `weight_dtype` as it is read, or with int4 keeps what the checkpoint has in 4 bits."""
+
+    def __init__(self, dtype: torch.dtype, weight_dtype: str) -> None:
+        self._dtype, self._weight_dtype = dtype, weight_dtype
+        self.keeps_levels = weight_dtype == INT4
+        self.num_kept = 0
+        self.unpacked: dict[str, list[str]] = {}
+
+    def linear(self, linear: Linear, is_gated: bool = False) -> Matrix:
+        return self._matrix(linear.weight, linear.bias)
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Matrix:
+        """All experts as one matrix: their outputs behind each other, or of the second one their inputs.
+
+        A row's experts are then two products, with what the first one gives weighed in between.
+        """
+        assert bias is None, "checked: experts with biases are refused"
+        return self._matrix(torch.cat(list(matrices), dim=0 if is_gated else 1), None)
+
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        if matrix.bits != 4:
+            return "it has 8 bits"
+        if is_stack and matrix.order is not None:
+            return "each expert has its inputs in an order of its own"
+        if _group_size(matrix) < _LEAST_GROUP:
+            return f"{matrix.group_size} inputs share a scale, expected a multiple of {_LEAST_GROUP}"
+        return ""
+
+    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> Matrix:
+        return self._kept([matrix], 0, bias)
+
+    def keep_stacked_levels(
+        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Matrix:
+        """As `stack`."""
+        assert bias is None, "checked: experts with biases are refused"
+        return self._kept(list(matrices), 0 if is_gated else 1, None)
+
+    def note_unpacked(self, name: str, reason: str) -> None:
+        self.unpacked.setdefault(reason, []).append(name)
+
+    def layer(self, layer: Layer[Matrix]) -> Layer[Matrix]:
+        return layer
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        if self._weight_dtype == INT8:
+            levels, scales = quantize(weight)
+        elif self._weight_dtype == FP8:
+            levels, scales = quantize_float8(weight)
+        else:
+            return Matrix(weight, bias)
+        return Matrix(levels, bias, scales)
+
+    def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> Matrix:
+        """Matrices of 4 bits behind each other on an axis.
+
+        Scales are rounded to the type of activations, which is float16 in most checkpoints, as theirs are.
+        """
+        self.num_kept += 1
+        parts = [matrix.in_groups_of(_group_size(matrix)) for matrix in matrices]
+        order = parts[0].order
+        values = torch.cat([part.values for part in parts], axis).to(torch.int16) - _MIDDLE
+        halves = (values & 15).to(torch.uint8)
+        scales = torch.cat([part.scales for part in parts], axis).to(self._dtype)
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        offsets = None
+        if zeros:
+            offsets = (_MIDDLE - torch.cat(zeros, axis).to(scales.dtype)) * scales
+        else:  # the levels are what they stand for, from 0 on
+            offsets = _MIDDLE * scales
+        return Matrix(
+            halves[:, ::2] | halves[:, 1::2] << 4,
+            bias,
+            scales,
+            offsets if offsets.any() else None,
+            None if order is None else order.int(),
+        )
+
+
+def load_matrices(model: ModelDescription, dtype: torch.dtype, weight_dtype: str, part: Part) -> Weights:
+    """A rank's part of a checkpoint, on the CPU.
+
+    Args:
+        model: The checkpoint.
+        dtype: Of what is not quantized: embeddings, vectors, routers.
+        weight_dtype: Of the matrices: int8, fp8, int4, or anything else for `dtype`.
+        part: Which part.
+
+    Raises:
+        ConfigError: The checkpoint does not hold the model, or with int4 no matrix of 4 bits that can be kept.
+    """
+    reading = _Reading(dtype, weight_dtype)
+    weights = load_finished_weights(model, dtype, torch.device("cpu"), part, reading)
+    for reason, names in reading.unpacked.items():
+        _log.warning("%d quantized projections are unpacked (%s): %s", len(names), names[0], reason)
+    if weight_dtype == INT4 and not reading.num_kept:
+        raise ConfigError(
+            f"dtype is int4, but {model.folder} has no matrix of 4 bits that can be kept: int4 is for checkpoints "
+            "of AWQ, GPTQ and compressed-tensors in 4 bits"
+        )
+    return weights
+
+
+def _group_size(matrix: GroupedMatrix) -> int:
+    """Inputs that share a scale in TensorRT, which divide the checkpoint's."""
+    return gcd(matrix.group_size, _MOST_GROUP)

@@ -1,0 +1,176 @@
+// 4-bit weights in groups of inputs, each with a scale and a zero point, and activations quantized by row and group.
+//
+// A level of 0 .. 15 is VNNI's unsigned operand as it is, an activation round(x / scale) its signed one, with scale =
+// max |x| / 127 over the row's values of a group. A group's sum of products is exact; what zero points take away is
+// where it begins. Then it is scaled, in float32, and added to the sums of the groups before.
+//
+// Weights of a panel, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes], of which
+// each has the level of an input in its lower half and that of the fourth input behind it in its upper half. A word is
+// the float32 scale, its 5 lowest bits being the zero point, 0 .. 16: scales of 16 bits have zeros there.
+//
+// An operand's row, group by group: its scale, the sum of its levels with the sign turned, the levels.
+#pragma once
+
+#include "gemm.h"
+#include "int8.h"
+
+namespace inflight {
+
+struct Int4 {
+  using Stored = uint8_t;
+  using Sums = __m512;
+  static constexpr int kPair = 4;
+  static constexpr int kOfGroup = 8;  // bytes of an operand's group beside its levels
+  static constexpr int kAtOnce = 8;   // inputs
+
+  static Sums zero() { return _mm512_setzero_ps(); }
+};
+
+constexpr int kZeroBits = 31;
+
+// `inner` and `begin` count bytes of an operand's row; a group of a panel has 16 times as many.
+template <>
+struct Packed<Int4> {
+  const uint8_t* data;
+  int columns, inner;
+  int group;  // bytes of an operand's group
+  const uint8_t* panel(int index) const { return data + part_bytes(inner) * index; }
+  const uint8_t* part(int index, int begin) const { return panel(index) + part_bytes(begin); }
+  static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * (kPanel / 2); }
+  int whole(int inner) const { return (inner + group - 1) / group * group; }
+};
+
+// One row, `groups` of `size` inputs, of which the last may lie behind its end; `order` says which value each is, if
+// not the one in its place.
+template <class E>
+void quantize_groups(const typename E::Stored* source, int count, const int32_t* order, int groups, int size,
+                     uint8_t* target, typename E::Stored* scratch) {
+  if (order) {
+    for (int i = 0; i < count; ++i) scratch[i] = source[order[i]];
+    source = scratch;
+  }
+  for (int group = 0; group < groups; ++group, source += size, count -= size) {
+    const int here = std::min(size, count);
+    __m512 largest = _mm512_setzero_ps();
+    __mmask16 no_number = 0;
+    for (int i = 0; i < here; i += kLanes) {
+      const __m512 x = E::load(source + i, first_lanes(here - i));
+      no_number |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
+    }
+    const float most = _mm512_reduce_max_ps(largest);
+    const float scale = no_number ? std::numeric_limits<float>::quiet_NaN() : most / 127.0f;
+    const __m512 factor = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+    __m512i total = _mm512_setzero_si512();
+    auto* levels = target + Int4::kOfGroup;
+    for (int i = 0; i < size; i += kLanes) {
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(E::load(source + i, first_lanes(here - i)), factor));
+      total = _mm512_add_epi32(total, q);
+      _mm_mask_storeu_epi8(levels + i, first_lanes(size - i), _mm512_cvtepi32_epi8(q));
+    }
+    const int32_t sum = -_mm512_reduce_add_epi32(total);
+    std::memcpy(target, &scale, sizeof scale);
+    std::memcpy(target + sizeof scale, &sum, sizeof sum);
+    target += Int4::kOfGroup + size;
+  }
+}
+
+// As the other types' in gemm.h; `totals` are where they wait for their panel's next part.
+template <int kRows>
+inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
+                                                           const Ahead& ahead, __m512 (*totals)[2]) {
+  constexpr int kColumns = 4 * kLanes;  // bytes of 16 columns
+  const __m512i low_half = _mm512_set1_epi8(15), zero_bits = _mm512_set1_epi32(kZeroBits);
+  const char *first = ahead.first, *second = ahead.second;
+  for (int begin = 0; begin < inner; begin += group) {
+    const __m512i words0 = _mm512_loadu_si512(panel), words1 = _mm512_loadu_si512(panel + kColumns);
+    const uint8_t* scales = a;
+    __m512i sums[kRows][2];
+    {
+      const __m512i zeros0 = _mm512_and_si512(words0, zero_bits), zeros1 = _mm512_and_si512(words1, zero_bits);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i taken = Int8::broadcast_pair(a + 4 * (kRows + row));
+        sums[row][0] = _mm512_mullo_epi32(zeros0, taken);
+        sums[row][1] = _mm512_mullo_epi32(zeros1, taken);
+      }
+    }
+    panel += 2 * kColumns;
+    a += 4 * 2 * kRows;
+    for (int k = Int4::kOfGroup; k < group; k += Int4::kAtOnce, panel += 2 * kColumns, a += 4 * 2 * kRows) {
+      _mm_prefetch(first, _MM_HINT_T1);
+      _mm_prefetch(second, _MM_HINT_T1);
+      first += ahead.step;
+      second += ahead.step;
+      const __m512i both0 = _mm512_loadu_si512(panel), both1 = _mm512_loadu_si512(panel + kColumns);
+      __m512i b0 = _mm512_and_si512(both0, low_half), b1 = _mm512_and_si512(both1, low_half);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i x = Int8::broadcast_pair(a + 4 * row);
+        sums[row][0] = Int8::multiply_add(sums[row][0], b0, x);
+        sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
+      }
+      b0 = _mm512_and_si512(_mm512_srli_epi16(both0, 4), low_half);
+      b1 = _mm512_and_si512(_mm512_srli_epi16(both1, 4), low_half);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i x = Int8::broadcast_pair(a + 4 * (kRows + row));
+        sums[row][0] = Int8::multiply_add(sums[row][0], b0, x);
+        sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
+      }
+    }
+    asm volatile("" : "+r"(totals) : : "memory");  // else GCC 12 stores them twice
+    const __m512 factors0 = _mm512_castsi512_ps(_mm512_andnot_si512(zero_bits, words0));
+    const __m512 factors1 = _mm512_castsi512_ps(_mm512_andnot_si512(zero_bits, words1));
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      float scale;
+      std::memcpy(&scale, scales + 4 * row, sizeof scale);
+      const __m512 of_row = _mm512_set1_ps(scale);
+      totals[row][0] =
+          _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][0]), _mm512_mul_ps(factors0, of_row), totals[row][0]);
+      totals[row][1] =
+          _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][1]), _mm512_mul_ps(factors1, of_row), totals[row][1]);
+    }
+  }
+}
+
+template <int kRows, class Done>
+inline void run_rows(const uint8_t* block, int row, const Packed<Int4>& w, int panel, const Part& part,
+                     const Ahead& ahead, __m512 (*waiting)[2], const Done& done) {
+  if (part.begin == 0)
+    for (int i = 0; i < kRows; ++i) waiting[i][0] = waiting[i][1] = _mm512_setzero_ps();
+  multiply_groups<kRows>(block + static_cast<int64_t>(part.begin) * kRows, w.part(panel, part.begin),
+                         part.end - part.begin, w.group, ahead, waiting);
+  if (part.end == part.inner)
+    for (int i = 0; i < kRows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
+}
+
+// Levels 0 .. 15 [rows, inner], and the words [rows, groups], to panels as above; order[i] is the source row of column
+// i, negative for zeros. What lies behind the last input is zero, as are the activations that it is multiplied by.
+inline void pack_int4(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
+                      int groups, int size, uint8_t* target, int num_threads) {
+  const int panels = (columns + kPanel - 1) / kPanel;
+  const int64_t panel_bytes = Packed<Int4>::part_bytes(groups * (size + Int4::kOfGroup));
+  in_parallel(num_threads, [&](int thread, int num) {
+    const Share share(panels, thread, num);
+    for (auto panel = static_cast<int>(share.begin); panel < share.end; ++panel)
+      for (int lane = 0; lane < kPanel; ++lane) {
+        const int column = panel * kPanel + lane;
+        const int64_t from = column < columns ? order[column] : -1;
+        uint8_t* out = target + panel * panel_bytes;
+        for (int group = 0; group < groups; ++group) {
+          const uint32_t word = from < 0 ? 0 : words[from * groups + group];
+          std::memcpy(out + 4 * lane, &word, sizeof word);
+          out += 4 * kPanel;
+          for (int k = group * size; k < (group + 1) * size; k += Int4::kAtOnce, out += 4 * kPanel)
+            for (int i = 0; i < 4; ++i) {
+              const auto level = [&](int at) { return from < 0 || at >= inner ? 0 : levels[from * inner + at]; };
+              out[4 * lane + i] = static_cast<uint8_t>(level(k + i) | level(k + 4 + i) << 4);
+            }
+        }
+      }
+  });
+}
+
+}  // namespace inflight

@@ -1,0 +1,185 @@
+"""Quantized matrices as levels and scales, and the numbers that they stand for.
+
+    weight[o, i] = (level[o, i] - zero[o, group of i]) * scale[o, group of i]
+
+All of it is exact in float32 but for the last product, which is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import gcd
+
+import torch
+from torch import Tensor
+
+
+class Kind(Enum):
+    """What a quantized matrix is made of, in words for a log."""
+
+    INT4 = "4 bits"
+    INT8_BY_ROW = "int8 with a scale for each row"
+    INT8 = "8 bits with zero points, or in groups of inputs"
+    FLOAT8_BY_ROW = "float8 with a scale for each row"
+    FLOAT8 = "float8 in blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A matrix as a checkpoint has it.
+
+    Attributes:
+        values: [outputs, inputs]: uint8, int8 or float8_e4m3fn.
+        scales: [outputs or 1, groups] float32.
+        zeros: [outputs or 1, groups or 1]; None: all are 0.
+        groups: [inputs] int64, each input's group; None: as many inputs after each other in every one.
+        bits: 4 or 8; of 4 values are 0 to 15.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor | None
+    bits: int
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] float32."""
+        weight = self.values.float()
+        num_outputs, num_inputs = weight.shape
+        if self.groups is not None:
+            if self.zeros is not None:
+                weight.sub_(self._each(self.zeros)[:, self.groups])
+            return weight.mul_(self.scales[:, self.groups])
+        of_groups = weight.contiguous().view(num_outputs, self.scales.shape[1], -1)
+        if self.zeros is not None:
+            of_groups.sub_(self.zeros[..., None])
+        of_groups.mul_(self.scales[..., None])
+        return of_groups.view(num_outputs, num_inputs)
+
+    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Levels:
+        """Some of the outputs, and of the inputs."""
+        here = slice(*rows)
+        scales, zeros, groups = self.scales, self.zeros, self.groups
+        if columns != (0, self.values.shape[1]):
+            groups = self._group_of_each()[slice(*columns)]
+        return Levels(
+            self.values[here, slice(*columns)],
+            scales if len(scales) == 1 else scales[here],
+            zeros if zeros is None or len(zeros) == 1 else zeros[here],
+            groups,
+            self.bits,
+        )
+
+    def grouped(self) -> GroupedMatrix:
+        """With inputs of a group beside each other, in groups of one size: cut finer where they are not."""
+        num_outputs, num_inputs = self.values.shape
+        scales = self.scales.expand(num_outputs, -1)
+        zeros = None if self.zeros is None else self._each(self.zeros).expand(num_outputs, -1)
+        if self.groups is None:
+            size = num_inputs // scales.shape[1]
+            return GroupedMatrix(self.values, scales, zeros, size, None, self.bits)
+        of_inputs, order = self.groups.sort(stable=True)
+        ids, counts = of_inputs.unique_consecutive(return_counts=True)
+        size = gcd(*counts.tolist())
+        taken = ids.repeat_interleave(counts // size)
+        is_sorted = torch.equal(order, torch.arange(num_inputs))
+        return GroupedMatrix(
+            self.values if is_sorted else self.values.view(torch.uint8)[:, order].view(self.values.dtype),
+            scales[:, taken],
+            None if zeros is None else zeros[:, taken],
+            size,
+            None if is_sorted else order,
+            self.bits,
+        )
+
+    def _group_of_each(self) -> Tensor:
+        if self.groups is not None:
+            return self.groups
+        num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
+        return torch.arange(num_inputs) // (num_inputs // num_groups)
+
+    def _each(self, numbers: Tensor) -> Tensor:
+        return numbers.expand(-1, self.scales.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """A matrix whose groups are of one size, for products that read it as it is.
+
+    Attributes:
+        values: [outputs, inputs], as `Levels.values`.
+        scales: [outputs, groups] float32.
+        zeros: [outputs, groups]; None: all are 0.
+        group_size: Inputs of a group, which are beside each other.
+        order: [inputs] int64, which input each column of `values` belongs to; None: its own place.
+        bits: As `Levels.bits`.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    order: Tensor | None
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def kind(self) -> Kind:
+        """What it is made of."""
+        is_by_row = self.zeros is None and self.scales.shape[1] == 1
+        if self.bits == 4:
+            return Kind.INT4
+        if self.values.is_floating_point():
+            return Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
+        return Kind.INT8_BY_ROW if is_by_row else Kind.INT8
+
+    @property
+    def form(self) -> tuple[Kind, int, bool, tuple[int, int]]:
+        """What is the same in matrices that are kept as one stack."""
+        return self.kind, self.group_size, self.order is None, self.shape
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] float32, in the order of the inputs."""
+        weight = Levels(self.values, self.scales, self.zeros, None, self.bits).dequantized()
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def in_groups_of(self, size: int) -> GroupedMatrix:
+        """The same in groups of a size that divides theirs."""
+        times = self.group_size // size
+        if times == 1:
+            return self
+        scales = self.scales.repeat_interleave(times, 1)
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, 1)
+        return replace(self, scales=scales, zeros=zeros, group_size=size)
+
+
+def stack_rows(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
+    """Matrices on top of each other, as one; None where they differ in more than the size of their groups."""
+    if len(matrices) == 1:
+        return matrices[0]
+    first = matrices[0]
+    for other in matrices[1:]:
+        is_same_order = (first.order is None) == (other.order is None)
+        if first.order is not None and other.order is not None:
+            is_same_order = torch.equal(first.order, other.order)
+        is_same_kind = (first.bits, first.values.dtype, first.zeros is None) == (
+            other.bits, other.values.dtype, other.zeros is None,
+        )  # fmt: skip
+        if not (is_same_order and is_same_kind):
+            return None
+    size = gcd(*(matrix.group_size for matrix in matrices))
+    parts = [matrix.in_groups_of(size) for matrix in matrices]
+    return GroupedMatrix(
+        torch.cat([part.values.view(torch.uint8) for part in parts]).view(first.values.dtype),
+        torch.cat([part.scales for part in parts]),
+        None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+        size,
+        first.order,
+        first.bits,
+    )

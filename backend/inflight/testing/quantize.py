@@ -1,0 +1,163 @@
+"""Matrices rounded as published quantized checkpoints have them, to write such a checkpoint of random weights.
+
+Rounding is to the nearest level: calibration would change which levels are chosen, and not what a file looks like.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from math import gcd
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Parts = dict[str, Tensor]
+_GROUP_SIZE = 128
+_BLOCK = 128
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of 8 outputs each 4 bits of a word hold, from the lowest on
+_LEAST = 1e-12  # of scales
+
+
+def quantize_weights(
+    format: str, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[Parts, dict[str, object]]:
+    """Tensors of a checkpoint whose projections are quantized, and what config.json says of it.
+
+    Args:
+        format: A key of `FORMATS`.
+        weights: By name; matrices of projections end in `_proj.weight`.
+        dtype: Of scales.
+    """
+    matrices = {name for name in weights if name.endswith("_proj.weight")}
+    if not matrices:
+        raise ValueError(
+            f"there is no matrix to quantize to {format}: expected names that end in _proj.weight"
+        )
+    size = gcd(_GROUP_SIZE, *(weights[name].shape[1] for name in matrices))
+    make, describe = FORMATS[format]
+    tensors: Parts = {}
+    for name, weight in weights.items():
+        if name in matrices:
+            module = name.removesuffix("weight")
+            parts = make(weight.float(), size, dtype)
+            tensors |= {module + kind: part.contiguous() for kind, part in parts.items()}
+        else:
+            tensors[name] = weight
+    return tensors, describe(size)
+
+
+def quantize_checkpoint(source: Path, target: Path, format: str) -> Path:
+    """Write the checkpoint of the folder `source`, quantized, into the folder `target`, which is returned."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, target)
+    config = json.loads((source / "config.json").read_text())
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    weights, described = quantize_weights(format, load_file(source / "model.safetensors"), dtype)
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": described}, indent=2))
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def _in_groups(
+    weight: Tensor, size: int, dtype: torch.dtype, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels 0 to 15 [outputs, inputs], zero points and scales [outputs, groups]."""
+    groups = weight.unflatten(1, (-1, size))
+    low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+    scales = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
+    scales = scales.clamp_min(_LEAST).to(dtype).float()
+    zeros = torch.full_like(scales, 8) if symmetric else (-low / scales).round().clamp(1, 15)
+    levels = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return levels.flatten(1), zeros, scales
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """int32 [rows, n / 8] of numbers of 4 bits [rows, n], from the lowest bits on."""
+    shifts = 4 * torch.arange(8, dtype=torch.int64)
+    words = (numbers.long().unflatten(1, (-1, 8)) << shifts).sum(2)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def _awq(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
+    levels, zeros, scales = _in_groups(weight, size, dtype, symmetric=False)
+
+    def pack(numbers: Tensor) -> Tensor:
+        return _words(numbers.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1))
+
+    return {"qweight": pack(levels), "qzeros": pack(zeros), "scales": scales.T.to(dtype)}
+
+
+def _gptq(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
+    levels, zeros, scales = _in_groups(weight, size, dtype, symmetric=True)
+    groups = torch.arange(weight.shape[1], dtype=torch.int32) // size
+    qzeros = _words(zeros.T - 1)
+    return {"qweight": _words(levels).T, "qzeros": qzeros, "scales": scales.T.to(dtype), "g_idx": groups}
+
+
+def _int4(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
+    levels, _, scales = _in_groups(weight, size, dtype, symmetric=True)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": _words(levels), "weight_scale": scales.to(dtype), "weight_shape": shape}
+
+
+def _int8(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
+    scales = (weight.abs().amax(1, keepdim=True) / 127.5).clamp_min(_LEAST).to(dtype)
+    levels = (weight / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": levels, "weight_scale": scales}
+
+
+def _fp8(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
+    rows, columns = (-(-length // _BLOCK) for length in weight.shape)
+    filled = torch.zeros(rows * _BLOCK, columns * _BLOCK)
+    filled[: weight.shape[0], : weight.shape[1]] = weight
+    scales = (filled.view(rows, _BLOCK, columns, _BLOCK).abs().amax((1, 3)) / 448).clamp_min(_LEAST)
+    of_each = scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+    levels = (weight / of_each[: weight.shape[0], : weight.shape[1]]).to(torch.float8_e4m3fn)
+    return {"weight": levels, "weight_scale_inv": scales}
+
+
+def _compressed(format: str, **weights: object) -> dict[str, object]:
+    weights |= {"type": "int", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+FORMATS: dict[
+    str, tuple[Callable[[Tensor, int, torch.dtype], Parts], Callable[[int], dict[str, object]]]
+] = {
+    "awq": (
+        _awq,
+        lambda size: {
+            "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
+        },
+    ),
+    "gptq": (
+        _gptq,
+        lambda size: {
+            "quant_method": "gptq", "bits": 4, "group_size": size, "sym": True, "desc_act": False,
+            "checkpoint_format": "gptq",
+        },
+    ),
+    "int4": (
+        _int4,
+        lambda size: _compressed("pack-quantized", num_bits=4, strategy="group", group_size=size),
+    ),
+    "int8": (_int8, lambda _: _compressed("int-quantized", num_bits=8, strategy="channel")),
+    "fp8": (
+        _fp8,
+        lambda _: {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]},
+    ),
+}  # fmt: skip
+"""What `--quantize` writes: AWQ and GPTQ, compressed-tensors' int4 and int8, float8 in blocks as DeepSeek's."""

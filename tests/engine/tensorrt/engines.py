@@ -1,0 +1,52 @@
+"""Engines of plans for tests, which the stand-in for TensorRT runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
+from inflight.engine.tensorrt.build import BuildOptions, build_engine
+from inflight.engine.tensorrt.load import load_runner
+from inflight.engine.torch import TorchEngine
+from tests.engine.tensorrt import runtime_stand_in
+
+SIZES = {"max_batch_size": 6, "max_seq_len": 128, "max_num_tokens": 512, "dtype": "float32"}
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Let the stand-in be TensorRT meanwhile."""
+    before = sys.modules.get(runtime_stand_in.NAME)
+    sys.modules[runtime_stand_in.NAME] = runtime_stand_in.make_module()
+    try:
+        yield
+    finally:
+        del sys.modules[runtime_stand_in.NAME]
+        if before is not None:
+            sys.modules[runtime_stand_in.NAME] = before
+
+
+def build(checkpoint: Path, folder: Path, **options: Any) -> Path:
+    """Write a folder of plans for the stand-in."""
+    build_engine(checkpoint, folder, BuildOptions(**(SIZES | options)), serialize=runtime_stand_in.dump)
+    return folder
+
+
+def load(
+    folder: Path,
+    num_blocks: int | None = 80,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+    **changes: Any,
+) -> TorchEngine:
+    """An engine on the CPU with blocks of 8 tokens; None: as many blocks as it takes."""
+    values = {"device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, "max_num_sequences": 4} | changes
+    if num_blocks is not None:
+        values["max_tokens_in_paged_kv_cache"] = values["tokens_per_block"] * num_blocks
+    config = EngineConfig(str(folder), implementation="tensorrt", **values)
+    with standing_in():
+        return TorchEngine.load(config, processors, load_runner=load_runner)

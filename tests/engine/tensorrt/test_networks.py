@@ -1,0 +1,348 @@
+"""Networks, evaluated in flight by the interpreter, against transformers.
+
+Batches mix chunks and generation, in another order than that of the slots; some slots are idle, some are taken
+over by another sequence, and the caches begin with numbers that nobody may read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.adapters.lora_modules import SPLIT_MODULES
+from inflight.engine.low_rank import low_rank_layers
+from inflight.engine.tensorrt.network import lacking
+from inflight.engine.torch.native.packing import quantize
+from inflight.engine.torch.quantized_linear import quantize_float8
+from inflight.models import read_model_description
+from inflight.models.sharding import Part, Shard
+from tests.engine.lora import Adapter, make_adapter
+from tests.engine.tensorrt.in_flight import (
+    SLOTS,
+    Interpreted,
+    Meeting,
+    Rows,
+    Runner,
+    Text,
+    build,
+    largest_error,
+    relative_error,
+    run,
+    schedule,
+    take,
+    texts_of,
+)
+from tests.engine.tensorrt.interpreter import Node
+from tests.models.zoo import CASES, Zoo, ZooModel
+
+EXACT = 2e-4
+"""Largest error of a logit in float32; those of the zoo's models have a standard deviation of 2 to 3."""
+BOUND = {"bfloat16": 0.08, "float16": 0.01}
+"""As in test_precision.py: root mean square error of the logits over their standard deviation."""
+REFUSED = {"deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-half-rotation", "gpt-oss", "gemma2"}
+
+
+def _one(model: ZooModel, folder: Path, **options: Any) -> Interpreted:
+    (engine,) = build(model.folder, folder, **{"dtype": "float32", **options})
+    return engine
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
+def test_every_family(zoo: Zoo, tmp_path: Path, case: str) -> None:
+    model, texts = zoo[case], texts_of(zoo[case])
+    run(Runner(_one(model, tmp_path)), texts)
+    assert largest_error(model, texts) < EXACT
+
+
+def test_what_is_refused_is_what_lacks_something(zoo: Zoo) -> None:
+    assert {case for case in CASES if lacking(read_model_description(zoo[case].folder).decoder)} == REFUSED
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
+def test_error_of_other_types_is_bounded(zoo: Zoo, tmp_path: Path, case: str, dtype: str) -> None:
+    model, texts = zoo[case], texts_of(zoo[case])
+    engine = _one(model, tmp_path, dtype=dtype)
+    assert engine.sidecar.settings.dtype == dtype
+    run(Runner(engine), texts)
+    assert 0 < relative_error(model, texts) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [("int8", quantize), ("fp8", quantize_float8)])
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen3"])
+def test_quantized_weights_are_what_they_stand_for(
+    zoo: Zoo, tmp_path: Path, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    """Against transformers with each row of its matrices rounded in the same way, from bfloat16 on."""
+    model = zoo[case]
+    oracle = copy.deepcopy(model.oracle)
+    with torch.no_grad():
+        for module in oracle.modules():
+            if isinstance(module, torch.nn.Linear):
+                levels, scales = rounded(module.weight.bfloat16())
+                module.weight.copy_(levels.float() * scales[:, None])
+    engine = _one(model, tmp_path, dtype=dtype)
+    assert (engine.sidecar.settings.weight_dtype, engine.sidecar.settings.dtype) == (dtype, "bfloat16")
+    texts = texts_of(model)
+    run(Runner(engine), texts)
+    assert relative_error(ZooModel(model.folder, oracle), texts) < BOUND["bfloat16"]
+    assert relative_error(ZooModel(model.folder, oracle), texts) < relative_error(model, texts)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("llama-attention-bias", "float32"),
+        ("llama-gqa-tied", "bfloat16"),
+        ("mixtral", "int8"),
+        ("gpt2", "fp8"),
+    ],
+)
+def test_weights_as_inputs_give_the_same(zoo: Zoo, tmp_path: Path, case: str, dtype: str) -> None:
+    model = zoo[case]
+    both: list[list[Text]] = []
+    for weights in ("constants", "inputs"):
+        both.append(texts_of(model))
+        run(Runner(_one(model, tmp_path / weights, dtype=dtype, weights=weights)), both[-1])
+    assert all(torch.equal(a, b) for one, other in zip(*both) for a, b in zip(one.logits, other.logits))
+
+
+def test_packed_attention_gives_the_same(zoo: Zoo, tmp_path: Path) -> None:
+    model, texts = zoo["llama-gqa"], texts_of(zoo["llama-gqa"])
+    engine = _one(model, tmp_path, attention="packed")
+    assert "ctx_q_gather" not in engine.layers.inputs
+    run(Runner(engine), texts)
+    assert largest_error(model, texts) < EXACT
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 40])
+def test_chunks_of_any_size(zoo: Zoo, tmp_path: Path, chunk: int) -> None:
+    model, texts = zoo["mistral-window"], texts_of(zoo["mistral-window"])
+    run(Runner(_one(model, tmp_path, max_num_tokens=192)), texts, chunk)
+    assert largest_error(model, texts) < EXACT
+
+
+def test_only_what_a_batch_writes_changes(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo["llama-gqa"]
+    runner = Runner(_one(model, tmp_path))
+    before = {name: cache.clone() for name, cache in runner.caches.items()}
+    runner.hidden([Rows(2, model.prompt(7), 4, True), Rows(0, (5,), 9, False)])
+    for name, cache in runner.caches.items():
+        changed = (cache != before[name]).any(-1).any(1)
+        expected = torch.zeros_like(changed)
+        expected[2, 4:11], expected[0, 9] = True, True
+        assert torch.equal(changed, expected), name
+
+
+# What has to be noticed: each of these is a mistake of whoever makes the inputs, or of the network.
+
+
+def _in_other_order(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"slot_order": torch.arange(len(inputs["slot_order"]), dtype=torch.int32)}
+
+
+def _given_back_in_other_order(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"packed_order": torch.arange(len(inputs["packed_order"]), dtype=torch.int32)}
+
+
+def _written_one_behind(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"write_indices": inputs["write_indices"] + (inputs["write_indices"] > 0).int()}
+
+
+def _one_key_too_many(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"gen_kv_lengths": inputs["gen_kv_lengths"] + 1}
+
+
+def _positions_from_one(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"position_ids": inputs["position_ids"] + 1}
+
+
+def _slots_of_others(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"ctx_slots": (inputs["ctx_slots"] + 1) % SLOTS}
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        _in_other_order,
+        _given_back_in_other_order,
+        _written_one_behind,
+        _one_key_too_many,
+        _positions_from_one,
+        _slots_of_others,
+    ],
+)
+def test_mistakes_are_noticed(
+    zoo: Zoo, tmp_path: Path, mistake: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    model, texts = zoo["gpt2"], texts_of(zoo["gpt2"])
+    runner = Runner(_one(model, tmp_path))
+    for batch in schedule(texts, 5):
+        take(batch, runner.logits(batch, **mistake(runner.inputs(batch))), texts)
+    assert largest_error(model, texts) > 100 * EXACT
+
+
+def _turned_backwards(node: Node) -> Node:
+    """Rotary positions with cos and sin in each other's place."""
+    if node.kind != "ROTARY_EMBEDDING":
+        return node
+    x, cos, sin, positions = node.inputs
+    return replace(node, inputs=(x, sin, cos, positions))
+
+
+def _seeing_what_comes(node: Node) -> Node:
+    """The mask of chunks with < for >."""
+    if node.kind != "ELEMENTWISE" or node.attributes["op"] != "GREATER":
+        return node
+    return replace(node, inputs=node.inputs[::-1])
+
+
+def _keys_as_values(node: Node) -> Node:
+    if node.kind != "ATTENTION":
+        return node
+    queries, keys, _, *others = node.inputs
+    return replace(node, inputs=(queries, keys, keys, *others))
+
+
+def _without_square_root(node: Node) -> Node:
+    """Norms that divide by the variance."""
+    is_sqrt = node.kind == "UNARY" and node.attributes["op"] == "SQRT"
+    return replace(node, kind="CAST", attributes={"to_type": "FLOAT"}) if is_sqrt else node
+
+
+def _largest_of_the_others(node: Node) -> Node:
+    """The experts that a row goes to least."""
+    return replace(node, attributes=node.attributes | {"op": "MIN"}) if node.kind == "TOPK" else node
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [_turned_backwards, _seeing_what_comes, _keys_as_values, _without_square_root, _largest_of_the_others],
+)
+def test_networks_that_are_wired_otherwise_are_noticed(
+    zoo: Zoo, tmp_path: Path, broken: Callable[[Node], Node]
+) -> None:
+    model, texts = zoo["mixtral"], texts_of(zoo["mixtral"])
+    engine = _one(model, tmp_path)
+    nodes = tuple(broken(node) for node in engine.layers.nodes)
+    assert nodes != engine.layers.nodes
+    run(Runner(replace(engine, layers=replace(engine.layers, nodes=nodes))), texts)
+    assert not largest_error(model, texts) < 100 * EXACT
+
+
+def test_hidden_states_between_layers(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo["gemma3"]
+    names = ("hidden_states_0", "hidden_states_2")
+    runner = Runner(_one(model, tmp_path, additional_outputs=names))
+    tokens = model.prompt(12)
+    hidden = runner.hidden([Rows(3, tokens, 0, True)])
+    with torch.inference_mode():
+        found = model.oracle(torch.tensor([tokens]), output_hidden_states=True)
+    for name in names:
+        expected = found.hidden_states[int(name[-1])][0]
+        torch.testing.assert_close(runner.additional[name], expected, rtol=1e-4, atol=1e-4)
+    normalized = runner.head(hidden)["normalized"]
+    torch.testing.assert_close(normalized, found.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gemma3"])
+def test_rows_of_prompt_tables(zoo: Zoo, tmp_path: Path, case: str) -> None:
+    model = zoo[case]
+    runner = Runner(_one(model, tmp_path))
+    tokens, virtual = model.prompt(9), torch.randn((3, 64), generator=torch.Generator().manual_seed(1))
+    rows = [1, 2, 6]
+    embedding = model.oracle.get_input_embeddings()
+    with torch.inference_mode():
+        embedded = embedding.weight[torch.tensor(tokens)].clone()
+        embedded[rows] = virtual
+        scale = getattr(embedding, "embed_scale", torch.tensor(1.0))
+        expected = model.oracle(inputs_embeds=(embedded * scale)[None]).logits[0]
+    batch = [
+        Rows(4, (7,), 0, False),
+        Rows(1, tuple(0 if i in rows else t for i, t in enumerate(tokens)), 0, True),
+    ]
+    picked = runner.inputs(batch)["embedding_gather"].clone()
+    picked[[1 + row for row in rows]] = torch.arange(3, dtype=torch.int32) + len(picked)
+    logits = runner.logits(batch, embedding_gather=picked, virtual_embeddings=virtual)
+    torch.testing.assert_close(logits[1:], expected, rtol=1e-4, atol=EXACT)
+    torch.testing.assert_close(logits[0], model.logits((7,))[0], rtol=1e-4, atol=EXACT)
+
+
+def _bank(runner: Runner, part: Part, adapters: dict[int, Adapter]) -> dict[str, Tensor]:
+    """The matrices of adapters by slot, behind each other."""
+    decoder = read_model_description(next(iter(adapters.values())).oracle.folder).decoder
+    found = {
+        name: value for name, value in runner.inputs([Rows(0, (1,), 0, True)]).items() if "lora_" in name
+    }
+    for adapter in adapters.values():
+        layers = low_rank_layers(adapter.weights, decoder, part)
+        for layer, modules in layers.items():
+            for module in SPLIT_MODULES:
+                if module in modules:
+                    a, b = (f"lora_{kind}_{layer}_{module.text}" for kind in "ab")
+                    found[a] = torch.cat((found[a], modules[module].a))
+                    found[b] = torch.cat((found[b], modules[module].b), 1)
+    del found["lora_mask"]
+    return found
+
+
+def _mask(batch: list[Rows], ranks: dict[int, int]) -> Tensor:
+    owners = torch.tensor([slot for slot, rank in ranks.items() for _ in range(rank)])
+    slots = torch.tensor([rows.slot for rows in batch for _ in rows.token_ids])
+    return (slots[:, None] == owners).float()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+def test_adapters_give_what_their_merged_weights_do(
+    zoo: Zoo, tmp_path: Path, case: str, num_ranks: int
+) -> None:
+    model = zoo[case]
+    adapters = {1: make_adapter(model, 1, r=4), 3: make_adapter(model, 2, r=7)}
+    engines = build(model.folder, tmp_path, dtype="float32", max_lora_rank=16, tensor_parallel_size=num_ranks)
+    whole = Part.whole(read_model_description(model.folder).decoder)
+
+    def logits(rank: int, meeting: Meeting) -> list[Text]:
+        texts = [Text(slot, model.prompt(20, seed=slot), 12) for slot in (0, 1, 3)]
+        runner = Runner(engines[rank], meeting.rank(rank))
+        bank = _bank(runner, Part(Shard(num_ranks, rank), whole.layers), adapters)
+        for batch in schedule(texts, 5):
+            mask = _mask(batch, {1: 4, 3: 7})
+            take(batch, runner.logits(batch, lora_mask=mask, **bank), texts)
+        return texts
+
+    for texts in _in_step(num_ranks, logits):
+        for text in texts:
+            of = adapters[text.slot].merged() if text.slot in adapters else model
+            assert largest_error(of, [text]) < EXACT
+            assert text.slot not in adapters or largest_error(model, [text]) > 100 * EXACT
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "olmo2", "qwen2-moe", "opt", "granite"])
+def test_ranks_in_step_give_what_one_does(zoo: Zoo, tmp_path: Path, case: str) -> None:
+    model = zoo[case]
+    engines = build(model.folder, tmp_path, dtype="float32", tensor_parallel_size=2)
+
+    def logits(rank: int, meeting: Meeting) -> list[Text]:
+        texts, communicator = texts_of(model), meeting.rank(rank)
+        run(Runner(engines[rank], communicator), texts)
+        assert communicator.num_calls
+        return texts
+
+    for texts in _in_step(2, logits):
+        assert largest_error(model, texts) < EXACT
+
+
+def _in_step(num_ranks: int, work: Callable[[int, Meeting], list[Text]]) -> list[list[Text]]:
+    """What each rank's work returns."""
+    meeting = Meeting(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return [each.result() for each in [pool.submit(work, rank, meeting) for rank in range(num_ranks)]]

@@ -1,0 +1,221 @@
+"""What requests may ask for beside tokens, over plans: adapters, tables, logits, hidden states; recordings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.engine.tensorrt.decoder import TensorRtDecoder
+from inflight.engine.tensorrt.load import load_runner
+from inflight.engine.torch.iteration_graphs import IterationGraphs
+from inflight.errors import InflightError
+from tests.engine import test_additional_outputs as additional
+from tests.engine import test_after_failure as failures
+from tests.engine import test_prompt_tables as tables
+from tests.engine import test_served_adapters as adapters
+from tests.engine.driver import Driver, load_engine
+from tests.engine.everything import assert_as_transformers, some_of_everything
+from tests.engine.failing import Saboteur, serve_through_faults
+from tests.engine.lora import make_adapter
+from tests.engine.ranks import assert_same, ranks
+from tests.engine.serving import config_of, serve, to_torch
+from tests.engine.tape import Tape
+from tests.engine.tensorrt.conftest import Plans
+from tests.engine.tensorrt.engines import load, standing_in
+from tests.engine.test_iteration_graphs import replay_everything
+from tests.models.zoo import Zoo
+
+LORA_RANKS = 24
+"""Of all adapters of a part of a batch: two of the tests' adapters, or one."""
+
+
+# ---------------------------------------------------------------------- LoRA adapters
+
+
+def without_magnitudes(requests: tuple[Request, ...]) -> list[Request]:
+    return [each for each in requests if each.lora is None or each.lora.task_id != 3]
+
+
+@pytest.mark.parametrize("way", ["chunked", "utilization"])
+def test_adapters_of_a_batch_together(zoo: Zoo, plans: Plans, way: str) -> None:
+    """More than a plan takes at once, which are computed in parts; loaded again and again, into few pages."""
+    model = zoo["llama-gqa"]
+    requests = without_magnitudes(adapters.requests_of(model))
+    with adapters.few_pages():
+        engine = load(plans(model, max_lora_rank=LORA_RANKS), 40, max_num_sequences=6)
+    assert engine.limits.max_adapter_rank == LORA_RANKS
+    served = adapters.serve(engine, config_of(way), requests, model)
+    expected = adapters.alone(model, "torch")
+    assert len({key[0] for key in served.responses}) == len(requests)
+    for request_id, index in served.responses:
+        found = served.result(request_id, index)
+        adapters.assert_same_result(found, expected[request_id].result(request_id, index))
+
+
+def test_an_adapter_with_magnitudes_ends_its_request_alone(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model, max_lora_rank=LORA_RANKS), 60)
+    requests = list(adapters.requests_of(model)[:6])
+    weights = make_adapter(model, 3, **adapters.CONFIGS[3]).weights
+    served = adapters.serve(engine, config_of("no-evict"), requests, model, bad={3: weights})
+    (error,) = served.errors.values()
+    assert isinstance(error, InflightError) and "has magnitudes (DoRA)" in str(error)
+    assert len(served.responses) == 5 and served.errors.keys() == {3}
+
+
+def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> None:
+    assert load(plans(zoo["llama-gqa"])).limits.num_adapter_pages == 0
+
+
+# ---------------------------------------------------------------------- tables, logits, hidden states
+
+
+@pytest.mark.parametrize("way", ["no-evict", "chunked"])
+def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
+    model = zoo["llama-gqa"]
+    requests, rows = tables.mixed_requests(model, output=tables.LOGITS)
+    engine = load(plans(model, max_context_chunks=2), 200, max_num_sequences=6)
+    served = serve(engine, config_of(way), requests, per_iteration=8)
+    tables.assert_as_transformers(model, requests, rows, served)
+    for request, table in zip(requests, rows, strict=True):
+        result, length = served.result(request), request.prompt_length
+        expected = tables.TableOracle(model).logits(result.output_token_ids[0], table)
+        assert result.context_logits is not None and result.generation_logits is not None
+        for found, wanted in (
+            (to_torch(result.generation_logits[0]), expected[length - 1 : -1]),
+            (to_torch(result.context_logits), expected[:length]),
+        ):
+            torch.testing.assert_close(found.view(wanted.shape), wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_additional_outputs(zoo: Zoo, plans: Plans, way: str) -> None:
+    model = zoo["llama-gqa"]
+    names = tuple(f"hidden_states_{number}" for number in range(3))
+    folder = plans(model, additional_outputs=names, max_context_chunks=1)
+    engine = load(folder, 40, additional_model_outputs=additional.OUTPUTS)
+    requests = [
+        additional.request_of(model, 1, 27),
+        Request(2, model.prompt(20, 2), 12),
+        additional.request_of(model, 3, 9, streaming=True),
+        additional.request_of(model, 4, 33, draft=ExternalDraft(model.prompt(3, 9))),
+    ]
+    served = serve(engine, config_of(way), requests)
+    for request in (requests[0], requests[2], requests[3]):
+        tokens = model.greedy(request.input_token_ids, additional.NUM_TOKENS)
+        assert served.tokens(request) == tokens
+        additional.assert_outputs(model, request, served.result(request), tokens)
+
+
+# ---------------------------------------------------------------------- recordings
+
+
+def record(engine, tape: Tape) -> None:
+    """Let generation be recorded, as on a GPU."""
+    runner = engine.runner
+    with torch.inference_mode():
+        runner._graphs = IterationGraphs(runner.decoder, runner.slots, runner.cache, tape, 512)
+    runner.recorded = runner._graphs.kinds
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window"])
+def test_recorded_generation_gives_the_same_tokens(
+    zoo: Zoo, plans: Plans, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills a batch up is written to idle slots, and reaches nobody."""
+    model, recordings = zoo[case], []
+    run = TensorRtDecoder._run
+
+    def note(self: TensorRtDecoder, packed, rows, part, cache, active, recording):
+        recordings.append(recording)
+        return run(self, packed, rows, part, cache, active, recording)
+
+    def capture(operations):
+        operations()
+        return operations
+
+    monkeypatch.setattr(TensorRtDecoder, "_run", note)
+    engine = load(plans(model, max_batch_size=12), 200, max_num_sequences=11)
+    record(engine, capture)
+    replayed = replay_everything(engine, model.prompt)
+    eager = load_engine(model.folder, max_num_sequences=11, kernels="torch", max_sequence_length=96)
+    assert replayed == replay_everything(eager, model.prompt)
+    assert engine.runner.recorded.generation_sizes == (1, 2, 4, 8, 11)
+    assert {key for key in recordings if key} == {(size, False) for size in (1, 2, 4, 8, 11)}
+
+
+def test_recorded_adapters(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    requests = without_magnitudes(adapters.requests_of(model))[:14]
+    engine = load(plans(model, max_lora_rank=LORA_RANKS), 60, max_num_sequences=6)
+    record(engine, lambda operations: operations() or operations)
+    assert engine.runner._graphs.adapter_ranks == LORA_RANKS
+    served = adapters.serve(engine, config_of("no-evict"), requests, model)
+    expected = adapters.alone(model, "torch")
+    for request_id, index in served.responses:
+        assert served.tokens(request_id, index) == expected[request_id].tokens(request_id, index)
+
+
+def test_everything_but_the_plan_can_be_recorded(
+    zoo: Zoo, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operation around a plan asks the host for a value: a tape replays them without Python."""
+    model = zoo["llama-gqa"]
+    engine = load(plans(model), 60)
+    hidden, seen = torch.randn(9, 64), []
+
+    def run(inputs, recording=None):
+        seen.append(inputs)
+        return {"hidden": hidden[: len(inputs["input_ids"])] + inputs["gen_kv_lengths"].sum()}
+
+    monkeypatch.setattr(engine.runner.decoder._layers, "run", run)
+    tape = Tape()
+    record(engine, tape)
+    num_recorded = len(seen)
+    driver = Driver(engine)
+    row = driver.start(model.prompt(9))
+    driver.step({row: 9})
+    del seen[:]
+    for _ in range(3):
+        driver.step(generation=[row])
+    assert num_recorded == 6 and not seen and len(tape.replayed) == 3
+
+
+# ---------------------------------------------------------------------- failures, ranks
+
+
+@pytest.mark.parametrize(("stage", "after"), [("prepare", True), ("_load", False), ("write_through", False)])
+def test_an_iteration_that_fails_changes_no_tokens(
+    zoo: Zoo, plans: Plans, stage: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model), 100, max_num_sequences=6)
+    requests = failures.make_requests(model)[:5]
+    saboteur = Saboteur(monkeypatch, engine.runner.cache, stage, after)
+    served = serve_through_faults(engine, failures.CONFIG, requests, saboteur)
+    assert saboteur.num_faults > 0, "nothing failed"
+    expected = failures.undisturbed(model, "torch")
+    assert len(served) == len(requests)
+    for key, result in served.items():
+        failures.assert_same(result, expected[key])
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied"])
+def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
+    model = zoo[case]
+    folder = plans(model, tensor_parallel_size=2, additional_outputs=("hidden_states_1",))
+    requests = [
+        replace(each, output=OutputConfig(return_context_logits=True)) if each.request_id == 0 else each
+        for each in some_of_everything(model)
+    ]
+    options = {"load_runner": load_runner, "implementation": "tensorrt"}
+    with standing_in(), ranks(folder, (2, 1), 40, **options) as engine:
+        served = serve(engine, config_of("chunked", max_beam_width=3), requests)
+        calls = [each.num_calls for each in engine.collectives]
+    assert_as_transformers(model, served, requests)
+    assert calls[0] == calls[1] > 0
+    with ranks(model.folder, (2, 1), 40, kernels="torch") as engine:
+        assert_same(served, serve(engine, config_of("chunked", max_beam_width=3), requests))

@@ -1,0 +1,214 @@
+"""What is said of plans that cannot be served as they are asked for: one sentence each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.additional_outputs import parse_outputs
+from inflight.config import EngineConfig, Parameters
+from inflight.engine.tensorrt.checks import check_processor
+from inflight.engine.tensorrt.load import load_runner
+from inflight.engine.tensorrt.sidecar import Sidecar, file_digest
+from inflight.engine.torch import TorchEngine
+from inflight.engine.torch.collectives import ALONE
+from inflight.errors import ConfigError
+from inflight.load_model import load_model
+from inflight.ranks.topology import Mapping
+from tests.engine.tensorrt.conftest import Plans
+from tests.engine.tensorrt.engines import load, standing_in
+from tests.models.zoo import Zoo, ZooModel
+
+
+@pytest.fixture
+def model(zoo: Zoo) -> ZooModel:
+    return zoo["llama-gqa"]
+
+
+@pytest.fixture
+def copied(model: ZooModel, plans: Plans, tmp_path: Path) -> Path:
+    """A folder of plans that was moved, and may be changed."""
+    return Path(shutil.copytree(plans(model), tmp_path / "moved"))
+
+
+def change(folder: Path, **changes: Any) -> None:
+    path = folder / "rank0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def spoil(name: str) -> Callable[[Path], None]:
+    def of(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes() + b"\0")
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (spoil("rank0.plan"), r"rank0\.plan is not the file that its description is of"),
+        (spoil("rank0.head.plan"), r"rank0\.head\.plan is not the file that its description is of"),
+        (lambda folder: (folder / "rank0.plan").unlink(), r"rank0\.plan: No such file"),
+        (lambda folder: change(folder, format=99), r"format is 99, expected \d+: build the engine again"),
+        (
+            lambda folder: change(folder, module_version="1.0"),
+            r"were built with tensorrt_rtx 1\.0, and 1\..* is",
+        ),
+        (lambda folder: (folder / "rank0.json").unlink(), r"has no rank0\.json, expected a folder that"),
+    ],
+)
+def test_files_that_do_not_go_together(copied: Path, do: Callable[[Path], None], message: str) -> None:
+    load(copied)
+    do(copied)
+    with pytest.raises(ConfigError, match=message):
+        load(copied)
+
+
+def test_a_plan_that_is_none(copied: Path) -> None:
+    """Its digest is right; TensorRT says itself that it is no plan."""
+    (copied / "rank0.plan").write_bytes(b"nothing")
+    layers = json.loads((copied / "rank0.json").read_text())["layers"]
+    layers["file"]["digest"] = file_digest(copied / "rank0.plan")
+    change(copied, layers=layers)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and TensorRT; this machine has no GPU"):
+        load(copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_num_sequences": 7}, "max_batch_size is 7, but the plans of .* have 6 slots"),
+        ({"max_sequence_length": 129}, "max_sequence_length is 129, but the plans' slots have room for 128"),
+        ({"dtype": "bfloat16"}, "dtype is bfloat16, but the plans of .* are of float32"),
+        ({"kernels": "native"}, "kernels is native"),
+        ({"max_attention_window_size": (16,)}, "cannot change the windows of plans"),
+        ({"sink_token_length": 2, "max_attention_window_size": (16,)}, "cannot change the windows of plans"),
+        (
+            {"additional_model_outputs": parse_outputs("hidden_states_1")},
+            "has hidden_states_1, but the plans of .* give none",
+        ),
+        ({"lora_cache_gpu_memory_fraction": 0.1}, "the plans have room for adapters of 0 ranks"),
+    ],
+)
+def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(plans(model), **changes)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (Mapping(tp_size=2), "tensor_parallel_size is 2, but the plans of .* are for 1"),
+        (Mapping(pp_size=2), "pipeline_parallel_size is 2, expected 1"),
+        (Mapping(tp_size=2, moe_ep_size=2), "moe_expert_parallel_size is 2, expected 1"),
+    ],
+)
+def test_other_ranks(model: ZooModel, plans: Plans, mapping: Mapping, message: str) -> None:
+    config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4)
+    with standing_in(), pytest.raises(ConfigError, match=message):
+        load_runner(config, mapping, ALONE, int, ())
+
+
+def test_another_checkpoint(zoo: Zoo, model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+    config = EngineConfig(str(model.folder), engine_dir=str(plans(model)), device="cpu", max_num_sequences=4)
+    with standing_in():
+        TorchEngine.load(config, load_runner=load_runner)
+        other = replace(config, gpt_model_path=str(zoo["llama"].folder))
+        with pytest.raises(ConfigError, match="were built from another checkpoint than"):
+            TorchEngine.load(other, load_runner=load_runner)
+
+
+def test_without_tensorrt(model: ZooModel, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4)
+    with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU and TensorRT; tensorrt_rtx is not"):
+        TorchEngine.load(config, load_runner=load_runner)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hint"), [((9, 0), "TensorRT for RTX does not run"), ((7, 5), "build")]
+)
+def test_another_compute_capability(
+    model: ZooModel, plans: Plans, capability: tuple[int, int], hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    sidecar = Sidecar.read(plans(model) / "rank0.json")
+    message = rf"compute capability 8\.0.*, and this one has {capability[0]}\.{capability[1]}: {hint}"
+    with pytest.raises(ConfigError, match=message):
+        check_processor(sidecar, plans(model), torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
+    check_processor(sidecar, plans(model), torch.device("cuda"))
+
+
+def test_tensorrts_own_runtime_says_no_without_a_gpu(
+    model: ZooModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that TensorRT has built, and no stand-in."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    from inflight.engine.tensorrt.build import BuildOptions, build_engine
+
+    build_engine(model.folder, tmp_path, BuildOptions(dtype="float32", max_seq_len=32, max_num_tokens=32))
+    config = EngineConfig(str(tmp_path), device="cpu", max_num_sequences=4)
+    with pytest.raises(
+        ConfigError, match=r"rank0\.plan needs an NVIDIA GPU and TensorRT; this machine has no"
+    ):
+        TorchEngine.load(config, load_runner=load_runner)
+
+
+# ---------------------------------------------------------------------- how an engine is named
+
+
+def parameters(**engine: Any) -> Parameters:
+    return Parameters(engine=EngineConfig(device="cpu", max_num_sequences=4, **engine))
+
+
+def test_a_folder_of_plans_is_recognized(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+    folder = str(plans(model))
+    with standing_in():
+        for given in (
+            parameters(gpt_model_path=folder),
+            parameters(engine_dir=folder),
+            parameters(engine_dir=folder, gpt_model_path=str(model.folder)),
+            parameters(gpt_model_path=folder, implementation="tensorrt"),
+        ):
+            loaded = load_model(given, str(tmp_path), None)
+            assert loaded.engine.kernels == "tensorrt"
+            assert loaded.model_path == (given.engine.gpt_model_path or folder)
+            assert loaded.engine.runner.cache._blocks is not None
+
+
+def test_blocks_are_kept_where_something_may_be_shared(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+    given = parameters(gpt_model_path=str(plans(model)))
+    for reuse, width, are_kept in ((True, 1, True), (False, None, True), (False, 2, True), (False, 1, False)):
+        scheduler = replace(given.scheduler, enable_kv_cache_reuse=reuse, max_beam_width=width)
+        with standing_in():
+            loaded = load_model(replace(given, scheduler=scheduler), str(tmp_path), None)
+        assert (loaded.engine.runner.cache._blocks is not None) == are_kept
+
+
+def test_another_engine_does_not_take_plans(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+    given = parameters(gpt_model_path=str(plans(model)), implementation="torch")
+    with pytest.raises(ConfigError, match=r"engine is torch, but .* is a folder of plans"):
+        load_model(given, str(tmp_path), None)
+    with pytest.raises(ConfigError, match=r"engine is tensorrt, and .* has no rank0\.json"):
+        load_model(
+            parameters(gpt_model_path=str(model.folder), implementation="tensorrt"), str(tmp_path), None
+        )
+
+
+def test_what_no_hardware_has_run_is_said(
+    model: ZooModel, plans: Plans, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(plans(model))
+    (record,) = (each for each in caplog.records if each.levelname == "WARNING")
+    assert "nothing but a stand-in for TensorRT has run it" in record.getMessage()

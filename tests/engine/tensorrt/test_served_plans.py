@@ -1,0 +1,103 @@
+"""The whole batcher over plans, which a stand-in for TensorRT runs: tokens are those of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from inflight.core.request.request import Request
+from inflight.core.request.sampling_config import SamplingConfig
+from tests.engine.everything import assert_as_transformers, some_of_everything
+from tests.engine.serving import WAYS, config_of, serve
+from tests.engine.tensorrt.conftest import Plans
+from tests.engine.tensorrt.engines import load
+from tests.models.zoo import Zoo
+
+FAMILIES = ["llama-gqa", "qwen3", "gpt2", "mistral-window", "gemma3", "mixtral"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> None:
+    model = zoo["llama-gqa"]
+    requests = some_of_everything(model)
+    served = serve(load(plans(model), num_blocks=18), config_of(way, max_beam_width=3), requests, 4)
+    assert_as_transformers(model, served, requests)
+    if way.startswith("utilization"):
+        assert served.num_pauses > 0
+
+
+@pytest.mark.parametrize("case", FAMILIES[1:])
+def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
+    model = zoo[case]
+    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    served = serve(load(plans(model), num_blocks=26), config_of("utilization-chunked-no-reuse"), requests)
+    assert_as_transformers(model, served, requests)
+
+
+def test_a_batch_with_more_chunks_and_rows_than_a_plan_takes(zoo: Zoo, plans: Plans) -> None:
+    """It is computed in parts, one after the other."""
+    model = zoo["llama-gqa"]
+    engine = load(plans(model, max_context_chunks=1, max_num_tokens=7), num_blocks=60)
+    requests = some_of_everything(model)
+    served = serve(engine, config_of("no-evict", max_beam_width=3), requests, per_iteration=4)
+    assert_as_transformers(model, served, requests)
+
+
+def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model), None, shares_blocks=False)
+    assert engine.limits.num_blocks == 4 * 16, "as many as the slots' sequences can have"
+    assert engine.runner.cache._blocks is None
+    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    config = config_of("no-reuse", max_beam_width=1)
+    assert_as_transformers(model, serve(engine, config, requests), requests)
+
+
+def test_a_conversation_that_goes_on_finds_its_row(zoo: Zoo, plans: Plans) -> None:
+    """What is read from blocks is what the row does not have: nothing where a slot goes on by itself."""
+    model = zoo["llama-gqa"]
+    engine = load(plans(model), num_blocks=60, max_num_sequences=1)
+    cache, loads = engine.runner.cache, []
+    original = cache._load
+    cache._load = lambda changes: loads.append(changes) or original(changes)
+    prompt = model.prompt(37)
+    tokens = model.greedy(prompt, 20)
+    longer = (*prompt, *tokens, *model.prompt(5, 1))
+    other = model.prompt(24, 2)
+    requests = [Request(0, prompt, 20), Request(1, longer, 8), Request(2, other, 4), Request(3, longer, 9)]
+    served = serve(engine, config_of("no-evict"), requests)
+    for request in requests:
+        expected = model.greedy(request.input_token_ids, request.max_new_tokens)
+        assert served.tokens(request) == expected
+    (changes,) = loads
+    columns = [load.column for change in changes for load in change.loads]
+    assert columns == list(range(-(-len(longer) // 8))), "only the last one began in a row of somebody else"
+
+
+def test_sampled_tokens_are_those_of_torch(zoo: Zoo, plans: Plans) -> None:
+    from tests.engine.serving import load as load_torch
+
+    model = zoo["qwen2"]
+    sampling = SamplingConfig(temperature=1.1, top_p=0.9, num_return_sequences=2, random_seed=7)
+    requests = [
+        Request(number, model.prompt(9 + 7 * number, number), 14, sampling=sampling) for number in range(4)
+    ]
+    requests.append(replace(requests[0], request_id=9, sampling=SamplingConfig(repetition_penalty=1.4)))
+    config = config_of("chunked")
+    mine = serve(load(plans(model), num_blocks=26), config, requests)
+    theirs = serve(load_torch(model.folder, 26, kernels="torch"), config, requests)
+    for key, responses in theirs.responses.items():
+        assert mine.tokens(*key) == theirs.tokens(*key), responses[0].request_id
+
+
+FORMS = [{"attention": "packed"}, {"weights": "inputs"}, {"weights": "inputs", "attention": "packed"}]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_other_forms_of_plans(zoo: Zoo, plans: Plans, options: dict[str, str]) -> None:
+    """Weights that are bound to inputs; attention that TensorRT for RTX does not build."""
+    model = zoo["qwen3"]
+    requests = some_of_everything(model)[:5]
+    engine = load(plans(model, **options), num_blocks=40)
+    assert_as_transformers(model, serve(engine, config_of("chunked", max_beam_width=3), requests), requests)
