@@ -18,6 +18,7 @@ from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels, pack, unpack
+from inflight.engine.torch.native import library
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.models import Linear
 from inflight.models.levels import GroupedMatrix
@@ -184,6 +185,19 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
     ]
     for request, alone_ in zip(requests, lone, strict=True):
         assert found[0].tokens(request) == found[1].tokens(request) == alone_.tokens(request)
+
+
+def test_older_processors_unpack_them(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq-act-order"], dtype="float16")
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(tmp_path)
+    assert isinstance(engine.runner.decoder, Decoder) and engine.dtype == "float16"
+    assert type(engine.runner.decoder._weights.layers[0].qkv) is Linear
+    assert "unpacked to float16: torch's operators would unpack them for every product" in caplog.text
+    assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
 
 # On torch's operators
