@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,11 +32,13 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.load_decoder import kept_by_compiled_layers
+from inflight.engine.torch.load_decoder import kept_by_compiled_layers, kept_kinds
 from inflight.engine.torch.native.library import instruction_sets
 from inflight.errors import InflightError
 from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description
+from inflight.models.loader import num_weight_bytes
+from inflight.models.registry import ModelDescription
 
 
 class ClosedLoop:
@@ -183,11 +186,23 @@ def main() -> None:
         sys.exit(f"{parser.prog}: {error}")
 
 
+def _with_kept_weights(setup: Setup, settings: Mapping[str, str], model: ModelDescription) -> Setup:
+    """With what quantized weights take that stay as they are, if there are any."""
+    kept = kept_kinds(to_parameters(settings).engine, model, torch.device("cpu"))
+    if not kept:
+        return setup
+    of_head = torch.int8 if setup.kernels.ran == "native" else torch.bfloat16
+    num_bytes = num_weight_bytes(model, torch.bfloat16, of_head, kept)
+    return replace(setup, dtype=" and ".join(sorted(kind.value for kind in kept)), weight_bytes=num_bytes)
+
+
 def _run(options: Options) -> None:
-    config = read_model_description(options.model).decoder
+    model = read_model_description(options.model)
+    config = model.decoder
     requests = draw(options.workload, config.vocab_size, options.num_requests)
-    with Probe(options.num_threads) as probe, InProcess(engine_settings(options, requests)) as engine:
-        setup = Setup.of(options, config, requests, engine.kernels)
+    settings = engine_settings(options, requests)
+    with Probe(options.num_threads) as probe, InProcess(settings) as engine:
+        setup = _with_kept_weights(Setup.of(options, config, requests, engine.kernels), settings, model)
         (figures,) = run_rounds([engine], requests, setup, probe)
     print(to_line(engine.name, figures, setup))
 

@@ -122,10 +122,12 @@ class Setup:
 
     Attributes:
         model: The checkpoint's folder, by name.
+        dtype: Of the weights; of those that stay as a checkpoint has quantized them, what they are.
         kernels: What computes the layers.
         kv_cache_tokens: Room in the KV cache.
         kv_cache_bytes: What that takes.
-        weight_bytes: What the matrices take, each number once.
+        weight_bytes: What the matrices take, each number once; of quantized ones that stay so, all weights, with
+            scales, and an embedding that is the output projection too in both its forms.
     """
 
     model: str

@@ -6,14 +6,17 @@ import itertools
 
 import pytest
 
-from benchmarks.measuring.setup import Kernels
+from benchmarks.measuring.options import Options
+from benchmarks.measuring.setup import Kernels, Setup
 from benchmarks.measuring.workload import BenchRequest
-from benchmarks.offline import ClosedLoop, InProcess
+from benchmarks.offline import ClosedLoop, InProcess, _with_kept_weights
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument, StepFailed
+from inflight.models import read_model_description
 from inflight.testing.fake_server import load_fake
 from inflight.testing.make_model import make_model
+from tests.engine.kernels import needs_native
 
 REQUESTS = [BenchRequest((1, 2, number), 3) for number in range(5)]
 SETTINGS = {
@@ -113,3 +116,17 @@ def test_requests_one_by_one_never_overlap():
 def test_a_request_that_the_engine_refuses_is_raised():
     with InProcess(SETTINGS, load_fake) as engine, pytest.raises(InvalidArgument, match="request_output_len"):
         engine.run([BenchRequest((1,), 1000)], 1)
+
+
+@needs_native
+def test_quantized_weights_that_stay_so_are_described(tmp_path):
+    folder = make_model(tmp_path, quantize="awq")
+    settings = SETTINGS | {"gpt_model_path": str(folder)}
+    model = read_model_description(folder)
+    options = Options(folder, "lone", 1, 1, None, None, 1, 64, 1)
+    with InProcess(settings) as engine:
+        plain = Setup.of(options, model.decoder, [REQUESTS[0]], engine.kernels)
+        setup = _with_kept_weights(plain, settings, model)
+    assert (engine.kernels.int8_products, setup.dtype) == ("vnni", "4 bits")
+    assert setup.weight_bytes < plain.weight_bytes
+    assert _with_kept_weights(plain, settings | {"dtype": "bfloat16"}, model) == plain

@@ -18,6 +18,7 @@ from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels, pack, unpack
+from inflight.engine.torch.native import library
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.models import Linear
 from inflight.models.levels import GroupedMatrix
@@ -151,12 +152,12 @@ def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[i
         assert_same(many, one)
 
 
-@needs_native
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_native), "torch"])
 @pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8"])
-def test_adapters(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_adapters(zoo: Zoo, tmp_path: Path, name: str, kernels: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     adapter = make_adapter(model, 8, LLAMA, seed=1)
-    driver = Driver(load_engine(tmp_path, max_num_sequences=8))
+    driver = Driver(load_engine(tmp_path, kernels=kernels, max_num_sequences=8))
     with_it = driver.start(model.prompt(20), adapter=driver.put(adapter.stored))
     without = driver.start(model.prompt(20))
     driver.step({with_it: 20, without: 20})
@@ -184,6 +185,19 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
     ]
     for request, alone_ in zip(requests, lone, strict=True):
         assert found[0].tokens(request) == found[1].tokens(request) == alone_.tokens(request)
+
+
+def test_older_processors_unpack_them(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq-act-order"], dtype="float16")
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(tmp_path)
+    assert isinstance(engine.runner.decoder, Decoder) and engine.dtype == "float16"
+    assert type(engine.runner.decoder._weights.layers[0].qkv) is Linear
+    assert "unpacked to float16: torch's operators would unpack them for every product" in caplog.text
+    assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
 
 # On torch's operators
@@ -258,6 +272,17 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
     assert row.generated == model.greedy(model.prompt(12), 6)
     exact = model.logits(row.tokens)[11:-1]
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "fbgemm"])
+def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    request = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    with ranks(tmp_path, (2, 1), 64, 8, dtype=None, kernels="torch") as engine:
+        found = serve(engine, config_of("chunked"), [request])
+    exact = model.logits(request.input_token_ids)[-1]
+    (logits,) = found.result(request).generation_logits
+    assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
 
 
 # What is written, and what it takes
