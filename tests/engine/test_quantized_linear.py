@@ -202,7 +202,7 @@ def test_int8_without_the_package_of_kernels(
     assert find_int8_product(gpu) is None
     levels, scales = torch.zeros((4, 8), dtype=torch.int8), torch.ones(4)
     for device, is_said in ((CPU, False), (gpu, True)):
-        product = Quantizing("int8", torch.bfloat16, device)._product(levels, scales)
+        product = Quantizing("int8", torch.bfloat16, device).product(levels, scales)
         assert product is quantized_linear.dequantizing_product
         assert ("triton is not installed" in caplog.text) == is_said
 
