@@ -158,7 +158,8 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
             checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
             dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
     if isinstance(dtype, str) and dtype != FP8:
-        begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8)
+        is_rounded = config.kv_cache_dtype != "auto"
+        begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8, is_rounded)
 
 
 def _load_whole(

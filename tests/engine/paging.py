@@ -18,6 +18,7 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.engine import TorchRunner
 from inflight.engine.torch.iteration_graphs import Capture
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.torch.layer_operations import LayerOperations
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import layer_windows
@@ -43,6 +44,7 @@ def load_paged(
     collectives: Collectives = ALONE,
     operations: LayerOperations | None = None,
     row_kernels: RowKernels | None = None,
+    rounding: KvRounding | None = None,
     **windows: Any,
 ) -> TorchEngine:
     """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
@@ -62,7 +64,8 @@ def load_paged(
         operations,
         row_kernels or RowKernels(),
     )
-    cache = KvCache(part.held_config(model.decoder), num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
+    held = part.held_config(model.decoder)
+    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, torch.float32, on, rounding)
     limits = EngineLimits(
         model.decoder.vocab_size,
         MAX_SEQUENCE_LENGTH,

@@ -17,8 +17,10 @@ from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.attention import by_plain_products
 from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.kernels import attention as kernels
+from inflight.engine.torch.kernels.layer_operations import KernelLayerOperations
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, read_model_description
@@ -52,12 +54,19 @@ class Rows:
     """Queries, and sequences whose keys and values lie in blocks in a random order."""
 
     def __init__(
-        self, decoder: DecoderConfig, tokens_per_block: int, longest: int, dtype: torch.dtype, seed: int
+        self,
+        decoder: DecoderConfig,
+        tokens_per_block: int,
+        longest: int,
+        dtype: torch.dtype,
+        seed: int,
+        rounding: KvRounding | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         blocks = -(-longest // tokens_per_block)
         self.decoder, self.sequences = decoder, 3
-        self.cache = KvCache(replace(decoder, num_layers=1), 3 * blocks, tokens_per_block, dtype, CPU)
+        shape = replace(decoder, num_layers=1)
+        self.cache = KvCache(shape, 3 * blocks, tokens_per_block, dtype, CPU, rounding)
         self.tables = torch.randperm(3 * blocks, generator=generator).view(3, blocks)
         heads, kv_heads, size = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         shape = (3 * blocks * tokens_per_block, kv_heads, size)
@@ -75,9 +84,9 @@ class Rows:
         return attention.attend(queries, *pages, 0, plan, self.cache, self.sinks)
 
 
-def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype]]:
+def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype, Any]]:
     draw = random.Random(0)
-    for seed in range(24):
+    for seed in range(36):
         kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4, 7, 17])
         changes = {
             "num_heads": kv_heads * group,
@@ -91,16 +100,25 @@ def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, 
             [None, None, AttentionWindow(1), AttentionWindow(9), AttentionWindow(40), AttentionWindow(30, 5)]
         )
         dtype = draw.choice([torch.float32, torch.float16])
-        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype
+        rounding = draw.choice([None, INT8_LEVELS, FP8_LEVELS]) if seed >= 24 else None
+        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype, rounding
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-@pytest.mark.parametrize(("seed", "changes", "tokens_per_block", "window", "dtype"), list(cases()))
+@pytest.mark.parametrize(
+    ("seed", "changes", "tokens_per_block", "window", "dtype", "rounding"), list(cases())
+)
 def test_results_are_those_of_plain_products(
-    zoo: Zoo, seed: int, changes: Any, tokens_per_block: int, window: Any, dtype: torch.dtype
+    zoo: Zoo,
+    seed: int,
+    changes: Any,
+    tokens_per_block: int,
+    window: Any,
+    dtype: torch.dtype,
+    rounding: KvRounding | None,
 ) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **changes)
-    rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed), random.Random(seed)
+    rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed, rounding), random.Random(seed)
     for _ in range(3):
         start = draw.choice([0, 5, 64])
         chunk = PackedChunk(0, 0, draw.choice([1, 15, 16, 17, 40]), start)
@@ -112,10 +130,11 @@ def test_results_are_those_of_plain_products(
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo) -> None:
+@pytest.mark.parametrize("rounding", [None, INT8_LEVELS])
+def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding: KvRounding | None) -> None:
     """To the last bit, however many programs share its parts."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding), KernelAttention(decoder)
     together = rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None)
     for slot, length in enumerate((150, 77, 16)):
         alone_ = rows.attend(attention, pack_rows((), (slot,), (length,), rows.tables), None)
@@ -140,16 +159,19 @@ def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_lies_behind_a_row_may_be_anything(zoo: Zoo) -> None:
+@pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
+def test_what_lies_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
     before = rows.attend(attention, packed, None)
     for slot, length in ((0, 35), (1, 50)):
         for position in range(length, 150):
             block = rows.tables[slot, position // 8]
-            for page in rows.cache.pages(0):
+            for page in rows.cache.pages(0) if rounding is None else ():
                 page[block, position % 8] = torch.nan
+            for scales in rows.cache.scales(0) or ():
+                scales[block * 8 + position % 8] = torch.nan
     assert torch.equal(rows.attend(attention, packed, None), before)
 
 
@@ -225,3 +247,30 @@ def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=264)
     with pytest.raises(CannotAttend, match="heads of 256, and the model's are of 264"):
         KernelAttention(decoder)
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
+def test_over_8_bits_tokens_are_those_of_gathered_blocks(zoo: Zoo, rounding: KvRounding) -> None:
+    """In two chunks, the second beside a generation row; with int8 what is recorded."""
+    model = zoo["llama-gqa"]
+    decoder = read_model_description(model.folder).decoder
+    by_kernels = {"attention": KernelAttention(decoder), "operations": KernelLayerOperations(decoder)}
+    if rounding == INT8_LEVELS:
+        by_kernels["capture"] = replayed
+    found = []
+    for changes in ({"attention": by_plain_products(decoder)}, by_kernels):
+        engine = load_paged(model.folder, 20, 2, rounding=rounding, max_num_tokens=24, **changes)
+        driver = Driver(engine)
+        first, second = driver.start(model.prompt(11)), driver.start(model.prompt(30, 1))
+        driver.step({first: 11, second: 13})
+        driver.step({second: 17}, [first])
+        for _ in range(3):
+            driver.step(generation=[first, second])
+        found.append((first.generated, second.generated))
+    assert found[0] == found[1]
+
+
+def replayed(operations: Callable[[], None]) -> Callable[[], None]:
+    operations()
+    return operations

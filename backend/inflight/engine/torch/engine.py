@@ -53,6 +53,7 @@ from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
+from inflight.engine.torch.kv_rounding import KvRounding, find_rounding
 from inflight.engine.torch.load_decoder import AnyDecoder, computed_dtype, find_model, load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
@@ -390,9 +391,10 @@ def _load_runner(
         )
         reserved = kinds.num_bytes
     num_blocks = _num_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
-    cache_bytes = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
+    rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
+    cache_bytes = (num_blocks + 1) * block_bytes(held, size, decoder.dtype, rounding)
     with allocating("the KV cache", lambda: cache_bytes, device, _LESS_CACHE):
-        cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
+        cache = KvCache(held, num_blocks, size, decoder.dtype, device, rounding)
     limits = EngineLimits(
         vocab_size=model.decoder.vocab_size,
         max_sequence_length=max_sequence_length,
@@ -574,15 +576,26 @@ def _num_blocks(
 ) -> int:
     """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
     on_gpu = device.type == "cuda"
-    size = block_bytes(decoder, config.tokens_per_block, dtype)
+    rounding = find_rounding(config.kv_cache_dtype)
+    size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
     plan = plan_kv_cache(config, max_sequence_length, size, free_bytes, on_gpu)
     num_blocks = agree(plan.num_blocks)
     _logger.info(
-        "KV cache: %d blocks of %d tokens, %.0f MiB; %s decides",
+        "KV cache: %d blocks of %d tokens, %.0f MiB%s; %s decides",
         num_blocks,
         config.tokens_per_block,
         num_blocks * size / 2**20,
+        "" if rounding is None else f", {_rounded(decoder, rounding)}",
         plan.decided_by if num_blocks == plan.num_blocks else "another rank",
     )
     return num_blocks
+
+
+def _rounded(decoder: DecoderConfig, rounding: KvRounding) -> str:
+    """What rounding saves, in words."""
+    whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
+    return (
+        f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
+        "tokens of bfloat16"
+    )

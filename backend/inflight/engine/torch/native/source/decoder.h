@@ -32,6 +32,11 @@ constexpr bool kHasInt8 = true;
 #else
 constexpr bool kHasInt8 = false;  // half as much to compile
 #endif
+#ifdef INFLIGHT_ROUNDED_CACHE
+constexpr bool kHasLevels = true;
+#else
+constexpr bool kHasLevels = false;  // likewise
+#endif
 
 template <class E>
 class Decoder {
@@ -454,9 +459,35 @@ class Decoder {
     const int size = shape_.tokens_per_block;
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
+    if constexpr (kHasLevels) {
+      if (shape_.cache_kind == kInt8Levels) return store_levels<Int8Levels>(layer, block, position % size, keys);
+      if (shape_.cache_kind == kFp8Levels) return store_levels<Fp8Levels>(layer, block, position % size, keys);
+    }
     store_keys(static_cast<Stored*>(layer.keys) + block * attention_.block_elements(), position % size, keys);
     store_values(static_cast<Stored*>(layer.values) + block * attention_.block_elements(), position % size, batch, row,
                  keys + static_cast<int64_t>(shape_.kv_heads) * head_dim);
+  }
+
+  // A row's keys and values, which are behind each other, rounded head by head.
+  template <class Levels>
+  void store_levels(const Layer& layer, int64_t block, int64_t offset, const Stored* keys) {
+    const int head_dim = shape_.head_dim, size = shape_.tokens_per_block;
+    const Stored* values = keys + static_cast<int64_t>(shape_.kv_heads) * head_dim;
+    alignas(kLine) uint8_t levels[kMaxHeadDim];
+    for (int head = 0; head < shape_.kv_heads; ++head) {
+      const int64_t at = block * attention_.block_elements() + head * attention_.head_elements();
+      const int64_t scale = (block * shape_.kv_heads + head) * size + offset;
+      layer.key_scales[scale] = round_head<E, Levels>(keys + static_cast<int64_t>(head) * head_dim, head_dim, levels);
+      uint8_t* key = static_cast<uint8_t*>(layer.keys) + at + offset * E::kPair;
+      for (int d = 0; d < head_dim; d += E::kPair)
+        std::memcpy(key + static_cast<int64_t>(d) * size, levels + d, E::kPair);
+      layer.value_scales[scale] =
+          round_head<E, Levels>(values + static_cast<int64_t>(head) * head_dim, head_dim, levels);
+      // The other token of a pair is another row's, and maybe another thread's: a byte is written by itself.
+      uint8_t* value = static_cast<uint8_t*>(layer.values) + at + offset / E::kPair * head_dim * E::kPair +
+                       offset % E::kPair;
+      for (int d = 0; d < head_dim; ++d) value[d * E::kPair] = levels[d];
+    }
   }
 
   // block, offset: where in the cache.
@@ -487,16 +518,29 @@ class Decoder {
 
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
                   int thread) {
+    if constexpr (kHasLevels) {
+      if (shape_.cache_kind == kInt8Levels)
+        return read_cache_of<Rounded<E, Int8Levels>>(layer, batch, shape, qkv, read, thread);
+      if (shape_.cache_kind == kFp8Levels)
+        return read_cache_of<Rounded<E, Fp8Levels>>(layer, batch, shape, qkv, read, thread);
+    }
+    read_cache_of<AsComputed<E>>(layer, batch, shape, qkv, read, thread);
+  }
+
+  template <class C>
+  void read_cache_of(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv,
+                     Stored* read, int thread) {
+    const LayerCache<C> cache{static_cast<const typename C::Stored*>(layer.keys),
+                              static_cast<const typename C::Stored*>(layer.values), layer.key_scales,
+                              layer.value_scales};
     const auto reader_of = [&](const Tile& tile) {
-      return CacheReader<E>(shape, tile, static_cast<const Stored*>(layer.keys),
-                            static_cast<const Stored*>(layer.values),
-                            batch.block_tables + tile.span.slot * batch.table_width);
+      return CacheReader<C>(shape, tile, cache, batch.block_tables + tile.span.slot * batch.table_width);
     };
     const auto num_tiles = static_cast<int64_t>(tiles_.size());
     team_.share(thread, [&](int64_t index) {
       const int64_t following = std::min(index + 1, num_tiles - 1);
-      CacheReader<E> reader = reader_of(tiles_[index]), next = reader_of(tiles_[following]);
-      attend_tile<E>(*states_[thread], shape, tiles_[index], reader, following == index ? nullptr : &next, qkv,
+      CacheReader<C> reader = reader_of(tiles_[index]), next = reader_of(tiles_[following]);
+      attend_tile<E, C>(*states_[thread], shape, tiles_[index], reader, following == index ? nullptr : &next, qkv,
                      qkv_width(), read, read_width());
     });
   }
