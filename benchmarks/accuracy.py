@@ -1,4 +1,4 @@
-"""How far bfloat16, int8 and fp8 are from float32, on text that the demo model was not trained on.
+"""How far bfloat16, int8 and fp8, of weights and KV cache, are from float32 on text that was not trained on.
 
 In this process, without a server. The text is modules of Python's standard library that were held out when the
 demo model was trained, prepared as for the training, in windows of 512 tokens. Every position's logits are
@@ -39,10 +39,11 @@ _OUTPUT = OutputConfig(return_context_logits=True)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A dtype, and what computes it."""
+    """A dtype, what computes it, and what keys and values are stored in."""
 
     dtype: str
     kernels: str
+    kv_cache_dtype: str = "auto"
 
 
 EXACT = Way("float32", "torch")
@@ -53,6 +54,17 @@ WAYS = (
     Way("int8", "torch"),
     Way("int8", "native"),
     Way("fp8", "torch"),
+    *(
+        Way(dtype, kernels, kv_cache_dtype)
+        for kv_cache_dtype in ("int8", "fp8")
+        for dtype, kernels in (
+            ("float32", "torch"),
+            ("float32", "native"),
+            ("bfloat16", "torch"),
+            ("bfloat16", "native"),
+            ("int8", "native"),
+        )
+    ),
 )
 
 
@@ -88,6 +100,7 @@ def compute_logits(way: Way, windows: Sequence[Sequence[int]]) -> list[Tensor]:
             max_num_sequences=1,
             kernels=way.kernels,
             max_tokens_in_paged_kv_cache=2 * _WINDOW,
+            kv_cache_dtype=way.kv_cache_dtype,
         )
     )
     loop = Loop(engine, SchedulerConfig(enable_kv_cache_reuse=False))
@@ -130,15 +143,16 @@ def main() -> None:
     exact = compute_logits(EXACT, windows)
     rows = []
     for way in WAYS:
+        name = f"{way.dtype:8} {way.kernels:6} KV {way.kv_cache_dtype:4}"
         try:
             found = compute_logits(way, windows)
         except ConfigError as error:
-            print(f"{way.dtype:8} {way.kernels:6} left out: {error}")
+            print(f"{name} left out: {error}")
             continue
         error = compare(exact, found, windows)
         rows.append(asdict(way) | {name: float(f"{value:.5g}") for name, value in asdict(error).items()})
         print(
-            f"{way.dtype:8} {way.kernels:6} KL mean {error.kl_mean:.2e} p99 {error.kl_p99:.2e} "
+            f"{name} KL mean {error.kl_mean:.2e} p99 {error.kl_p99:.2e} "
             f"max {error.kl_max:.2e}  top-1 {100 * error.top1_agreement:.2f} %  "
             f"loss {error.loss:.4f}, float32 {error.exact_loss:.4f}"
         )
