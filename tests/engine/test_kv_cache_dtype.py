@@ -1,14 +1,16 @@
 """Keys and values in 8 bits: what they are rounded to, and that answers depend on nothing else.
 
 The oracle is transformers' model in float64 whose attention rounds keys and values by the formulas written here,
-and then attends plainly. In float32 a number at the border of two levels may come to lie on its other side, so a few
-logits are off by as much as a level is; a rule that was another would have all of them off by that.
+and then attends plainly. In float32 a number at the border of two levels may come to lie on its other side, so a
+few logits are off by as much as a level is; a rule that was another would have all of them off by that.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,15 +18,27 @@ import torch
 import transformers
 from torch import Tensor
 
+from inflight.config import EngineConfig
+from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.attention import by_plain_products, gathering
-from inflight.engine.torch.attention_check import check_attention
+from inflight.engine.torch.attention_check import CannotAttend, check_attention
+from inflight.engine.torch.cuda import torch_paged_attention
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS
 from inflight.engine.windows import AttentionWindow
+from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from tests.engine.driver import Driver, load_engine
+from tests.engine.everything import some_of_everything
+from tests.engine.fixed_rows import FixedRowsAttention
 from tests.engine.kernels import needs_native
+from tests.engine.paging import load_paged
+from tests.engine.serving import WAYS, config_of, load, serve
+from tests.engine.tape import Tape
+from tests.engine.test_alone_and_together import logits_of, make_requests
+from tests.engine.thread_ranks import ThreadRanks
 from tests.models.zoo import Zoo, ZooModel
+from tests.ranks.requests import CONFIG, ENGINE
 
 CPU = torch.device("cpu")
 NATIVE = pytest.param("native", marks=needs_native)
@@ -173,3 +187,123 @@ def test_logits_are_those_of_a_model_that_rounds(zoo: Zoo, case: str, kernels: s
         lost.append(((expected - model.logits(row.tokens)[positions]).abs().max() / expected.std()).item())
     assert min(lost) > 1e-3, "rounding changes something"
     assert sorted(errors)[3] < 1e-4 and max(errors) < max(lost), (errors, lost)
+
+
+# ---------------------------------------------------------------------- answers, however they are served
+
+
+@needs_native
+@every_kind
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_of_compiled_layers_are_the_same_to_the_bit(zoo: Zoo, kind: str, dtype: str, way: str) -> None:
+    """Mixed, arriving one after the other, with chunks, reuse and pauses, against each by itself."""
+    model = zoo["llama-gqa"]
+    requests = make_requests(model)[:6]
+    engine = load(model.folder, 28, 6, dtype=dtype, kernels="native", kv_cache_dtype=kind)
+    together = serve(engine, config_of(way), requests, per_iteration=3)
+    assert (together.num_pauses > 0) == way.startswith("utilization")
+    for request in requests:
+        by_itself = serve(engine, config_of("no-evict", enable_kv_cache_reuse=False), [request])
+        assert together.tokens(request) == by_itself.tokens(request)
+        for found, expected in zip(logits_of(together, request), logits_of(by_itself, request), strict=True):
+            assert torch.equal(found, expected)
+
+
+@by_both
+@every_kind
+@pytest.mark.parametrize(
+    ("case", "windows"),
+    [
+        ("llama-gqa", {}),
+        ("llama-gqa", {"max_attention_window_size": (12, 40), "sink_token_length": 3}),
+        ("llama-head-dim", {"tokens_per_block": 6}),
+        ("gpt-oss", {}),
+        ("deepseek-v3", {}),
+        ("stablelm", {}),
+    ],
+)
+def test_tokens_are_the_same_in_all_ways_of_serving(
+    zoo: Zoo, case: str, windows: dict[str, Any], kernels: str, kind: str
+) -> None:
+    """With reuse, partly too, chunks, pauses, beams, drafts and prompt lookup, against each by itself.
+
+    The last three are computed by torch's operators in any case, the last by transformers' own code.
+    """
+    if kernels == "native" and case in ("gpt-oss", "deepseek-v3", "stablelm"):
+        kernels = None
+    model = zoo[case]
+    requests = some_of_everything(model)[:6]
+    engine = load(model.folder, 30, 8, kernels=kernels, kv_cache_dtype=kind, **windows)
+    assert engine.runner.cache.rounding == ROUNDINGS[kind]
+    expected = [
+        serve(engine, config_of("no-evict", enable_kv_cache_reuse=False), [request]).beams(request)
+        for request in requests
+    ]
+    for way in ("no-evict", "chunked", "utilization-chunked-no-reuse"):
+        served = serve(engine, config_of(way), requests)
+        assert [served.beams(request) for request in requests] == expected, way
+
+
+@by_both
+@every_kind
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_ranks_answer_as_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp_size: int) -> None:
+    requests = some_of_everything(zoo["llama-gqa"])[:6]
+    config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels=kernels, kv_cache_dtype=kind)
+    one = serve(TorchEngine.load(config), CONFIG, requests)
+    several = serve(ThreadRanks(config, tp_size, pp_size), CONFIG, requests)
+    assert [several.beams(request) for request in requests] == [one.beams(request) for request in requests]
+
+
+@every_kind
+def test_recorded_iterations_have_the_tokens_of_others(zoo: Zoo, kind: str) -> None:
+    """Beams too, whose blocks are copied between replays."""
+    model = zoo["llama-gqa"]
+    requests = some_of_everything(model)[:6]
+    tape = Tape()
+    served = [
+        serve(
+            load_paged(
+                model.folder, 40, capture=capture, attention=FixedRowsAttention(), rounding=ROUNDINGS[kind]
+            ),
+            config_of("utilization-chunked-no-reuse"),
+            requests,
+        )
+        for capture in (None, tape)
+    ]
+    assert len(tape.replayed) > 10
+    for request in requests:
+        assert served[0].beams(request) == served[1].beams(request)
+
+
+# ---------------------------------------------------------------------- what is chosen, said and refused
+
+
+@every_kind
+def test_the_log_says_what_it_saves(zoo: Zoo, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(zoo["llama-gqa"].folder, kernels="torch", kv_cache_dtype=kind)
+    (line,) = [each for each in caplog.messages if each.startswith("KV cache:")]
+    assert f"keys and values in {kind} with a scale for each token and head" in line
+    assert "1.33 times the tokens of bfloat16" in line, "of heads of 8, whose scales count"
+    assert engine.runner.cache.rounding == ROUNDINGS[kind]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_there_is_room_for_about_twice_the_tokens(zoo: Zoo, head_dim: int) -> None:
+    decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=head_dim)
+    whole, stored = (block_bytes(decoder, 32, torch.bfloat16, rounding) for rounding in (None, INT8_LEVELS))
+    assert whole / stored == pytest.approx(2 * head_dim / (head_dim + 4))
+
+
+def test_another_type_is_refused_by_name(zoo: Zoo) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp4', expected auto or int8 or fp8"):
+        load_engine(zoo["llama-gqa"].folder, kv_cache_dtype="fp4")
+
+
+@every_kind
+def test_torchs_kernel_for_blocks_does_not_read_them(zoo: Zoo, kind: str) -> None:
+    decoder = read_model_description(zoo["llama-gqa"].folder).decoder
+    with pytest.raises(CannotAttend, match=f"it does not read KV blocks in {kind}"):
+        torch_paged_attention(torch.device("cuda"), decoder, ROUNDINGS[kind])

@@ -212,7 +212,8 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
     for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&state.sums[first_row + m][first_d + i * kLanes]);
   for (int g = 0; g < groups.count; ++g) {
     for (int i = ahead.count * g / groups.count; i < ahead.count * (g + 1) / groups.count; ++i)
-      fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
+      if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[i]) % kLine == 0)  // of levels two groups share a line
+        fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
     const typename C::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
     for (int pair = 0; pair < groups.num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
       __m512 part[kParts];

@@ -28,8 +28,14 @@ struct Int8Levels {
   static constexpr float kLargest = 127.0f;
   static __m512 to_float(__m128i levels) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)); }
   static __m512 to_bfloat16(__m256i levels) {
-    const __m512 low = to_float(_mm256_castsi256_si128(levels)), high = to_float(_mm256_extracti128_si256(levels, 1));
-    return reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(high, low));
+    return to_bfloat16(_mm256_castsi256_si128(levels), _mm256_extracti128_si256(levels, 1));
+  }
+  static __m512 to_bfloat16(const uint8_t* source) {
+    return to_bfloat16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + kLanes)));
+  }
+  static __m512 to_bfloat16(__m128i low, __m128i high) {
+    return reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(to_float(high), to_float(low)));
   }
   // Of at most `kLargest`; what is no number becomes 0.
   static __m128i round(__m512 numbers) {
@@ -46,6 +52,9 @@ struct Fp8Levels {
     const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
     const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+  }
+  static __m512 to_bfloat16(const uint8_t* source) {
+    return to_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
   }
   static __m512 to_bfloat16(__m256i levels) {
     const __m512i wide = _mm512_cvtepu8_epi16(levels);
@@ -83,7 +92,12 @@ struct Rounded {
   using Stored = uint8_t;
   static constexpr int kPair = E::kPair;
   static constexpr bool kHasScales = true;
-  static __m512 load_pairs(const Stored* source) { return load_pairs(source, 0xffff); }
+  static __m512 load_pairs(const Stored* source) {
+    if constexpr (kPair == 2)
+      return Levels::to_bfloat16(source);
+    else
+      return Levels::to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+  }
   static __m512 load_pairs(const Stored* source, __mmask16 mask) {
     if constexpr (kPair == 2)
       return Levels::to_bfloat16(_mm256_maskz_loadu_epi16(mask, source));
