@@ -51,6 +51,10 @@ TARGETS = pytest.mark.parametrize(
 )
 
 
+STORED = ("", "*i8", "*u8")
+"""Types of keys and values in the cache, by `LEVELS` of the kernels."""
+
+
 def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any]) -> Any:
     """To machine code, which Triton does without a GPU; other arguments are int32."""
     import triton
@@ -71,7 +75,7 @@ def test_attention_compiles_for_a_gpu(capability: int, shared_kib: int, dtype: s
 
     types = {"scale": "fp32"} | dict.fromkeys(("queries", "keys", "values", "results", "sinks"), f"*{dtype}")
     types |= dict.fromkeys(("tables", "rows", "slots", "positions", "tiles"), "*i64")
-    types |= dict.fromkeys(("parts_read", "parts_best", "parts_total"), "*fp32")
+    types |= dict.fromkeys(("parts_read", "parts_best", "parts_total", "key_scales", "value_scales"), "*fp32")
     constants = {
         "RECENT": 4096,
         "SINKS": 4,
@@ -81,8 +85,13 @@ def test_attention_compiles_for_a_gpu(capability: int, shared_kib: int, dtype: s
         "GROUP": 4,
     }
     constants |= {"HEAD_DIM": 128, "WIDTH": 128, "NUM_PARTS": 32, "LEAST_PART": 256, "TILE": 64}
-    for name, rows in (("_attend_generation", 16), ("_add_up", 16), ("_attend_chunk", 64)):
-        made = compiled(getattr(kernels, name), capability, types, constants | {"ROWS": rows})
+    wanted = [("_attend_generation", 16, 0), ("_add_up", 16, 0), ("_attend_chunk", 64, 0)]
+    if dtype == "bf16":
+        wanted += [("_attend_generation", 16, 1), ("_attend_chunk", 64, 2)]
+    for name, rows, levels in wanted:
+        chosen = constants | {"ROWS": rows, "LEVELS": levels}
+        of_cache = dict.fromkeys(("keys", "values"), STORED[levels] or f"*{dtype}")
+        made = compiled(getattr(kernels, name), capability, types | of_cache, chosen)
         assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
 
 
@@ -90,9 +99,10 @@ def test_attention_compiles_for_a_gpu(capability: int, shared_kib: int, dtype: s
 def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
     from inflight.engine.torch.kernels import layers, peaks, quantize
 
+    scales = ("key_scales", "value_scales")
     names = ("x", "computed", "weight", "sums", "normed", "qkv", "turned", "query_weight", "key_weight")
     types = dict.fromkeys((*names, "key_cache", "value_cache", "inner", "results"), f"*{dtype}")
-    types |= dict.fromkeys(("cosines", "sines", "logits", "highest", "block_highest"), "*fp32")
+    types |= dict.fromkeys(("cosines", "sines", "logits", "highest", "block_highest", *scales), "*fp32")
     types |= dict.fromkeys(("positions", "places", "tokens", "block_tokens"), "*i64") | {"eps": "fp32"}
     constants = {
         "HEADS": 32,
@@ -101,6 +111,7 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
         "WIDTH": 128,
         "ROTARY_DIM": 96,
         "HAS_NORMS": True,
+        "LEVELS": 0,
     }
     constants |= {"BLOCK": 4096, "BLOCKS": 32}
     for kernel in (
@@ -108,6 +119,10 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
     ):  # fmt: skip
         made = compiled(kernel, capability, types, constants)
         assert made.asm["cubin"] and made.metadata.shared <= shared_kib << 10
+    for levels in (1, 2):
+        of_cache = types | dict.fromkeys(("key_cache", "value_cache"), STORED[levels])
+        chosen = constants | {"LEVELS": levels}
+        assert compiled(layers._rotate_and_write, capability, of_cache, chosen).asm["cubin"]
     rounding = {"LARGEST": 448.0, "LEAST": 1e-30, "BLOCK": 4096}
     if capability >= 89:  # which have float8
         pointers = {"x": f"*{dtype}", "levels": "*fp8e4nv", "scales": "*fp32"}
