@@ -52,8 +52,8 @@ from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.cuda import GraphCapture
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs, RecordedKinds
-from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.kv_rounding import KvRounding, find_rounding
+from inflight.engine.torch.kv_cache import KvCache, block_bytes, describe_rounding
+from inflight.engine.torch.kv_rounding import find_rounding
 from inflight.engine.torch.load_decoder import AnyDecoder, computed_dtype, find_model, load_decoder
 from inflight.engine.torch.native.decoder import NativeDecoder
 from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
@@ -586,16 +586,7 @@ def _num_blocks(
         num_blocks,
         config.tokens_per_block,
         num_blocks * size / 2**20,
-        "" if rounding is None else f", {_rounded(decoder, rounding)}",
+        "" if rounding is None else f", {describe_rounding(decoder, rounding)}",
         plan.decided_by if num_blocks == plan.num_blocks else "another rank",
     )
     return num_blocks
-
-
-def _rounded(decoder: DecoderConfig, rounding: KvRounding) -> str:
-    """What rounding saves, in words."""
-    whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
-    return (
-        f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
-        "tokens of bfloat16"
-    )

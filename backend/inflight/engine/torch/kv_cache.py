@@ -27,6 +27,15 @@ def block_bytes(
     return decoder.num_layers * tokens_per_block * num_heads * head_bytes(decoder, dtype, rounding)
 
 
+def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
+    """How keys and values are stored, and what that saves, in words."""
+    whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
+    return (
+        f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
+        "tokens of bfloat16"
+    )
+
+
 class KvCache:
     """Device memory for `num_blocks` blocks and the null block.
 

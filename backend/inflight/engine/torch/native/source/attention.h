@@ -57,6 +57,33 @@ struct LayerCache {
   const float *key_scales, *value_scales;
 };
 
+// A layer's part of a cache of levels, to be written.
+struct LevelsOfLayer {
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;
+};
+
+// A row's keys and the values behind them, [2][kv_heads][head_dim], rounded head by head; block, offset: where they go.
+template <class E, class Levels>
+void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64_t block, int64_t offset,
+                  const typename E::Stored* keys) {
+  const int head_dim = shape.head_dim, size = shape.tokens_per_block;
+  const typename E::Stored* values = keys + static_cast<int64_t>(shape.kv_heads) * head_dim;
+  alignas(kLine) uint8_t levels[kMaxHeadDim];
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    const int64_t at = block * shape.block_elements() + head * shape.head_elements();
+    const int64_t scale = (block * shape.kv_heads + head) * size + offset;
+    layer.key_scales[scale] = round_head<E, Levels>(keys + static_cast<int64_t>(head) * head_dim, head_dim, levels);
+    uint8_t* key = layer.keys + at + offset * E::kPair;
+    for (int d = 0; d < head_dim; d += E::kPair)
+      std::memcpy(key + static_cast<int64_t>(d) * size, levels + d, E::kPair);
+    layer.value_scales[scale] = round_head<E, Levels>(values + static_cast<int64_t>(head) * head_dim, head_dim, levels);
+    // The other token of a pair is another row's, and maybe another thread's: a byte is written by itself.
+    uint8_t* value = layer.values + at + offset / E::kPair * head_dim * E::kPair + offset % E::kPair;
+    for (int d = 0; d < head_dim; ++d) value[d * E::kPair] = levels[d];
+  }
+}
+
 // One key head's tile while it is worked on; a thread has one.
 template <class E>
 struct TileState {

@@ -460,34 +460,16 @@ class Decoder {
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
     if constexpr (kHasLevels) {
-      if (shape_.cache_kind == kInt8Levels) return store_levels<Int8Levels>(layer, block, position % size, keys);
-      if (shape_.cache_kind == kFp8Levels) return store_levels<Fp8Levels>(layer, block, position % size, keys);
+      const LevelsOfLayer levels{static_cast<uint8_t*>(layer.keys), static_cast<uint8_t*>(layer.values),
+                                 layer.key_scales, layer.value_scales};
+      if (shape_.cache_kind == kInt8Levels)
+        return store_levels<E, Int8Levels>(attention_, levels, block, position % size, keys);
+      if (shape_.cache_kind == kFp8Levels)
+        return store_levels<E, Fp8Levels>(attention_, levels, block, position % size, keys);
     }
     store_keys(static_cast<Stored*>(layer.keys) + block * attention_.block_elements(), position % size, keys);
     store_values(static_cast<Stored*>(layer.values) + block * attention_.block_elements(), position % size, batch, row,
                  keys + static_cast<int64_t>(shape_.kv_heads) * head_dim);
-  }
-
-  // A row's keys and values, which are behind each other, rounded head by head.
-  template <class Levels>
-  void store_levels(const Layer& layer, int64_t block, int64_t offset, const Stored* keys) {
-    const int head_dim = shape_.head_dim, size = shape_.tokens_per_block;
-    const Stored* values = keys + static_cast<int64_t>(shape_.kv_heads) * head_dim;
-    alignas(kLine) uint8_t levels[kMaxHeadDim];
-    for (int head = 0; head < shape_.kv_heads; ++head) {
-      const int64_t at = block * attention_.block_elements() + head * attention_.head_elements();
-      const int64_t scale = (block * shape_.kv_heads + head) * size + offset;
-      layer.key_scales[scale] = round_head<E, Levels>(keys + static_cast<int64_t>(head) * head_dim, head_dim, levels);
-      uint8_t* key = static_cast<uint8_t*>(layer.keys) + at + offset * E::kPair;
-      for (int d = 0; d < head_dim; d += E::kPair)
-        std::memcpy(key + static_cast<int64_t>(d) * size, levels + d, E::kPair);
-      layer.value_scales[scale] =
-          round_head<E, Levels>(values + static_cast<int64_t>(head) * head_dim, head_dim, levels);
-      // The other token of a pair is another row's, and maybe another thread's: a byte is written by itself.
-      uint8_t* value = static_cast<uint8_t*>(layer.values) + at + offset / E::kPair * head_dim * E::kPair +
-                       offset % E::kPair;
-      for (int d = 0; d < head_dim; ++d) value[d * E::kPair] = levels[d];
-    }
   }
 
   // block, offset: where in the cache.
