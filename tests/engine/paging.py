@@ -45,9 +45,10 @@ def load_paged(
     operations: LayerOperations | None = None,
     row_kernels: RowKernels | None = None,
     rounding: KvRounding | None = None,
+    dtype: torch.dtype = torch.float32,
     **windows: Any,
 ) -> TorchEngine:
-    """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
+    """An engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = part or Part.whole(model.decoder)
     aux = AuxRequest(lse=True) if model.decoder.learned_sinks else None
@@ -55,7 +56,7 @@ def load_paged(
     asked = windows.get("max_attention_window_size", ()), windows.get("sink_token_length", 0)
     decoder = Decoder(
         model.decoder,
-        load_weights(model, torch.float32, on, part),
+        load_weights(model, dtype, on, part),
         layer_windows(model.decoder.sliding_windows, *asked, MAX_SEQUENCE_LENGTH),
         MAX_SEQUENCE_LENGTH,
         part,
@@ -65,7 +66,7 @@ def load_paged(
         row_kernels or RowKernels(),
     )
     held = part.held_config(model.decoder)
-    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, torch.float32, on, rounding)
+    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, dtype, on, rounding)
     limits = EngineLimits(
         model.decoder.vocab_size,
         MAX_SEQUENCE_LENGTH,
